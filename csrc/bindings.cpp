@@ -1,0 +1,112 @@
+// The Python face of the compiled core: argument checks and names, no algorithm.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "rank_heap.h"
+
+namespace nb = nanobind;
+using replaykit::RankHeap;
+
+namespace {
+
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IndicesOut = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using DoublesOut = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Below this many records the work is shorter than handing the interpreter lock over and back.
+constexpr std::int64_t kReleaseAbove = 256;
+
+void check_ranks(const double* ranks, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (std::isnan(ranks[i])) {
+      throw nb::value_error(("expected a rank that is a number, got NaN at position " +
+                             std::to_string(i)).c_str());
+    }
+  }
+}
+
+void check_length(const char* name, std::size_t got, std::int64_t expected) {
+  if (static_cast<std::int64_t>(got) != expected) {
+    throw nb::value_error((std::string("expected ") + std::to_string(expected) + " entries in `" +
+                           name + "`, got " + std::to_string(got)).c_str());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "Compiled core of replaykit.";
+  m.attr("__version__") = REPLAYKIT_VERSION;
+
+  nb::class_<RankHeap>(m, "RankHeap",
+                       "Which slot the next record takes when only the largest ranks are kept.")
+      .def("__init__",
+           [](RankHeap* self, std::int64_t capacity) {
+             if (capacity < 1) {
+               throw nb::value_error(("expected a capacity of at least 1, got " +
+                                      std::to_string(capacity)).c_str());
+             }
+             new (self) RankHeap(capacity);
+           },
+           nb::arg("capacity"))
+      .def("__len__", &RankHeap::size)
+      .def_prop_ro("capacity", &RankHeap::capacity)
+      .def_prop_ro("next_age", &RankHeap::next_age)
+      .def("offer",
+           [](RankHeap& self, Doubles ranks, IndicesOut slots) {
+             const auto n = static_cast<std::int64_t>(ranks.shape(0));
+             check_length("slots", slots.shape(0), n);
+             const double* in = ranks.data();
+             std::int64_t* out = slots.data();
+             check_ranks(in, n);
+             if (n > kReleaseAbove) {
+               nb::gil_scoped_release release;
+               self.offer(in, n, out);
+             } else {
+               self.offer(in, n, out);
+             }
+           },
+           nb::arg("ranks").noconvert(), nb::arg("slots").noconvert(),
+           "Offers the ranks in order; writes each record's slot, or -1, into `slots`.")
+      .def("export",
+           [](const RankHeap& self, DoublesOut ranks, IndicesOut ages) {
+             check_length("ranks", ranks.shape(0), self.size());
+             check_length("ages", ages.shape(0), self.size());
+             for (const RankHeap::Entry& e : self.entries()) {
+               ranks.data()[e.slot] = e.rank;
+               ages.data()[e.slot] = e.age;
+             }
+           },
+           nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(),
+           "Writes rank and age of the record in each slot.")
+      .def("assign",
+           [](RankHeap& self, Doubles ranks, Indices ages, std::int64_t next_age) {
+             const auto n = static_cast<std::int64_t>(ranks.shape(0));
+             check_length("ages", ages.shape(0), n);
+             if (n > self.capacity()) {
+               throw nb::value_error(("expected at most " + std::to_string(self.capacity()) +
+                                      " records, got " + std::to_string(n)).c_str());
+             }
+             check_ranks(ranks.data(), n);
+             std::vector<RankHeap::Entry> entries;
+             entries.reserve(static_cast<std::size_t>(n));
+             for (std::int64_t i = 0; i < n; ++i) {
+               const std::int64_t age = ages.data()[i];
+               if (age < 0 || age >= next_age) {
+                 throw nb::value_error(("expected ages in [0, " + std::to_string(next_age) +
+                                        "), got " + std::to_string(age) + " at position " +
+                                        std::to_string(i)).c_str());
+               }
+               entries.push_back({ranks.data()[i], age, i});
+             }
+             self.assign(std::move(entries), next_age);
+           },
+           nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
+           "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
+}

@@ -1,0 +1,31 @@
+"""The error kinds of the package: subclasses of built-in exceptions, so that either can be caught.
+
+Example:
+    >>> from replaykit.errors import SchemaError
+    >>> issubclass(SchemaError, ValueError)
+    True
+"""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "CorpusError", "DownloadError", "NotEnoughData", "SchemaError"]
+
+
+class SchemaError(ValueError):
+    """Data does not have the keys, feature shapes or dtypes that the storage was given first."""
+
+
+class NotEnoughData(RuntimeError):
+    """Fewer rows are eligible than the request needs."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is torn, damaged, of an unknown version, or not a checkpoint."""
+
+
+class CorpusError(ValueError):
+    """A source file breaks a rule of its corpus; the message names the file and the rule."""
+
+
+class DownloadError(RuntimeError):
+    """A file could not be fetched or did not verify; names repository, commit and path."""

@@ -1,0 +1,63 @@
+"""The TED vocabulary: which key means what in a table of transitions.
+
+A row is one step. The root holds the state before it and the action, ``next`` what followed.
+Time runs along the first dimension and episodes lie end to end.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "DEFAULT_DONE_KEYS",
+    "EPISODE_KEYS",
+    "FLAG_KEYS",
+    "RESERVED_KEYS",
+    "Key",
+    "format_key",
+    "unravel",
+]
+
+Key = tuple[str, ...]
+"""A nested key, always as a tuple: ``("next", "reward")``, ``("action",)``."""
+
+DEFAULT_DONE_KEYS: Final = ("done", "truncated", "terminated")
+"""Flags under ``next`` of which any one ends an episode."""
+
+FLAG_KEYS: Final[frozenset[Key]] = frozenset(
+    {(name,) for name in DEFAULT_DONE_KEYS} | {("next", name) for name in DEFAULT_DONE_KEYS}
+)
+"""Keys accepted as ``[N]`` or ``[N, 1]`` and stored as ``[N, 1]``."""
+
+EPISODE_KEYS: Final[tuple[Key, ...]] = (("collector", "traj_ids"), ("episode",), ("seed",))
+"""Id columns of which a change ends an episode."""
+
+RESERVED_KEYS: Final[frozenset[str]] = frozenset({"index", "index_generation"})
+"""Root keys that samples carry: ignored on write, produced on read, never stored."""
+
+
+def unravel(key: object) -> Key:
+    """Returns a nested key as a flat tuple of strings.
+
+    Raises:
+        TypeError: the key is not a string or a (nested) tuple of strings.
+
+    Example:
+        >>> unravel("reward"), unravel(("next", ("info", "x")))
+        (('reward',), ('next', 'info', 'x'))
+    """
+    if isinstance(key, str):
+        return (key,)
+    if isinstance(key, tuple) and key:
+        return tuple(part for item in key for part in unravel(item))
+    raise TypeError(f"expected a key (a string or a tuple of strings), got {key!r}")
+
+
+def format_key(key: tuple[object, ...]) -> str:
+    """Returns a key as users write it: a string where it has one part, else a tuple.
+
+    Example:
+        >>> format_key(("next", "done")), format_key(("action",))
+        ("('next', 'done')", "'action'")
+    """
+    return repr(key[0]) if len(key) == 1 else repr(tuple(key))
