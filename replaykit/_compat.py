@@ -1,0 +1,87 @@
+"""The one place that uses parts of torch and tensordict which are not their public face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+)
+
+__all__ = [
+    "LazyStackedTensorDict",
+    "TensorDict",
+    "TensorDictBase",
+    "dtype_by_name",
+    "dtype_name",
+    "is_non_tensor",
+    "is_tensordict",
+    "new_tensorclass",
+    "new_tensordict",
+    "tensorclass_parts",
+]
+
+_new_unsafe = getattr(TensorDict, "_new_unsafe", None)
+
+
+def new_tensordict(
+    fields: dict[str, Any], batch_size: torch.Size, device: torch.device | None
+) -> TensorDict:
+    """Returns a TensorDict over ``fields`` without checking or copying them.
+
+    The caller guarantees that every field starts with ``batch_size`` and lies on ``device``.
+    About five times cheaper than the public constructor.
+    """
+    if _new_unsafe is not None:
+        return _new_unsafe(fields, batch_size=batch_size, device=device)
+    return TensorDict(fields, batch_size=batch_size, device=device)
+
+
+def is_tensordict(data: object) -> bool:
+    """Whether ``data`` is a TensorDict of any kind, tensorclasses and non-tensor data apart."""
+    return isinstance(data, TensorDictBase) and not is_tensorclass(data)
+
+
+def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
+    """Returns the TensorDict behind a tensorclass and its non-tensor fields by name."""
+    constants = dict(getattr(data, "_non_tensordict", {}) or {})
+    tensordict = data._tensordict
+    tensors = tensordict.copy() if _has_non_tensor(tensordict) else tensordict
+    for key, value in list(tensordict.items()):
+        if is_non_tensor(value):
+            constants[key] = value.data if isinstance(value, NonTensorData) else value.tolist()
+            del tensors[key]
+    return tensors, {key: value for key, value in constants.items() if value is not None}
+
+
+def _has_non_tensor(tensordict: TensorDictBase) -> bool:
+    return any(is_non_tensor(value) for value in tensordict.values())
+
+
+def new_tensorclass(cls: type, tensordict: TensorDictBase, constants: Mapping[str, Any]) -> Any:
+    """Returns an instance of tensorclass ``cls`` over ``tensordict`` and non-tensor fields."""
+    return cls.from_tensordict(tensordict, dict(constants) or None)  # type: ignore[attr-defined]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the dtype's name without the module: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_by_name(name: object) -> torch.dtype:
+    """Returns the dtype of that name; looks it up, evaluates nothing.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a torch dtype, got {name!r}")
+    return dtype

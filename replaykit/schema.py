@@ -1,0 +1,227 @@
+"""The fixed layout of a record: what later data must look like, and why it does not.
+
+The first write fixes the keys, the feature shapes and the dtypes. Nothing is cast, broadcast,
+filled in or left out afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import is_tensordict
+from replaykit.errors import SchemaError
+from replaykit.structure import Branch, Leaf, Node, Path, Rules, flatten, from_json, leaf_paths
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
+
+__all__ = ["Rows", "Schema", "take_apart"]
+
+_RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows taken apart: the tree, the leaves by path, and the batch shape they share.
+
+    Dimension 0 of every leaf is the row (time, for storages with lanes; the lanes follow).
+    """
+
+    root: Node
+    leaves: dict[Path, torch.Tensor]
+    batch: torch.Size
+
+    def __len__(self) -> int:
+        return self.batch[0]
+
+
+class Schema:
+    """Keys, feature shapes and dtypes of the records of one storage.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> schema = Schema(take_apart(TensorDict({"x": torch.zeros(4, 3)}, [4]), ndim=1).root)
+        >>> schema.check(take_apart(TensorDict({"x": torch.zeros(2, 5)}, [2]), ndim=1).root)
+        Traceback (most recent call last):
+        replaykit.errors.SchemaError: key 'x': expected float32 [3], got float32 [5]
+    """
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+        self.leaves: dict[Path, Leaf] = dict(leaf_paths(root))
+
+    @property
+    def is_ted(self) -> bool:
+        """Whether the records are TensorDicts (tensorclasses apart)."""
+        return isinstance(self.root, Branch) and self.root.kind == "tensordict"
+
+    def check(self, root: Node) -> None:
+        """Compares the tree of other rows with the schema.
+
+        Raises:
+            SchemaError: lists every key that is missing, unknown, or of another shape or dtype,
+                with what was expected and what came.
+        """
+        got = dict(leaf_paths(root))
+        expected_kind, got_kind = _kind(self.root), _kind(root)
+        if expected_kind != got_kind:
+            raise SchemaError(f"expected {expected_kind} records, got {got_kind}")
+        problems = [] if got == self.leaves else self._differences(got)
+        problems += _constant_differences(self.root, root, ())
+        if problems:
+            raise SchemaError("; ".join(problems))
+
+    def _differences(self, got: dict[Path, Leaf]) -> list[str]:
+        paths = sorted(self.leaves.keys() | got.keys(), key=lambda path: [str(p) for p in path])
+        return [
+            f"key {_at(path)}: expected {self.leaves.get(path, 'no such key')}, "
+            f"got {got.get(path, 'nothing')}"
+            for path in paths
+            if self.leaves.get(path) != got.get(path)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the schema as plain JSON values; ``from_json`` takes it back."""
+        return self.root.to_json()
+
+    @classmethod
+    def from_json(cls, record: object) -> Schema:
+        """Raises ValueError where the record is not one that ``to_json`` gave."""
+        return cls(from_json(record))
+
+    def row_bytes(self) -> int:
+        """Bytes that one record takes, padding apart."""
+        return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves.values())
+
+    def __repr__(self) -> str:
+        lines = [f"    {_at(path)}: {leaf}" for path, leaf in self.leaves.items()]
+        return "\n".join(["Schema(", *lines, ")"])
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, Leaf):
+        return "tensor"
+    if node.kind in ("tensordict", "mapping"):
+        return {"tensordict": "TensorDict", "mapping": "mapping"}[node.kind]
+    return node.cls.__qualname__
+
+
+def _constant_differences(expected: Node, got: Node, path: Path) -> list[str]:
+    if not (isinstance(expected, Branch) and isinstance(got, Branch)):
+        return []
+    problems = []
+    if expected.kind == got.kind == "tensorclass":
+        for name in sorted(expected.constants.keys() | got.constants.keys()):
+            want, have = expected.constants.get(name), got.constants.get(name)
+            if type(want) is not type(have) or want != have:
+                problems.append(
+                    f"field {_at((*path, name))}: expected {want!r} (not a tensor, hence the same "
+                    f"in every record), got {have!r}"
+                )
+    others = dict(got.children)
+    for part, child in expected.children:
+        if part in others:
+            problems += _constant_differences(child, others[part], (*path, part))
+    return problems
+
+
+def take_apart(
+    data: Any,
+    ndim: int,
+    *,
+    single: bool = False,
+    time_dim: int = 0,
+    optional: Collection[Path] = (),
+    schema: Schema | None = None,
+) -> Rows:
+    """Takes data apart into leaves with time along dimension 0.
+
+    Args:
+        data: a batch; a list with one element per row; or one row where ``single``.
+        ndim: batch dimensions of the storage, time among them.
+        single: ``data`` has no time dimension; one of size 1 is added.
+        time_dim: dimension of the data that is time; it is exchanged with dimension 0.
+        optional: paths that are left out where the schema has none of them.
+        schema: the storage's schema, if there is one already.
+
+    Flags (``done``, ``terminated``, ``truncated``, at the root and under ``next``) of a
+    TensorDict given without a trailing dimension get one. The reserved keys ``index`` and
+    ``index_generation`` of a TensorDict are left out. The caller's object is not changed.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        SchemaError: nothing to store, leaves that disagree on the batch shape, or rows of a list
+            that differ in layout.
+    """
+    drop = frozenset(path for path in optional if schema is not None and path not in schema.leaves)
+    if isinstance(data, list) and not single:
+        return _stack(
+            [
+                take_apart(
+                    row, ndim, single=True, time_dim=time_dim, optional=optional, schema=schema
+                )
+                for row in data
+            ]
+        )
+    if time_dim:
+        data = _exchange(data, time_dim, single)
+        single = False
+    rules = Rules(drop)
+    if is_tensordict(data):
+        rules = Rules(drop | _RESERVED_PATHS, FLAG_KEYS, data.batch_dims)
+    root, leaves = flatten(data, ndim - single, rules)
+    if not leaves:
+        raise SchemaError(f"expected at least one tensor, got an empty {type(data).__name__}")
+    if single:
+        leaves = {path: leaf.unsqueeze(0) for path, leaf in leaves.items()}
+    return Rows(root, leaves, _common_batch(leaves, ndim))
+
+
+def _exchange(data: Any, time_dim: int, single: bool) -> Any:
+    if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
+        if single:
+            data = data.unsqueeze(time_dim)
+        dims = data.ndim if isinstance(data, torch.Tensor) else data.batch_dims
+        if dims <= time_dim:
+            raise SchemaError(
+                f"expected time along batch dimension {time_dim}, got batch shape "
+                f"{list(data.shape)}"
+            )
+        return data.transpose(0, time_dim)
+    if isinstance(data, dict):
+        return {key: _exchange(value, time_dim, single) for key, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        items = [_exchange(value, time_dim, single) for value in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    raise TypeError(f"expected a TensorDict or tensor, got {type(data).__name__}")
+
+
+def _stack(rows: list[Rows]) -> Rows:
+    if not rows:
+        return Rows(Branch("sequence", (), list), {}, torch.Size([0]))
+    first = Schema(rows[0].root)
+    for position, row in enumerate(rows):
+        try:
+            first.check(row.root)
+        except SchemaError as error:
+            raise SchemaError(f"row {position} of the list differs from row 0: {error}") from None
+    leaves = {path: torch.cat([row.leaves[path] for row in rows]) for path in first.leaves}
+    return Rows(rows[0].root, leaves, torch.Size([len(rows), *rows[0].batch[1:]]))
+
+
+def _common_batch(leaves: dict[Path, torch.Tensor], ndim: int) -> torch.Size:
+    shapes = {leaf.shape[:ndim] for leaf in leaves.values()}
+    if len(shapes) > 1:
+        found = ", ".join(f"{_at(path)}: {list(leaf.shape)}" for path, leaf in leaves.items())
+        raise SchemaError(
+            f"expected all tensors to share the first {ndim} dimension(s), got {found}"
+        )
+    return shapes.pop()
+
+
+def _at(path: Path) -> str:
+    return format_key(path) if path else "(root)"

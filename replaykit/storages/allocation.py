@@ -1,0 +1,105 @@
+"""Memory for columns, refused with a number in the message before anything is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path as FilePath
+
+import torch
+
+from replaykit.schema import Schema
+from replaykit.structure import Path
+
+__all__ = ["allocate", "available_memory", "column_shapes", "format_bytes"]
+
+
+def column_shapes(schema: Schema, slots: int, lanes: torch.Size) -> dict[Path, torch.Size]:
+    """Shape of the column of every leaf."""
+    return {path: torch.Size([slots, *lanes, *leaf.shape]) for path, leaf in schema.leaves.items()}
+
+
+def allocate(
+    schema: Schema, slots: int, lanes: torch.Size, device: torch.device
+) -> dict[Path, torch.Tensor]:
+    """Returns uninitialised columns ``[slots, *lanes, *F]``.
+
+    Raises:
+        MemoryError: they would take more than the device has free; names both numbers.
+    """
+    shapes = column_shapes(schema, slots, lanes)
+    needed = slots * lanes.numel() * schema.row_bytes()
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"a storage of {slots * lanes.numel()} rows of {schema.row_bytes()} bytes needs "
+            f"{format_bytes(needed)} on {device}, {format_bytes(free)} are available; "
+            "use a smaller max_size, or LazyMemmapStorage to keep the rows on disk"
+        )
+    return {
+        path: torch.empty(shape, dtype=schema.leaves[path].dtype, device=device)
+        for path, shape in shapes.items()
+    }
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on the device; None where that cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    limits = [value for value in (_free_of_machine(), _free_of_group()) if value is not None]
+    return min(limits) if limits else None
+
+
+def _free_of_machine() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _free_of_group() -> int | None:
+    """What a control group (a container's memory limit) still allows.
+
+    Pages of the file cache count as used there but are given back on demand.
+    """
+    root = FilePath("/sys/fs/cgroup")
+    for folder, limit_name, used_name, cache_name in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / limit_name).read_text(encoding="ascii").strip()
+            used = (folder / used_name).read_text(encoding="ascii").strip()
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            cached = [
+                int(line.split()[1])
+                for line in stat.splitlines()
+                if line.startswith(cache_name + " ")
+            ]
+            return max(int(limit) - int(used) + sum(cached), 0)
+    return None
+
+
+def format_bytes(count: int) -> str:
+    """Returns a size as people read it.
+
+    Example:
+        >>> format_bytes(300), format_bytes(3 * 2**20 // 2)
+        ('300 B', '1.5 MiB')
+    """
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

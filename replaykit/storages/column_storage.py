@@ -1,0 +1,286 @@
+"""What storages with one tensor per leaf share: schema, slots, indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from replaykit.errors import SchemaError
+from replaykit.schema import Rows, Schema, take_apart
+from replaykit.storages.allocation import allocate
+from replaykit.storages.base import Storage
+from replaykit.storages.columns import Columns, carried
+from replaykit.storages.indexing import (
+    as_index,
+    as_slots,
+    check_cells,
+    check_no_hole,
+    check_range,
+    indexed_shape,
+    last_occurrences,
+    mask_to_positions,
+    with_lanes,
+)
+from replaykit.structure import Path, build
+from replaykit.ted import unravel
+
+__all__ = ["ColumnStorage"]
+
+
+class ColumnStorage(Storage):
+    """What storages with one tensor per leaf share; see TensorStorage and LazyTensorStorage."""
+
+    def __init__(self, max_size: int, *, device: Any, ndim: int) -> None:
+        super().__init__(max_size, ndim=ndim)
+        self._device = device if device == "auto" else torch.device(device)
+        self._columns: Columns | None = None
+
+    # -- description --------------------------------------------------------------------------
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the first write has fixed the schema and taken the memory."""
+        return self._columns is not None
+
+    @property
+    def schema(self) -> Schema | None:
+        return None if self._columns is None else self._columns.schema
+
+    @property
+    def device(self) -> torch.device | str:
+        return self._device if self._columns is None else self._columns.device
+
+    @property
+    def lanes(self) -> torch.Size:
+        return torch.Size() if self._columns is None else self._columns.lanes
+
+    @property
+    def shape(self) -> torch.Size | None:
+        if self._columns is None:
+            return None
+        return torch.Size([self.ledger.length, *self.lanes])
+
+    def __len__(self) -> int:
+        return self.ledger.length * self.lanes.numel()
+
+    def __repr__(self) -> str:
+        content = "" if self.schema is None else f", {self.schema!r}"
+        return (
+            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
+            f"ndim={self.ndim}, device={self.device}{content})"
+        )
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        data: Any,
+        *,
+        single: bool = False,
+        time_dim: int = 0,
+        optional: Collection[Path] = (),
+    ) -> Rows:
+        rows = take_apart(
+            data,
+            self.ndim,
+            single=single,
+            time_dim=time_dim,
+            optional=optional,
+            schema=self.schema,
+        )
+        if len(rows):
+            self._check(rows)
+        return rows
+
+    def _check(self, rows: Rows) -> None:
+        if self._columns is None:
+            return
+        self._columns.schema.check(rows.root)
+        if rows.batch[1:] != self.lanes:
+            raise SchemaError(
+                f"expected lanes of sizes {list(self.lanes)}, got {list(rows.batch[1:])}"
+            )
+
+    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        # Checked again: another thread may have made the first write since `prepare`.
+        self._check(rows)
+        self._writable(rows).scatter(slots, rows.leaves, kept)
+
+    def _writable(self, rows: Rows) -> Columns:
+        if self._columns is None:
+            self._columns = self._allocate(Schema(rows.root), rows.batch[1:], rows)
+            self._adopt(self._columns)
+        return self._columns
+
+    def _adopt(self, columns: Columns) -> None:
+        self.ledger.slots = columns.slots
+        self.max_size = columns.slots * columns.lanes.numel()
+
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+        device = self._device
+        if device == "auto":
+            device = next(iter(rows.leaves.values())).device if rows else torch.device("cpu")
+        slots = self._slots_for(lanes)
+        return Columns(schema, allocate(schema, slots, lanes, device), self.ndim)
+
+    def _slots_for(self, lanes: torch.Size) -> int:
+        return -(-self.max_size // lanes.numel())
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes rows at dim-0 positions: an int takes one row, anything else a batch.
+
+        ``set_cursor=True`` makes them new records, the last one the newest; ``False`` replaces
+        stored ones, and length, cursor, positions and generations stay.
+
+        Raises:
+            IndexError: a position outside ``[0, max_size)``, or beyond the stored rows with
+                ``set_cursor=False``.
+            RuntimeError: slots below the highest one written would stay without a record.
+            SchemaError: the data does not fit; ValueError: other number of rows than positions.
+        """
+        rows = self.prepare(data, single=isinstance(cursor, int))
+        with self.lock:
+            limit = self.ledger.slots if self._columns else self._slots_for(rows.batch[1:])
+            slots = as_slots(cursor, limit)
+            if len(slots) != len(rows):
+                raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
+            if not len(slots):
+                return
+            if set_cursor:
+                check_no_hole(slots, self.ledger.length)
+            else:
+                check_range(slots, 0, self.ledger.length)
+            last = last_occurrences(slots)
+            self.write(slots[last], rows, last)
+            if set_cursor:
+                self.ledger.place(slots, move_cursor=True)
+                self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
+
+    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
+        """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
+
+        Raises:
+            IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
+        """
+        with self.lock:
+            columns = self.require()
+            at = as_index(index, len(self)) if self.ndim == 1 else mask_to_positions(index)
+            views = self._visible(time_dim)
+            batch = indexed_shape(self._visible_shape(time_dim), at)
+            rows = take_apart(value, len(batch))
+            columns.schema.check(rows.root)
+            if rows.batch != batch:
+                raise SchemaError(f"expected rows of shape {list(batch)}, got {list(rows.batch)}")
+            for path, view in views.items():
+                carried(view)[at] = carried(rows.leaves[path]).to(view.device)
+
+    def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
+        """Returns a view of the stored rows of one leaf.
+
+        Raises:
+            KeyError: no leaf of that name.
+        """
+        columns = self.require()
+        path = unravel(key)
+        if path not in columns.schema.leaves:
+            known = ", ".join(map(repr, columns.schema.leaves))
+            raise KeyError(f"no column {key!r}; there are {known}")
+        view = columns[path][: self.ledger.length]
+        return view.transpose(0, time_dim) if time_dim else view
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def require(self) -> Columns:
+        if self._columns is None:
+            raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
+        return self._columns
+
+    def get(self, index: Any) -> Any:
+        """Reads stored rows; ints and slices give views, everything else fresh memory.
+
+        For ``ndim > 1``: a tensor ``[..., ndim]`` of two dimensions or more holds coordinates, a
+        tuple indexes dimension by dimension, anything else indexes time.
+
+        Raises:
+            RuntimeError: nothing was written yet. IndexError: rows that are not stored.
+        """
+        with self.lock:
+            columns = self.require()
+            if self.ndim > 1:
+                return self._get_cells(columns, index)
+            at = as_index(index, self.ledger.length)
+            if isinstance(at, torch.Tensor):
+                leaves = columns.gather(at.reshape(-1))
+                if at.ndim != 1:
+                    leaves = {p: v.view(*at.shape, *v.shape[1:]) for p, v in leaves.items()}
+                return self._build(leaves, at.shape)
+            leaves = columns.view(self.ledger.length, at)
+            return self._build(leaves, indexed_shape(self._visible_shape(0), at))
+
+    def _get_cells(self, columns: Columns, index: Any) -> Any:
+        if (
+            isinstance(index, torch.Tensor)
+            and index.ndim > 1
+            and index.dtype != torch.bool
+            and index.shape[-1] == self.ndim
+        ):
+            check_cells(index, self._visible_shape(0))
+            flat = columns.gather(index.reshape(-1, self.ndim))
+            leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
+            return self._build(leaves, index.shape[:-1])
+        index = mask_to_positions(index)
+        leaves = columns.view(self.ledger.length, index)
+        return self._build(leaves, indexed_shape(self._visible_shape(0), index))
+
+    def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
+        with self.lock:
+            columns = self.require()
+            if columns.device.type == "cpu":  # elsewhere the check would wait for the device
+                if self.ndim > 1:
+                    check_cells(index, self._visible_shape(0))
+                else:
+                    check_range(index, 0, self.ledger.length)
+            return self._build(columns.gather(index), index.shape[:1])
+
+    def view_all(self, time_dim: int = 0) -> Any:
+        """Returns all stored rows as views, with time along ``time_dim``."""
+        self.require()
+        return self._build(self._visible(time_dim), self._visible_shape(time_dim))
+
+    def _visible(self, time_dim: int) -> dict[Path, torch.Tensor]:
+        views = self.require().view(self.ledger.length)
+        if time_dim:
+            return {path: view.transpose(0, time_dim) for path, view in views.items()}
+        return views
+
+    def _visible_shape(self, time_dim: int) -> torch.Size:
+        shape = [self.ledger.length, *self.lanes]
+        if time_dim:
+            shape[0], shape[time_dim] = shape[time_dim], shape[0]
+        return torch.Size(shape)
+
+    def _build(self, leaves: Mapping[Path, torch.Tensor], batch: torch.Size) -> Any:
+        columns = self.require()
+        return build(columns.schema.root, leaves, torch.Size(batch), columns.device)
+
+    def contains(self, item: Any) -> bool | torch.Tensor:
+        """Whether rows are stored: bool for an int, bool ``[K]`` for ``[K]`` or ``[K, ndim]``.
+
+        Raises:
+            TypeError: neither an int nor an integer tensor.
+        """
+        length = self.ledger.length
+        if isinstance(item, int) and not isinstance(item, bool):
+            return -length <= item < length
+        if (
+            not isinstance(item, torch.Tensor)
+            or item.dtype == torch.bool
+            or item.is_floating_point()
+        ):
+            raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
+        if self.ndim > 1 and item.ndim > 1:
+            limits = torch.tensor(self._visible_shape(0), device=item.device)
+            return ((item >= 0) & (item < limits)).all(-1)
+        return (item >= 0) & (item < length)

@@ -1,0 +1,142 @@
+"""What a storage holds, as plain columns: the form in which rows travel between storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from replaykit.errors import SchemaError
+from replaykit.schema import Schema
+from replaykit.structure import Path, build
+
+__all__ = ["Content", "Group"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Records of one schema: columns ``[n, *lanes, *F]`` in the order of the schema's leaves."""
+
+    schema: Schema
+    columns: tuple[torch.Tensor, ...]
+
+    @property
+    def leaves(self) -> dict[Path, torch.Tensor]:
+        return dict(zip(self.schema.leaves, self.columns, strict=True))
+
+    def rows(self, lanes: torch.Size) -> Iterator[Any]:
+        """Yields copies of the records one by one."""
+        for row in range(len(self.columns[0])):
+            leaves = {path: column[row].clone() for path, column in self.leaves.items()}
+            yield build(self.schema.root, leaves, lanes, None)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The rows of a storage.
+
+    Attributes:
+        rows: number of rows (time slots, where there are lanes).
+        lanes: sizes of the dimensions beside time.
+        groups: one for tensor storages; one per layout for lists.
+        order: int64 ``[rows]``, the group of each row, -1 for plain rows; None where all rows are
+            of one group. Inside a group the rows lie in their order.
+        plain: rows of lists that are no tensors or containers of them, in their order.
+    """
+
+    rows: int
+    lanes: torch.Size = field(default_factory=torch.Size)
+    groups: tuple[Group, ...] = ()
+    order: torch.Tensor | None = None
+    plain: tuple[Any, ...] = ()
+
+    def single_group(self) -> Group:
+        """Returns the only group.
+
+        Raises:
+            SchemaError: the rows are of several layouts, or there is no row to tell.
+        """
+        if len(self.groups) != 1 or self.plain:
+            raise SchemaError(
+                f"expected rows of one layout, got {len(self.groups)} layouts and "
+                f"{len(self.plain)} rows that are no tensors; "
+                "only ListStorage and LazyStackStorage hold mixed rows"
+            )
+        return self.groups[0]
+
+    def items(self) -> list[Any]:
+        """Returns the rows one by one, as copies. Cost: one Python step a row."""
+        streams = [iter(self.plain), *(group.rows(self.lanes) for group in self.groups)]
+        order = [0] * self.rows if self.order is None else self.order.tolist()
+        return [next(streams[number + 1]) for number in order]
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns plain values and tensors; the columns are the same objects, not copies."""
+        return {
+            "rows": self.rows,
+            "lanes": list(self.lanes),
+            "groups": [
+                {"schema": group.schema.to_json(), "columns": list(group.columns)}
+                for group in self.groups
+            ],
+            "order": self.order,
+            "plain": list(self.plain),
+        }
+
+    @classmethod
+    def from_state(cls, state: object) -> Content:
+        """Rebuilds what ``to_state`` gave.
+
+        Raises:
+            ValueError: something in it is missing or contradicts the rest; names it.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"expected a storage's content as a mapping, got {state!r}")
+        rows, lanes = state.get("rows"), state.get("lanes")
+        if type(rows) is not int or rows < 0:
+            raise ValueError(f"expected a number of rows, got {rows!r}")
+        if not isinstance(lanes, list) or not all(type(n) is int and n > 0 for n in lanes):
+            raise ValueError(f"expected a list of lanes, got {lanes!r}")
+        records = state.get("groups")
+        if not isinstance(records, list):
+            raise ValueError(f"expected a list of groups, got {records!r}")
+        groups = tuple(_group_from_state(record, torch.Size(lanes)) for record in records)
+        order, plain = state.get("order"), state.get("plain", [])
+        if not isinstance(plain, list):
+            raise ValueError(f"expected a list of plain rows, got {plain!r}")
+        sizes = [len(plain), *(len(group.columns[0]) for group in groups)]
+        if order is None:
+            counts = [0, rows] if rows or groups else [0]
+        elif isinstance(order, torch.Tensor) and order.shape == (rows,):
+            known = bool(((order >= -1) & (order < len(groups))).all())
+            counts = torch.bincount(order + 1, minlength=len(sizes)).tolist() if known else []
+        else:
+            raise ValueError(f"expected the group of each of {rows} rows, got {order!r}")
+        if counts != sizes:
+            raise ValueError(f"expected groups of {counts} rows, got {sizes}")
+        return cls(rows, torch.Size(lanes), groups, order, tuple(plain))
+
+
+def _group_from_state(record: object, lanes: torch.Size) -> Group:
+    if not isinstance(record, Mapping) or not isinstance(record.get("columns"), list):
+        raise ValueError(f"expected a group of rows, got {record!r}")
+    schema = Schema.from_json(record.get("schema"))
+    columns = record["columns"]
+    if not columns or len(columns) != len(schema.leaves):
+        raise ValueError(f"expected {len(schema.leaves)} columns, got {len(columns)}")
+    sizes = set()
+    for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
+        if not isinstance(column, torch.Tensor):
+            raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
+        expected = [*lanes, *leaf.shape]
+        if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:
+            raise ValueError(
+                f"expected {leaf.dtype} rows of shape {expected} for {path}, "
+                f"got {column.dtype} {list(column.shape[1:])}"
+            )
+        sizes.add(column.shape[0])
+    if len(sizes) > 1:
+        raise ValueError(f"expected columns of one length, got {sorted(sizes)}")
+    return Group(schema, tuple(columns))

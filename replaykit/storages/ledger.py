@@ -1,0 +1,237 @@
+"""Which record lies in which slot: cursor, length, positions and generations of one storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Bookkeeping of a store of ``slots`` slots, in int64.
+
+    *Slot*: where a record lies now. *Position*: the number of a record in write order, never used
+    twice, also across ``clear`` and ``restore``. *Generation*: how often a slot was written, from
+    0; a slot number together with its generation names one record for ever.
+
+    As long as records are only ever written at the cursor, both follow from the counters and no
+    memory is spent on them. The first write elsewhere (positions) or the first ``clear``
+    (generations) makes a table of 8 bytes per slot.
+
+    Stored records always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards
+    it.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.cursor = 0
+        self.length = 0
+        self.next_position = 0
+        self._positions: torch.Tensor | None = None
+        self._generations: torch.Tensor | None = None
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def next_slots(self, count: int) -> torch.Tensor:
+        """Slots of the next ``count`` records, in write order: int64 ``[count]``."""
+        return (torch.arange(count) + self.cursor) % self.slots
+
+    def write_order(self) -> torch.Tensor:
+        """Stored slots from the oldest record to the newest: int64 ``[length]``."""
+        if self._positions is not None:
+            return torch.argsort(self._positions[: self.length])
+        return (torch.arange(self.length) + (self.cursor - self.length)) % self.slots
+
+    def positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of the records in ``slots``; -1 where no record is stored."""
+        stored = (slots >= 0) & (slots < self.length)
+        if self._positions is not None:
+            table = self._positions.to(slots.device)
+            found = table[slots.clamp(0, max(self.length - 1, 0))] if self.length else slots
+        else:
+            found = self.next_position - 1 - (self.cursor - 1 - slots) % self.slots
+        return torch.where(stored, found, -1)
+
+    def generations(self, slots: torch.Tensor) -> torch.Tensor:
+        """How often each of ``slots`` was written, from 0; -1 where it never was."""
+        if self._generations is None:
+            return torch.div(self.next_position - 1 - slots, self.slots, rounding_mode="floor")
+        table = self._generations.to(slots.device)
+        known = slots < len(table)
+        return torch.where(known, table[slots.clamp(max=len(table) - 1)], -1)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def advance(self, count: int) -> None:
+        """Commits ``count`` records written at the cursor; only the last ``slots`` are stored."""
+        if self._generations is not None:
+            laps, rest = divmod(count, self.slots)
+            self._grow_generations(min(self.slots, self.cursor + count))
+            self._generations += laps
+            self._generations[self.next_slots(rest)] += 1
+        if self._positions is not None:
+            kept = min(count, self.slots)
+            last = (torch.arange(kept) + self.cursor + count - kept) % self.slots
+            self._grow_positions(min(self.slots, self.cursor + count))
+            self._positions[last] = torch.arange(kept) + self.next_position + count - kept
+        self.cursor = (self.cursor + count) % self.slots
+        self.length = min(self.slots, self.length + count)
+        self.next_position += count
+
+    def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
+        """Commits records written at ``slots`` in that order, a slot possibly more than once.
+
+        The caller has checked that no slot below the highest one stays unwritten.
+        ``move_cursor`` makes the last of them the newest record.
+        """
+        if not len(slots):
+            return
+        top = max(self.length, int(slots.max()) + 1)
+        self._make_positions(top)
+        self._make_generations(top)
+        assert self._positions is not None
+        assert self._generations is not None
+        numbers = torch.arange(len(slots)) + self.next_position
+        self._positions.scatter_reduce_(0, slots, numbers, "amax")
+        self._generations.index_add_(0, slots, torch.ones_like(slots))
+        self.length = top
+        self.next_position += len(slots)
+        if move_cursor:
+            self.cursor = (int(slots[-1]) + 1) % self.slots
+
+    def clear(self) -> None:
+        """Forgets all records; every slot that was ever written counts one generation up."""
+        if self.next_position:
+            self._make_generations(self.length)
+            assert self._generations is not None
+            self._generations[self._generations >= 0] += 1
+        self._positions = None
+        self.cursor = 0
+        self.length = 0
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns counters and tables as numbers and int64 tensors (copies)."""
+        tables = (self._positions, self._generations)
+        positions, generations = (None if t is None else t.clone() for t in tables)
+        return {
+            "cursor": self.cursor,
+            "length": self.length,
+            "next_position": self.next_position,
+            "slots": self.slots,
+            "positions": positions if positions is None else positions[: self.length],
+            "generations": generations,
+        }
+
+    @staticmethod
+    def check(state: object) -> dict[str, Any]:
+        """Returns the state if it is one that ``state`` can have given.
+
+        Raises:
+            ValueError: names the entry that is missing or impossible.
+        """
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
+        for name in ("slots", "length", "cursor", "next_position"):
+            value = state.get(name)
+            if type(value) is not int or value < (name == "slots"):
+                raise ValueError(f"expected a count for {name!r}, got {value!r}")
+        slots, length, written = state["slots"], state["length"], state["next_position"]
+        if not (length <= min(slots, written) and state["cursor"] < slots):
+            raise ValueError(
+                f"expected length <= slots, length <= next_position and cursor < slots, got {state}"
+            )
+        for name, size in (("positions", length), ("generations", None)):
+            table = state.get(name)
+            if table is None:
+                continue
+            if not isinstance(table, torch.Tensor) or table.dtype != torch.int64 or table.ndim != 1:
+                raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
+            if size is not None and len(table) != size:
+                raise ValueError(f"expected {size} entries in {name!r}, got {len(table)}")
+        return state
+
+    def restore(self, state: dict[str, Any], rows: torch.Tensor | None) -> None:
+        """Takes over a checked state.
+
+        Args:
+            state: what ``state`` gave, of a ledger with any number of slots.
+            rows: ``None`` to keep every record in its slot; else the old slots, oldest first, of
+                the records that now lie in slots ``0, 1, ...``.
+
+        A ledger that was in use keeps its promise: positions go on above those it gave out, and
+        no slot and generation that it gave out name another record now.
+        """
+        used, old = self.next_position, self._generation_table()
+        source = Ledger(state["slots"])
+        source.cursor, source.length = state["cursor"], state["length"]
+        source.next_position = state["next_position"]
+        source._positions, source._generations = state["positions"], state["generations"]
+        if rows is None:
+            self.cursor, self.length = source.cursor, source.length
+            self._positions = _copy(source._positions)
+            self._generations = _copy(source._generations)
+            if self._generations is None and source.slots != self.slots:
+                self._generations = source._generation_table()
+        else:
+            self.length = len(rows)
+            self.cursor = self.length % self.slots
+            # In a ring the kept records are the newest and hence numbered without a gap.
+            ring = source._positions is None
+            self._positions = None if ring else source.positions(rows)
+            self._generations = source.generations(rows)
+        self.next_position = source.next_position
+        if used:
+            shift = max(0, used - source.next_position + self.length)
+            self.next_position += shift
+            if self._positions is not None:
+                self._positions += shift
+            self._generations = self._outdate(old, self._generations, source)
+
+    def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
+        new = source._generation_table() if new is None else new
+        merged = torch.full((max(len(old), len(new)),), -1)
+        merged[: len(old)] = torch.where(old >= 0, old + 1, -1)
+        merged[: len(new)] = torch.maximum(merged[: len(new)], new)
+        return merged
+
+    # -- tables -------------------------------------------------------------------------------
+
+    def _generation_table(self) -> torch.Tensor:
+        if self._generations is not None:
+            return self._generations.clone()
+        return self.generations(torch.arange(min(self.slots, self.next_position)))
+
+    def _make_positions(self, size: int) -> None:
+        if self._positions is None:
+            self._positions = self.positions(torch.arange(self.length))
+        self._grow_positions(size)
+
+    def _grow_positions(self, size: int) -> None:
+        assert self._positions is not None
+        self._positions = _grown(self._positions, size, self.slots)
+
+    def _make_generations(self, size: int) -> None:
+        if self._generations is None:
+            self._generations = self._generation_table()
+        self._grow_generations(size)
+
+    def _grow_generations(self, size: int) -> None:
+        assert self._generations is not None
+        self._generations = _grown(self._generations, size, self.slots)
+
+
+def _copy(table: torch.Tensor | None) -> torch.Tensor | None:
+    return None if table is None else table.clone()
+
+
+def _grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
+    """Returns the table with at least ``size`` entries, new ones -1; doubles to stay linear."""
+    if size <= len(table):
+        return table
+    grown = torch.full((min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64)
+    grown[: len(table)] = table
+    return grown

@@ -1,0 +1,302 @@
+"""Records in a Python list: any object."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+from collections.abc import Collection, Iterable
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import TensorDictBase, is_tensordict
+from replaykit.errors import SchemaError
+from replaykit.schema import Schema, take_apart
+from replaykit.storages.base import Storage
+from replaykit.storages.content import Content, Group
+from replaykit.storages.indexing import as_index, as_slots
+from replaykit.structure import Path
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS
+
+__all__ = ["ListStorage", "copy_item"]
+
+_UNBOUNDED = 2**63 - 1
+
+
+class ListStorage(Storage):
+    """A Python list of records of any type, without a schema.
+
+    Tensors and TensorDicts are copied when they come in, other objects are kept as they are. A
+    batch is a list; the buffer stacks tensors, TensorDicts, arrays and numbers, other objects
+    need a ``collate_fn``. Reading and writing cost one Python step a row.
+
+    Args:
+        max_size: capacity in rows; ``None``: 2^63 - 1.
+        device: tensors and TensorDicts are moved there when they come in.
+
+    Example:
+        >>> from replaykit import ListStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+        >>> _ = rb.extend(["left", "right"])
+        >>> rb[:], rb[1]
+        (['left', 'right'], 'right')
+    """
+
+    def __init__(
+        self, max_size: int | None = None, *, device: Any = None, compilable: bool = False
+    ) -> None:
+        super().__init__(_UNBOUNDED if max_size is None else max_size)
+        self._device = None if device is None else torch.device(device)
+        self._items: list[Any] = []
+
+    @property
+    def device(self) -> torch.device | str:
+        return torch.device("cpu") if self._device is None else self._device
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(len={len(self)}, max_size={self.max_size})"
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        data: Any,
+        *,
+        single: bool = False,
+        time_dim: int = 0,
+        optional: Collection[Path] = (),
+    ) -> list[Any]:
+        """Returns the rows as a list: the elements of ``data`` along dimension 0, copied.
+
+        Raises:
+            TypeError: not a list, tuple, range, set, array, tensor, TensorDict or tensorclass.
+        """
+        if single:
+            return [self._owned(data)]
+        if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
+            return list(self._owned(data).unbind(0)) if len(data) else []
+        if isinstance(data, (list, tuple, range, set, frozenset, np.ndarray)):
+            return [self._owned(row) for row in data]
+        raise TypeError(
+            "expected a list, tuple, range, set, ndarray, tensor, TensorDict or tensorclass whose "
+            f"elements are the rows, got {type(data).__name__}; add() stores it as one row"
+        )
+
+    def _owned(self, item: Any) -> Any:
+        if is_tensordict(item):
+            item = _normalised(item)
+        elif not (is_tensorclass(item) or isinstance(item, torch.Tensor)):
+            return item.copy() if isinstance(item, np.ndarray) else item
+        if isinstance(item, torch.Tensor):
+            item = item.detach()
+        copied = item.clone()
+        return copied if self._device is None else copied.to(self._device)
+
+    def write(self, slots: torch.Tensor, rows: list[Any], kept: torch.Tensor | slice) -> None:
+        picked = rows[kept] if isinstance(kept, slice) else [rows[row] for row in kept.tolist()]
+        for slot, item in zip(slots.tolist(), picked, strict=True):
+            if slot == len(self._items):
+                self._items.append(item)
+            else:
+                self._items[slot] = item
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes rows at positions: an int takes one object, anything else a batch.
+
+        Raises:
+            RuntimeError: a position more than one past the end, or beyond the capacity.
+            ValueError: other number of rows than positions.
+        """
+        rows = self.prepare(data, single=isinstance(cursor, int))
+        with self.lock:
+            try:
+                slots = as_slots(cursor, self.max_size)
+            except IndexError as error:
+                raise RuntimeError(f"cannot write beyond the capacity: {error}") from None
+            if len(slots) != len(rows):
+                raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
+            end = len(self._items)
+            for slot in slots.tolist():
+                if slot > end or (slot == end and not set_cursor):
+                    raise RuntimeError(f"expected a position up to {end}, got {slot}")
+                end = max(end, slot + 1)
+            self.write(slots, rows, slice(None))
+            if set_cursor:
+                self.ledger.place(slots, move_cursor=True)
+                self.notify(slots)
+
+    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
+        """Replaces stored rows.
+
+        Raises:
+            IndexError: rows that are not stored. ValueError: other number of rows than positions.
+        """
+        with self.lock:
+            at = as_index(index, len(self))
+            rows = self.prepare(value, single=isinstance(at, int))
+            slots = as_slots(at, len(self))
+            if len(slots) != len(rows):
+                raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
+            self.write(slots, rows, slice(None))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def get(self, index: Any) -> Any:
+        """Returns the object at an int, a list of objects at anything else.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        with self.lock:
+            at = as_index(index, len(self))
+            if isinstance(at, int):
+                return self._items[at]
+            if isinstance(at, slice):
+                return self._items[at]
+            return [self._items[row] for row in at.tolist()]
+
+    def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
+        with self.lock:
+            rows = self.get(index)
+        return [copy_item(row) for row in rows] if own else rows
+
+    def collate(self, rows: Any) -> Any:
+        """Stacks rows that are tensors, TensorDicts, arrays or numbers.
+
+        Raises:
+            TypeError: rows of other types; ValueError: rows that cannot be stacked.
+        """
+        first = rows[0] if rows else None
+        if isinstance(first, torch.Tensor) or is_tensordict(first) or is_tensorclass(first):
+            try:
+                return torch.stack(rows)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(
+                    f"the rows differ and cannot be stacked ({error}); use LazyStackStorage, or "
+                    "give the buffer a collate_fn"
+                ) from None
+        if rows and all(isinstance(row, Number) for row in rows):
+            return torch.as_tensor(rows)
+        if rows and all(isinstance(row, np.ndarray) for row in rows):
+            return torch.from_numpy(np.stack(rows))
+        raise TypeError(
+            "expected rows that are tensors, TensorDicts, arrays or numbers, got "
+            f"{type(first).__name__}; give the buffer a collate_fn"
+        )
+
+    def contains(self, item: Any) -> bool | torch.Tensor:
+        if isinstance(item, int) and not isinstance(item, bool):
+            return -len(self) <= item < len(self)
+        if isinstance(item, torch.Tensor) and not item.is_floating_point():
+            return (item >= 0) & (item < len(self))
+        raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
+
+    def clear(self) -> None:
+        """Forgets all objects."""
+        self._items.clear()
+
+    # -- state --------------------------------------------------------------------------------
+
+    def content(self) -> Content:
+        groups: dict[str, tuple[Any, list[dict[Path, torch.Tensor]]]] = {}
+        order, plain = [], []
+        for item in self._items:
+            if not (is_tensordict(item) or is_tensorclass(item) or isinstance(item, torch.Tensor)):
+                plain.append(item)
+                order.append(-1)
+                continue
+            rows = take_apart(item, 1, single=True)
+            key = repr(rows.root)
+            if key not in groups:
+                groups[key] = (rows.root, [])
+            groups[key][1].append(rows.leaves)
+            order.append(list(groups).index(key))
+        return Content(
+            len(order),
+            torch.Size(),
+            tuple(_stacked(root, leaves) for root, leaves in groups.values()),
+            torch.tensor(order, dtype=torch.int64) if plain or len(groups) > 1 else None,
+            tuple(plain),
+        )
+
+    def check_content(self, content: Content) -> list[Any]:
+        if content.lanes:
+            raise SchemaError(
+                f"expected rows of a storage with ndim=1, got ndim={len(content.lanes) + 1}"
+            )
+        return [self._owned(item) for item in content.items()]
+
+    def load_content(self, content: Content, target: Any, rows: torch.Tensor | None) -> None:
+        self._items = target if rows is None else [target[row] for row in rows.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of the stored tensors and TensorDicts, other objects as they are."""
+        with self.lock:
+            items = [copy_item(item) for item in self._items]
+        return {"_storage": items, "initialized": True, "_len": len(items)}
+
+    def content_of(self, state_dict: dict[str, Any]) -> Content:
+        """Reads a storage's state dict; ValueError where an entry is missing or contradicts."""
+        missing = {"_storage", "initialized", "_len"} - set(state_dict)
+        if missing:
+            raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
+        items = state_dict["_storage"]
+        if not isinstance(items, list):
+            items = [] if items is None else list(items.unbind(0))
+        if len(items) != state_dict["_len"]:
+            raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
+        order = torch.full((len(items),), -1)
+        return Content(len(items), torch.Size(), (), order, tuple(items))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        content = self.content_of(state_dict)
+        if content.rows > self.max_size:
+            raise ValueError(f"expected at most {self.max_size} rows, got {content.rows}")
+        target = self.check_content(content)
+        with self.lock:
+            self.load_content(content, target, None)
+            self.ledger.clear()
+            self.ledger.advance(content.rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if multiprocessing.context.get_spawning_popen() is not None:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be handed to a spawned process: its rows would "
+                "be copied and the copies diverge; use a tensor or memmap storage"
+            )
+        with self.lock:
+            state = super().__getstate__()
+            return {**state, "_items": list(self._items)}
+
+
+def _normalised(item: TensorDictBase) -> TensorDictBase:
+    reserved = [key for key in RESERVED_KEYS if item.get(key, None) is not None]
+    flat = [
+        path
+        for path in FLAG_KEYS
+        if isinstance(flag := item.get(path, None), torch.Tensor) and flag.ndim == item.batch_dims
+    ]
+    if reserved:
+        item = item.exclude(*reserved)
+    if flat:
+        item = item.copy()
+        for path in flat:
+            item.set(path, item.get(path).unsqueeze(-1))
+    return item
+
+
+def copy_item(item: Any) -> Any:
+    """Returns a copy of a tensor, TensorDict or array; any other object as it is."""
+    if isinstance(item, torch.Tensor) or is_tensordict(item) or is_tensorclass(item):
+        return item.clone()
+    return item.copy() if isinstance(item, np.ndarray) else item
+
+
+def _stacked(root: Any, rows: Iterable[dict[Path, torch.Tensor]]) -> Group:
+    schema, rows = Schema(root), list(rows)
+    return Group(schema, tuple(torch.cat([row[path] for row in rows]) for path in schema.leaves))

@@ -1,0 +1,221 @@
+"""Records in memory-mapped files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import unicodedata
+import weakref
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from replaykit.schema import Rows, Schema
+from replaykit.storages.allocation import column_shapes, format_bytes
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
+from replaykit.storages.tensors import LazyTensorStorage
+from replaykit.structure import Path
+
+__all__ = ["LazyMemmapStorage", "map_file"]
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """Tensors in memory-mapped files, one per leaf, made at the first write.
+
+    The blocks of the files are reserved at once, so that a disk that is too small is found then
+    and not in the middle of a run. Rows that are not in use cost no memory: the kernel keeps in
+    its page cache what it has room for.
+
+    Args:
+        max_size: capacity in rows (elements, for ``ndim > 1``).
+        scratch_dir: folder of the files, made with its parents: ``<key>.memmap``, nested keys in
+            folders. It is never removed by the library. ``None``: a private folder that goes when
+            this object dies or its process exits normally, never by a forked child, by a copy or
+            by a signal.
+        device: cpu.
+        ndim: number of leading dimensions that count as rows: time, then lanes.
+        existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
+            is never visible.
+
+    Raises:
+        ValueError: another device.
+        RuntimeError: at the first write, where the files exist and ``existsok`` is false.
+        OSError: at the first write, where the disk has too little room.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from replaykit import LazyMemmapStorage, ReplayBuffer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+        ...     _ = rb.extend(torch.arange(3))
+        ...     os.listdir(folder), rb[:]
+        (['data.memmap'], tensor([0, 1, 2]))
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        device: Any = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        compilable: bool = False,
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
+        ColumnStorage.__init__(self, max_size, device="cpu", ndim=ndim)
+        self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir)
+        self.existsok = existsok
+
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+        shapes = column_shapes(schema, self._slots_for(lanes), lanes)
+        names = _file_names(schema)
+        needed = self._slots_for(lanes) * lanes.numel() * schema.row_bytes()
+        with self._folder() as folder:
+            present = [folder / name for name in names.values() if (folder / name).exists()]
+            if present and not self.existsok:
+                raise RuntimeError(
+                    f"the file {present[0]} exists; give another scratch_dir, or existsok=True to "
+                    "use its space and lose what it holds"
+                )
+            _check_disk(folder, needed)
+            tensors = {}
+            try:
+                for path, name in names.items():
+                    dtype = schema.leaves[path].dtype
+                    tensors[path] = map_file(folder / name, shapes[path], dtype, create=True)
+            except OSError:
+                for name in names.values():
+                    if folder / name not in present:
+                        (folder / name).unlink(missing_ok=True)
+                raise
+        return Columns(schema, tensors, self.ndim)
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[FilePath]:
+        if self.scratch_dir is not None:
+            self.scratch_dir.mkdir(parents=True, exist_ok=True)
+            yield self.scratch_dir
+            return
+        folder = FilePath(tempfile.mkdtemp(prefix="replaykit-"))
+        remove = weakref.finalize(self, _remove, folder, os.getpid())
+        try:
+            yield folder
+        except BaseException:
+            remove()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy has files of its own: in a private folder, since the other one is taken.
+        super().__setstate__({**state, "scratch_dir": None})
+
+
+def map_file(
+    file: FilePath,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    create: bool = False,
+    private: bool = False,
+) -> torch.Tensor:
+    """Returns a tensor over a memory-mapped file of raw values.
+
+    Args:
+        file: the file; with ``create`` it is made, or cut and extended to size, and its blocks
+            are reserved.
+        private: changes stay in this process (copy-on-write) and never reach the file.
+
+    Raises:
+        OSError: the disk has too little room, or the file cannot be opened; names the file.
+        ValueError: the file is shorter than the shape needs.
+
+    Cost: no value is read. The mapping lives as long as the tensor.
+    """
+    nbytes = shape.numel() * dtype.itemsize
+    if create:
+        _reserve(file, nbytes)
+    elif file.stat().st_size < nbytes:
+        raise ValueError(f"expected {nbytes} bytes in {file}, got {file.stat().st_size}")
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+    with open(file, "rb" if private else "r+b") as opened:
+        mapping = mmap.mmap(opened.fileno(), nbytes, access=access)
+    return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _reserve(file: FilePath, nbytes: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a+b") as opened:
+        opened.truncate(nbytes)
+        if nbytes and hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(opened.fileno(), 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise OSError(
+                        error.errno,
+                        f"cannot reserve {format_bytes(nbytes)} ({error.strerror}); "
+                        "use a smaller max_size or a scratch_dir on a larger disk",
+                        str(file),
+                    ) from None
+
+
+def _check_disk(folder: FilePath, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the rows need {format_bytes(needed)}, {format_bytes(free)} are free; "
+            "use a smaller max_size or a scratch_dir on a larger disk",
+            str(folder),
+        )
+
+
+def _file_names(schema: Schema) -> dict[Path, FilePath]:
+    names: dict[Path, FilePath] = {}
+    taken: set[str] = set()
+    for path in schema.leaves:
+        parts = [_escaped(str(part)) for part in path or ("data",)]
+        # Two keys that differ only in case or in Unicode form are one name on some file systems.
+        if _folded(parts) in taken:
+            parts[-1] = f"{parts[-1]}%{hashlib.sha256(repr(path).encode()).hexdigest()[:32]}"
+        taken.add(_folded(parts))
+        names[path] = FilePath(*parts[:-1], parts[-1] + ".memmap")
+    return names
+
+
+def _folded(parts: list[str]) -> str:
+    return unicodedata.normalize("NFC", "/".join(parts)).casefold()
+
+
+def _escaped(part: str) -> str:
+    """A key as the name of a file or folder: percent-encoded where needed, shortened by a hash.
+
+    Folders cannot collide with files, since ``.memmap`` at the end of a key is encoded as well.
+    """
+    safe = "".join(
+        c
+        if c.isalnum() or c in "-_=+,@() :" or (c == "." and i)
+        else "".join(f"%{byte:02X}" for byte in c.encode())
+        for i, c in enumerate(part)
+    )
+    if safe.endswith(".memmap"):
+        safe = safe[: -len(".memmap")] + "%2Ememmap"
+    if len(safe.encode()) > 200:
+        safe = f"{safe[:100]}%{hashlib.sha256(part.encode()).hexdigest()[:32]}"
+    return safe or "%"
+
+
+def _remove(folder: FilePath, creator: int) -> None:
+    if os.getpid() == creator:
+        shutil.rmtree(folder, ignore_errors=True)

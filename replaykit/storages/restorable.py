@@ -1,0 +1,143 @@
+"""Taking the rows of a column storage out as plain columns, and putting them into another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from replaykit.errors import SchemaError
+from replaykit.schema import Rows, Schema, take_apart
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
+from replaykit.storages.content import Content, Group
+from replaykit.storages.ledger import Ledger
+from replaykit.structure import Branch, map_leaves
+
+__all__ = ["RestorableStorage"]
+
+_BLOCK_BYTES = 64 * 2**20
+"""How much is copied at a time where the rows of a load have to be picked one by one."""
+
+
+class RestorableStorage(ColumnStorage):
+    """A column storage whose rows can be saved, loaded, pickled and copied."""
+
+    def content(self) -> Content:
+        """Returns the stored rows as views, not copies; the caller holds the lock."""
+        if self._columns is None:
+            return Content(0)
+        views = tuple(self._columns.view(self.ledger.length).values())
+        return Content(self.ledger.length, self.lanes, (Group(self._columns.schema, views),))
+
+    def check_content(self, content: Content) -> Columns | None:
+        """Checks that rows of another storage fit, and takes memory if there is none yet.
+
+        Nothing changes; hand the result to ``load_content``.
+
+        Raises:
+            SchemaError: layout or lanes differ.
+        """
+        if not content.groups:
+            return self._columns
+        group = content.single_group()
+        if len(content.lanes) != self.ndim - 1:
+            raise SchemaError(
+                f"expected rows of a storage with ndim={self.ndim}, "
+                f"got ndim={len(content.lanes) + 1}"
+            )
+        if self._columns is None:
+            rows = Rows(group.schema.root, group.leaves, torch.Size([0, *content.lanes]))
+            return self._allocate(group.schema, content.lanes, rows)
+        self._columns.schema.check(group.schema.root)
+        if content.lanes != self.lanes:
+            raise SchemaError(
+                f"expected lanes of sizes {list(self.lanes)}, got {list(content.lanes)}"
+            )
+        return self._columns
+
+    def load_content(
+        self, content: Content, target: Columns | None, rows: torch.Tensor | None
+    ) -> None:
+        """Copies checked rows in: all to their own slots, or ``rows`` to slots ``0, 1, ...``."""
+        if target is None:
+            return
+        self._columns = target
+        self._adopt(target)
+        if not content.groups:
+            return
+        leaves = content.single_group().leaves
+        count = content.rows if rows is None else len(rows)
+        row_bytes = target.schema.row_bytes() * self.lanes.numel()
+        block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+        for start in range(0, count, block):
+            stop = min(start + block, count)
+            kept = slice(start, stop) if rows is None else rows[start:stop]
+            target.scatter(torch.arange(start, stop), leaves, kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of the stored rows.
+
+        Raises:
+            TypeError: the rows are pytrees other than TensorDicts, tensorclasses and tensors.
+        """
+        with self.lock:
+            content = self.content()
+            root = self.schema.root if self.schema else None
+            if isinstance(root, Branch) and root.kind in ("mapping", "sequence"):
+                raise TypeError("state_dict takes TensorDicts and tensors; use dumps for pytrees")
+            stored = None if self._columns is None else map_leaves(self.view_all(), torch.clone)
+            return {
+                "_storage": stored,
+                "initialized": self.initialized,
+                "_len": content.rows * self.lanes.numel(),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        content = self.content_of(state_dict)
+        with self.lock:
+            target = self.check_content(content)
+            limit = target.slots if target is not None else self.ledger.slots
+            if content.rows > limit:
+                raise ValueError(f"expected at most {limit} rows, got {content.rows}")
+            self.load_content(content, target, None)
+            self.ledger.clear()
+            self.ledger.advance(content.rows)
+
+    def content_of(self, state_dict: Mapping[str, Any]) -> Content:
+        """Reads a storage's state dict.
+
+        Raises:
+            ValueError: an entry is missing or contradicts another one.
+        """
+        missing = {"_storage", "initialized", "_len"} - set(state_dict)
+        if missing:
+            raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
+        stored = state_dict["_storage"]
+        if stored is None:
+            return Content(0)
+        rows = take_apart(stored, self.ndim)
+        if rows.batch.numel() != state_dict["_len"]:
+            raise ValueError(f"expected {state_dict['_len']} rows, got {rows.batch.numel()}")
+        group = Group(Schema(rows.root), tuple(rows.leaves.values()))
+        return Content(len(rows), rows.batch[1:], (group,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            state = super().__getstate__()
+            content = self.content()
+            columns = [[c.clone() for c in group.columns] for group in content.groups]
+            state["ledger"] = self.ledger.state()
+            state["_columns"] = (self.schema, self.lanes, columns[0]) if columns else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stored, ledger = state["_columns"], state["ledger"]
+        super().__setstate__({**state, "_columns": None, "ledger": Ledger(ledger["slots"])})
+        self.ledger.restore(ledger, None)
+        if stored is not None:
+            schema, lanes, columns = stored
+            rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
+            self._columns = self._allocate(schema, lanes, rows)
+            self._columns.scatter(torch.arange(self.ledger.length), rows.leaves, slice(None))

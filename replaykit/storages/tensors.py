@@ -1,0 +1,115 @@
+"""Records in contiguous tensors, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit.schema import Schema, take_apart
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
+from replaykit.storages.restorable import RestorableStorage
+from replaykit.structure import build
+
+__all__ = ["LazyTensorStorage", "TensorStorage"]
+
+
+class TensorStorage(RestorableStorage):
+    """An existing TensorDict, tensorclass, tensor or pytree as a storage, without a copy.
+
+    It starts full, and the first write goes to row 0. For ``ndim > 1`` the data lies as
+    ``[time, *lanes]``.
+
+    Args:
+        storage: the data; all leaves share the first ``ndim`` dimensions.
+        max_size: if given, the number of rows of the data.
+        device: ``"auto"`` keeps the data where it is; another device copies it there.
+        ndim: number of leading dimensions that count as rows.
+
+    Raises:
+        ValueError: no data, another ``max_size`` than it has rows, or leaves that disagree.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"x": torch.arange(3)}, [3])
+        >>> storage = TensorStorage(data)
+        >>> storage[1]["x"].item(), len(storage)
+        (1, 3)
+        >>> storage.column("x").data_ptr() == data["x"].data_ptr()
+        True
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        max_size: int | None = None,
+        *,
+        device: Any = "auto",
+        ndim: int = 1,
+        compilable: bool = False,
+    ) -> None:
+        if storage is None:
+            raise ValueError("expected data to wrap, got None; LazyTensorStorage starts empty")
+        rows = take_apart(storage, ndim)
+        if not rows.batch.numel():
+            raise ValueError(f"expected at least one row, got batch shape {list(rows.batch)}")
+        if max_size is not None and max_size != len(rows):
+            raise ValueError(f"expected max_size to be the {len(rows)} rows given, got {max_size}")
+        super().__init__(rows.batch.numel(), device=device, ndim=ndim)
+        leaves = rows.leaves
+        if device != "auto":
+            leaves = {path: leaf.to(self._device) for path, leaf in leaves.items()}
+        devices = {leaf.device for leaf in leaves.values()}
+        if len(devices) > 1:
+            raise ValueError(f"expected all tensors on one device, got {sorted(map(str, devices))}")
+        self._columns = Columns(Schema(rows.root), leaves, ndim)
+        self._adopt(self._columns)
+        self.ledger.advance(self._columns.slots)
+
+    def flatten(self) -> TensorStorage:
+        """Returns a storage with ``ndim == 1`` over the same stored rows, without a copy.
+
+        Raises:
+            RuntimeError: nothing was written yet, or the rows are not contiguous in memory.
+        """
+        if self.ndim == 1:
+            return self
+        columns = self.require()
+        leaves = {}
+        for path, view in columns.view(self.ledger.length).items():
+            try:
+                leaves[path] = view.view(-1, *view.shape[self.ndim :])
+            except RuntimeError:
+                raise RuntimeError(f"the column {path} does not lie contiguously") from None
+        batch = torch.Size([len(self)])
+        return TensorStorage(build(columns.schema.root, leaves, batch, columns.device))
+
+
+class LazyTensorStorage(TensorStorage):
+    """Contiguous tensors, one per leaf, taken at the first write.
+
+    Args:
+        max_size: capacity in rows (elements, for ``ndim > 1``; rounded up to whole time slots).
+        device: where the rows lie; ``"auto"``: where the first data lies.
+        ndim: number of leading dimensions that count as rows: time, then lanes.
+
+    Raises:
+        ValueError: ``max_size`` or ``ndim`` is not an int of at least 1.
+        MemoryError: at the first write, where the device has less memory than the capacity needs.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> rb.extend(torch.arange(6))
+        tensor([0, 1, 2, 3, 0, 1])
+        >>> rb[:]
+        tensor([4, 5, 2, 3])
+    """
+
+    def __init__(
+        self, max_size: int, *, device: Any = "cpu", ndim: int = 1, compilable: bool = False
+    ) -> None:
+        ColumnStorage.__init__(self, max_size, device=device, ndim=ndim)

@@ -1,0 +1,359 @@
+"""Containers of tensors as a tree plus a flat table of leaves, and back.
+
+A storage keeps columns; users write and read TensorDicts, tensorclasses, tensors and pytrees.
+``flatten`` takes one apart once per write, ``build`` puts one together once per read; neither
+touches the values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import (
+    LazyStackedTensorDict,
+    TensorDict,
+    dtype_by_name,
+    dtype_name,
+    is_non_tensor,
+    is_tensordict,
+    new_tensorclass,
+    new_tensordict,
+    tensorclass_parts,
+)
+from replaykit.errors import SchemaError
+from replaykit.ted import format_key
+
+__all__ = [
+    "Branch",
+    "Leaf",
+    "Node",
+    "Path",
+    "Rules",
+    "build",
+    "flatten",
+    "from_json",
+    "leaf_paths",
+    "map_leaves",
+]
+
+Path = tuple[Any, ...]
+"""Way to a leaf: nested keys of TensorDicts, positions in sequences; ``()`` for a bare tensor."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor: feature shape (below the batch dimensions) and dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "tensor", "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A container: its kind, its children in order, and what a rebuilt one needs besides them.
+
+    ``kind`` is ``tensordict``, ``tensorclass``, ``mapping`` or ``sequence``. ``extra`` are the
+    batch dimensions that a TensorDict has below those of its rows.
+    """
+
+    kind: str
+    children: tuple[tuple[Any, Node], ...]
+    cls: type
+    extra: torch.Size = field(default_factory=torch.Size)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "kind": self.kind,
+            "children": [[part, child.to_json()] for part, child in self.children],
+        }
+        if self.kind != "tensordict" and self.cls not in (dict, list, tuple):
+            record["class"] = f"{self.cls.__module__}:{self.cls.__qualname__}"
+        elif self.kind != "tensordict":
+            record["class"] = self.cls.__name__
+        if self.extra:
+            record["extra"] = list(self.extra)
+        if self.constants:
+            record["constants"] = dict(self.constants)
+        return record
+
+
+Node = Branch | Leaf
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What ``flatten`` does with some paths on its way.
+
+    ``drop`` names paths to leave out, with everything below them. ``columns`` names leaves that
+    get a trailing dimension of size 1 when they come with just ``column_ndim`` dimensions.
+    """
+
+    drop: frozenset[Path] = frozenset()
+    columns: frozenset[Path] = frozenset()
+    column_ndim: int = 0
+
+
+def flatten(
+    data: Any,
+    ndim: int,
+    rules: Rules | None = None,
+) -> tuple[Node, dict[Path, torch.Tensor]]:
+    """Takes a container apart.
+
+    Args:
+        data: TensorDict, tensorclass, tensor, NumPy array, or a pytree (mapping, tuple, list,
+            named tuple) of these.
+        ndim: how many leading dimensions of every leaf are batch dimensions.
+        rules: paths that are left out or get a trailing dimension.
+
+    Returns:
+        The tree and its leaves by path, in the tree's order. Leaves are the tensors themselves,
+        detached; nothing is copied.
+
+    Raises:
+        TypeError: something that is not a tensor, with its path.
+        SchemaError: a leaf with fewer than ``ndim`` dimensions, or a lazy stack whose rows differ
+            in keys or shapes.
+    """
+    leaves: dict[Path, torch.Tensor] = {}
+    node = _flatten(data, ndim, (), leaves, rules or Rules())
+    return node, leaves
+
+
+def _flatten(
+    data: Any, ndim: int, path: Path, leaves: dict[Path, torch.Tensor], rules: Rules
+) -> Node:
+    if isinstance(data, np.ndarray):
+        data = _from_numpy(data, path)
+    if isinstance(data, torch.Tensor):
+        if data.ndim < ndim:
+            raise SchemaError(
+                f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
+                f"got shape {list(data.shape)}"
+            )
+        if data.layout is not torch.strided or data.is_quantized:
+            raise TypeError(
+                f"key {_at(path)}: expected a dense tensor, got layout {data.layout}, "
+                f"dtype {data.dtype}"
+            )
+        leaf = data.detach()
+        if path in rules.columns and leaf.ndim == rules.column_ndim:
+            leaf = leaf.unsqueeze(-1)
+        leaves[path] = leaf
+        return Leaf(leaf.shape[ndim:], leaf.dtype)
+    if is_non_tensor(data):
+        raise TypeError(
+            f"key {_at(path)}: expected a tensor, got non-tensor data; "
+            "ListStorage and LazyStackStorage take any object"
+        )
+    if is_tensorclass(data):
+        tensors, constants = tensorclass_parts(data)
+        return _branch("tensorclass", tensors, type(data), constants, ndim, path, leaves, rules)
+    if is_tensordict(data):
+        if isinstance(data, LazyStackedTensorDict):
+            _check_lazy_stack(data, path)
+        return _branch("tensordict", data, type(data), {}, ndim, path, leaves, rules)
+    if isinstance(data, Mapping):
+        items, kind = list(data.items()), "mapping"
+    elif isinstance(data, (tuple, list)):
+        items, kind = list(enumerate(data)), "sequence"
+    else:
+        raise TypeError(
+            f"key {_at(path)}: expected a TensorDict, tensor or pytree of tensors, "
+            f"got {type(data).__name__}"
+        )
+    children = tuple(
+        (part, _flatten(value, ndim, (*path, part), leaves, rules))
+        for part, value in items
+        if (*path, part) not in rules.drop
+    )
+    return Branch(kind, children, type(data))
+
+
+def _branch(
+    kind: str,
+    data: Any,
+    cls: type,
+    constants: dict[str, Any],
+    ndim: int,
+    path: Path,
+    leaves: dict[Path, torch.Tensor],
+    rules: Rules,
+) -> Branch:
+    if data.batch_dims < ndim:
+        raise SchemaError(
+            f"key {_at(path)}: expected a batch_size of at least {ndim} dimension(s), "
+            f"got {list(data.batch_size)}"
+        )
+    children = tuple(
+        (part, _flatten(_get(data, part, path), ndim, (*path, part), leaves, rules))
+        for part in list(data.keys())
+        if (*path, part) not in rules.drop
+    )
+    return Branch(kind, children, cls, data.batch_size[ndim:], constants)
+
+
+def _get(data: Any, part: str, path: Path) -> Any:
+    try:
+        return data.get(part)
+    except RuntimeError as error:
+        raise SchemaError(
+            f"key {_at((*path, part))}: expected rows of one shape, got a lazy stack whose rows "
+            f"differ ({error})"
+        ) from None
+
+
+def _check_lazy_stack(data: LazyStackedTensorDict, path: Path) -> None:
+    rows = data.tensordicts
+    first = set(rows[0].keys(True, True)) if rows else set()
+    for position, row in enumerate(rows):
+        differing = first.symmetric_difference(row.keys(True, True))
+        if differing:
+            names = ", ".join(
+                sorted(format_key(k if isinstance(k, tuple) else (k,)) for k in differing)
+            )
+            raise SchemaError(
+                f"key {_at(path)}: expected rows with the same keys, "
+                f"row {position} differs from row 0 in {names}"
+            )
+
+
+def _from_numpy(data: np.ndarray, path: Path) -> torch.Tensor:
+    try:
+        return torch.from_numpy(data if data.flags.writeable else data.copy())
+    except TypeError:
+        raise TypeError(
+            f"key {_at(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
+        ) from None
+
+
+def _at(path: Path) -> str:
+    return format_key(path) if path else "(root)"
+
+
+def leaf_paths(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
+    """Yields every leaf with its path, in the tree's order."""
+    if isinstance(node, Leaf):
+        yield path, node
+        return
+    for part, child in node.children:
+        yield from leaf_paths(child, (*path, part))
+
+
+def build(
+    node: Node,
+    leaves: Mapping[Path, torch.Tensor],
+    batch_size: torch.Size,
+    device: torch.device | None,
+    path: Path = (),
+) -> Any:
+    """Puts a container together over the given leaves, which it takes as they are.
+
+    ``batch_size`` is that of the rows; every leaf must start with it. Cost: one Python step a
+    node.
+    """
+    if isinstance(node, Leaf):
+        return leaves[path]
+    items = {
+        part: build(child, leaves, batch_size, device, (*path, part))
+        for part, child in node.children
+    }
+    if node.kind == "tensordict":
+        return new_tensordict(items, batch_size + node.extra, device)
+    if node.kind == "tensorclass":
+        tensordict = new_tensordict(items, batch_size + node.extra, device)
+        return new_tensorclass(node.cls, tensordict, node.constants)
+    if node.kind == "mapping":
+        return items
+    if hasattr(node.cls, "_fields"):
+        return node.cls(*items.values())
+    return tuple(items.values()) if issubclass(node.cls, tuple) else list(items.values())
+
+
+def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns the container with ``function`` applied to every leaf; shapes stay as they are."""
+    node, leaves = flatten(data, 0)
+    mapped = {path: function(leaf) for path, leaf in leaves.items()}
+    device = next(iter(mapped.values())).device if mapped else None
+    return build(node, mapped, torch.Size(), device)
+
+
+def from_json(record: object) -> Node:
+    """Rebuilds a tree from what ``to_json`` gave.
+
+    Classes are looked up among the modules that are already imported; nothing is imported and
+    nothing is evaluated.
+
+    Raises:
+        ValueError: the record is not such a tree, or names a class that is not loaded.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a record of a container, got {record!r}")
+    kind = record.get("kind")
+    if kind == "tensor":
+        return Leaf(_sizes(record.get("shape")), dtype_by_name(record.get("dtype")))
+    children = record.get("children")
+    if kind not in ("tensordict", "tensorclass", "mapping", "sequence") or not isinstance(
+        children, list
+    ):
+        raise ValueError(f"expected a record of a container, got kind {kind!r}")
+    parts = []
+    for item in children:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], (str, int))):
+            raise ValueError(f"expected [name, record], got {item!r}")
+        parts.append((item[0], from_json(item[1])))
+    constants = record.get("constants", {})
+    if not isinstance(constants, dict):
+        raise ValueError(f"expected constants as a mapping, got {constants!r}")
+    return Branch(
+        kind,
+        tuple(parts),
+        _class_of(kind, record.get("class")),
+        _sizes(record.get("extra", [])),
+        constants,
+    )
+
+
+def _sizes(value: object) -> torch.Size:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"expected a list of sizes, got {value!r}")
+    return torch.Size(value)
+
+
+def _class_of(kind: str, name: object) -> type:
+    builtin = {"mapping": dict, "list": list, "tuple": tuple, "dict": dict}
+    if kind == "tensordict":
+        return TensorDict
+    if isinstance(name, str) and name in builtin:
+        return builtin[name]
+    if not isinstance(name, str) or name.count(":") != 1:
+        raise ValueError(f"expected module:class, got {name!r}")
+    module_name, qualname = name.split(":")
+    target: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        target = getattr(target, part, None)
+    accepted = (
+        is_tensorclass(target)
+        if kind == "tensorclass"
+        else (isinstance(target, type) and issubclass(target, (tuple, list, Mapping)))
+    )
+    if not isinstance(target, type) or not accepted:
+        raise ValueError(
+            f"the class {qualname!r} of module {module_name!r} is not loaded; "
+            "import the module that defines it first"
+        )
+    return target
