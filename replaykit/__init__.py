@@ -1,0 +1,99 @@
+"""replaykit: replay buffers and offline data sets over TensorDicts.
+
+Every public name can be imported from here. Those that need more than torch and tensordict are
+loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from replaykit._version import __version__
+from replaykit.buffer import ConditionalUpdateResult, ReplayBuffer, TensorDictReplayBuffer
+from replaykit.samplers import (
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SampleUnit,
+    Transition,
+)
+from replaykit.storages import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    Storage,
+    TensorStorage,
+)
+from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.transforms import (
+    CatTensors,
+    Compose,
+    ExcludeTransform,
+    RenameTransform,
+    SelectTransform,
+    Transform,
+)
+from replaykit.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+
+if TYPE_CHECKING:
+    from replaykit.datasets import BaseDatasetExperienceReplay, RobosetExperienceReplay
+    from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
+
+__all__ = [
+    "DEFAULT_DONE_KEYS",
+    "DEFAULT_REMOTE_CLASS_CONFIG",
+    "BaseDatasetExperienceReplay",
+    "CatTensors",
+    "Compose",
+    "ConditionalUpdateResult",
+    "ExcludeTransform",
+    "ImmutableDatasetWriter",
+    "LazyMemmapStorage",
+    "LazyStackStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "RandomSampler",
+    "RenameTransform",
+    "ReplayBuffer",
+    "RobosetExperienceReplay",
+    "RoundRobinWriter",
+    "SampleUnit",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SelectTransform",
+    "Storage",
+    "TensorDictMaxValueWriter",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "Transform",
+    "Transition",
+    "Writer",
+    "__version__",
+]
+
+_LAZY = {
+    "BaseDatasetExperienceReplay": "replaykit.datasets",
+    "RobosetExperienceReplay": "replaykit.datasets",
+    "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -150,7 +150,8 @@ def _flatten(
                 f"key {_at(path)}: expected a dense tensor, got layout {data.layout}, "
                 f"dtype {data.dtype}"
             )
-        leaf = data.detach()
+        # A lazy conjugate or negative has other bytes than it has values.
+        leaf = data.detach().resolve_conj().resolve_neg()
         if path in rules.columns and leaf.ndim == rules.column_ndim:
             leaf = leaf.unsqueeze(-1)
         leaves[path] = leaf

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -10,12 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
+from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.saved import content_after_load, content_to_save
 from replaykit.structure import Path
 
-__all__ = ["Hook", "Listener", "Storage"]
+__all__ = ["Hook", "Listener", "Storage", "warn_left_out"]
 
 Hook = Callable[..., Any]
 
@@ -48,6 +52,9 @@ class Storage(ABC):
         (5, 100, 2.0)
     """
 
+    stack_dim = 0
+    """Dimension of a batch along which its rows lie."""
+
     def __init__(self, max_size: int, *, ndim: int = 1) -> None:
         if type(max_size) is not int or max_size < 1:
             raise ValueError(f"expected max_size as an int of at least 1, got {max_size!r}")
@@ -58,8 +65,8 @@ class Storage(ABC):
         self.ledger = Ledger(max_size)
         self.lock = threading.RLock()
         self._listeners: list[weakref.ref[Listener]] = []
-        self._save_hooks: list[Hook] = []
-        self._load_hooks: list[Hook] = []
+        self.save_hooks: list[Hook] = []
+        self.load_hooks: list[Hook] = []
 
     # -- what a storage brings ----------------------------------------------------------------
 
@@ -122,6 +129,12 @@ class Storage(ABC):
         """
         return [data] if single else data
 
+    def accept(self, rows: Any) -> None:
+        """Makes ready for prepared rows: checks them once more and takes memory if there is none.
+
+        Called with the lock held, before slots are reserved: the last step that may refuse.
+        """
+
     def write(self, slots: torch.Tensor, rows: Any, kept: torch.Tensor | slice) -> None:
         """Writes ``rows[kept]``, as ``prepare`` gave them, at distinct ``slots``.
 
@@ -140,13 +153,24 @@ class Storage(ABC):
         """
         return self.get(index)
 
+    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
+        """Replaces stored rows; length, cursor, positions and generations stay."""
+        self[index] = value
+
     def collate(self, rows: Any) -> Any:
         """What a buffer over this storage does with rows by default: nothing."""
         return rows
 
+    def clear(self) -> None:
+        """Lets go of what it holds for rows that are about to be forgotten."""
+
     def content(self) -> Content:
         """Returns what is stored, as columns or row by row; the caller holds the lock."""
         return Content(len(self), order=torch.full((len(self),), -1), plain=tuple(self))
+
+    def content_of(self, state_dict: dict[str, Any]) -> Content | None:
+        """Reads a state dict as rows; None for storages that take it back themselves."""
+        return None
 
     def check_content(self, content: Content) -> Any:
         """Checks that rows of another storage fit; changes nothing visible.
@@ -183,11 +207,41 @@ class Storage(ABC):
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a function that maps the content before ``dumps`` writes it."""
-        self._save_hooks.append(_checked_hook(hook))
+        self.save_hooks.append(_checked_hook(hook))
 
     def register_load_hook(self, hook: Hook) -> None:
         """Adds a function that maps the content after ``loads`` has read it."""
-        self._load_hooks.append(_checked_hook(hook))
+        self.load_hooks.append(_checked_hook(hook))
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves the rows and where they lie into a directory, all or nothing.
+
+        Raises:
+            TypeError: rows that cannot be represented without pickle; nothing was written.
+        """
+        with self.lock:
+            content = content_to_save(self, path)
+            parts = {"storage": content.to_state(), "ledger": self.ledger.state()}
+            save_checkpoint(path, parts, {"storage": type(self).__name__, "len": len(self)})
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over rows that ``dumps`` saved, of this or another kind of storage.
+
+        With another capacity the rows lie in write order from 0; with a smaller one the newest
+        that fit are kept, and a UserWarning says how many were left out.
+
+        Raises:
+            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
+            SchemaError: the rows do not fit. Nothing has changed then.
+        """
+        with Checkpoint(path) as saved, self.lock:
+            saved.verify()
+            content = Content.from_state(saved.part("storage", in_rows=True))
+            content = content_after_load(self, content)
+            restore_rows(self, content, Ledger.check(saved.part("ledger")))
+
+    dump = save = dumps
+    load = loads
 
     # -- indexing -----------------------------------------------------------------------------
 
@@ -213,6 +267,32 @@ class Storage(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
+
+
+def restore_rows(storage: Storage, content: Content, state: dict[str, Any]) -> None:
+    """Brings rows and a ledger's state in; the lock is held and the state is checked."""
+    if content.rows != state["length"]:
+        raise ValueError(f"expected {state['length']} rows, got {content.rows}")
+    target = storage.check_content(content)
+    slots = getattr(target, "slots", storage.ledger.slots)
+    rows = None
+    if slots != state["slots"]:
+        saved = Ledger(state["slots"])
+        saved.restore(state, None)
+        rows = saved.write_order()[-slots:]
+        warn_left_out(content.rows - len(rows))
+    storage.load_content(content, target, rows)
+    storage.ledger.restore(state, rows)
+
+
+def warn_left_out(count: int) -> None:
+    """Says how many rows did not fit into a smaller capacity."""
+    if count:
+        warnings.warn(
+            f"{count} rows do not fit into the smaller capacity and were left out",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _checked_hook(hook: Hook) -> Hook:

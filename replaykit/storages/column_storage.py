@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import dtype_name
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate
@@ -24,7 +25,7 @@ from replaykit.storages.indexing import (
     with_lanes,
 )
 from replaykit.structure import Path, build
-from replaykit.ted import unravel
+from replaykit.ted import FLAG_KEYS, format_key, unravel
 
 __all__ = ["ColumnStorage"]
 
@@ -103,16 +104,15 @@ class ColumnStorage(Storage):
                 f"expected lanes of sizes {list(self.lanes)}, got {list(rows.batch[1:])}"
             )
 
-    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+    def accept(self, rows: Rows) -> None:
         # Checked again: another thread may have made the first write since `prepare`.
         self._check(rows)
-        self._writable(rows).scatter(slots, rows.leaves, kept)
-
-    def _writable(self, rows: Rows) -> Columns:
         if self._columns is None:
             self._columns = self._allocate(Schema(rows.root), rows.batch[1:], rows)
             self._adopt(self._columns)
-        return self._columns
+
+    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        self.require().scatter(slots, rows.leaves, kept)
 
     def _adopt(self, columns: Columns) -> None:
         self.ledger.slots = columns.slots
@@ -148,10 +148,12 @@ class ColumnStorage(Storage):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             if not len(slots):
                 return
+            self._check(rows)
             if set_cursor:
                 check_no_hole(slots, self.ledger.length)
             else:
                 check_range(slots, 0, self.ledger.length)
+            self.accept(rows)
             last = last_occurrences(slots)
             self.write(slots[last], rows, last)
             if set_cursor:
@@ -166,9 +168,9 @@ class ColumnStorage(Storage):
         """
         with self.lock:
             columns = self.require()
-            at = as_index(index, len(self)) if self.ndim == 1 else mask_to_positions(index)
+            at = self._edit_index(index)
             views = self._visible(time_dim)
-            batch = indexed_shape(self._visible_shape(time_dim), at)
+            batch = indexed_shape(self.visible_shape(time_dim), at)
             rows = take_apart(value, len(batch))
             columns.schema.check(rows.root)
             if rows.batch != batch:
@@ -185,10 +187,33 @@ class ColumnStorage(Storage):
         columns = self.require()
         path = unravel(key)
         if path not in columns.schema.leaves:
-            known = ", ".join(map(repr, columns.schema.leaves))
-            raise KeyError(f"no column {key!r}; there are {known}")
+            known = ", ".join(map(format_key, columns.schema.leaves))
+            raise KeyError(f"no column {format_key(path)}; there are {known}")
         view = columns[path][: self.ledger.length]
         return view.transpose(0, time_dim) if time_dim else view
+
+    def edit_columns(
+        self, values: Mapping[Path, Any], index: Any = None, *, time_dim: int = 0
+    ) -> None:
+        """Replaces stored values of some leaves: whole columns, or the rows at ``index``.
+
+        Raises:
+            KeyError: no such leaf. IndexError: rows that are not stored. SchemaError: another
+                shape or dtype. Nothing has changed then.
+        """
+        with self.lock:
+            at = slice(None) if index is None else self._edit_index(index)
+            batch = indexed_shape(self.visible_shape(time_dim), at)
+            checked = []
+            for path, value in values.items():
+                column = self.column(path, time_dim=time_dim)
+                shape = torch.Size([*batch, *column.shape[self.ndim :]])
+                checked.append((column, _fitting(path, value, column.dtype, shape)))
+            for column, value in checked:
+                carried(column)[at] = carried(value).to(column.device)
+
+    def _edit_index(self, index: Any) -> Any:
+        return as_index(index, len(self)) if self.ndim == 1 else mask_to_positions(index)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -217,7 +242,7 @@ class ColumnStorage(Storage):
                     leaves = {p: v.view(*at.shape, *v.shape[1:]) for p, v in leaves.items()}
                 return self._build(leaves, at.shape)
             leaves = columns.view(self.ledger.length, at)
-            return self._build(leaves, indexed_shape(self._visible_shape(0), at))
+            return self._build(leaves, indexed_shape(self.visible_shape(), at))
 
     def _get_cells(self, columns: Columns, index: Any) -> Any:
         if (
@@ -226,28 +251,37 @@ class ColumnStorage(Storage):
             and index.dtype != torch.bool
             and index.shape[-1] == self.ndim
         ):
-            check_cells(index, self._visible_shape(0))
+            check_cells(index, self.visible_shape())
             flat = columns.gather(index.reshape(-1, self.ndim))
             leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
             return self._build(leaves, index.shape[:-1])
         index = mask_to_positions(index)
         leaves = columns.view(self.ledger.length, index)
-        return self._build(leaves, indexed_shape(self._visible_shape(0), index))
+        return self._build(leaves, indexed_shape(self.visible_shape(), index))
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         with self.lock:
             columns = self.require()
             if columns.device.type == "cpu":  # elsewhere the check would wait for the device
                 if self.ndim > 1:
-                    check_cells(index, self._visible_shape(0))
+                    check_cells(index, self.visible_shape())
                 else:
                     check_range(index, 0, self.ledger.length)
             return self._build(columns.gather(index), index.shape[:1])
 
-    def view_all(self, time_dim: int = 0) -> Any:
-        """Returns all stored rows as views, with time along ``time_dim``."""
-        self.require()
-        return self._build(self._visible(time_dim), self._visible_shape(time_dim))
+    def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
+        """Returns stored rows with time along ``time_dim``: views, until torch has to copy.
+
+        Raises:
+            IndexError: rows that are not stored. RuntimeError: nothing was written yet.
+        """
+        with self.lock:
+            views, shape = self._visible(time_dim), self.visible_shape(time_dim)
+            if index is None:
+                return self._build(views, shape)
+            at = mask_to_positions(index)
+            leaves = {p: carried(v)[at].view(v.dtype) for p, v in views.items()}
+            return self._build(leaves, indexed_shape(shape, at))
 
     def _visible(self, time_dim: int) -> dict[Path, torch.Tensor]:
         views = self.require().view(self.ledger.length)
@@ -255,7 +289,8 @@ class ColumnStorage(Storage):
             return {path: view.transpose(0, time_dim) for path, view in views.items()}
         return views
 
-    def _visible_shape(self, time_dim: int) -> torch.Size:
+    def visible_shape(self, time_dim: int = 0) -> torch.Size:
+        """Shape of the stored rows with time along ``time_dim``."""
         shape = [self.ledger.length, *self.lanes]
         if time_dim:
             shape[0], shape[time_dim] = shape[time_dim], shape[0]
@@ -281,6 +316,20 @@ class ColumnStorage(Storage):
         ):
             raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
         if self.ndim > 1 and item.ndim > 1:
-            limits = torch.tensor(self._visible_shape(0), device=item.device)
+            limits = torch.tensor(self.visible_shape(), device=item.device)
             return ((item >= 0) & (item < limits)).all(-1)
         return (item >= 0) & (item < length)
+
+
+def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Returns the value if it fits without cast or broadcast; flags may lack their last 1."""
+    if not isinstance(value, torch.Tensor):
+        raise SchemaError(f"key {format_key(path)}: expected a tensor, got {type(value).__name__}")
+    if path in FLAG_KEYS and [*value.shape, 1] == list(shape):
+        value = value.unsqueeze(-1)
+    if value.dtype != dtype or value.shape != shape:
+        raise SchemaError(
+            f"key {format_key(path)}: expected {dtype_name(dtype)} {list(shape)}, "
+            f"got {dtype_name(value.dtype)} {list(value.shape)}"
+        )
+    return value.detach()

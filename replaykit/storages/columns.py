@@ -87,9 +87,24 @@ class Columns:
         leaves: Mapping[Path, torch.Tensor],
         kept: torch.Tensor | slice,
     ) -> None:
-        """Writes rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0."""
+        """Writes rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
+
+        An interrupt from the keyboard is passed on after the last column, never between two.
+        """
         if not len(slots):
             return
+        try:
+            self._scatter(slots, leaves, kept)
+        except KeyboardInterrupt:
+            self._scatter(slots, leaves, kept)
+            raise
+
+    def _scatter(
+        self,
+        slots: torch.Tensor,
+        leaves: Mapping[Path, torch.Tensor],
+        kept: torch.Tensor | slice,
+    ) -> None:
         runs = _runs(slots)
         if runs is None:
             slots = slots.to(self.device)

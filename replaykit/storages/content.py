@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tensordict import is_tensorclass
 
+from replaykit._compat import is_tensordict
+from replaykit.checkpoint import RowChunks
 from replaykit.errors import SchemaError
-from replaykit.schema import Schema
-from replaykit.structure import Path, build
+from replaykit.schema import Schema, take_apart
+from replaykit.structure import Node, Path, build
 
 __all__ = ["Content", "Group"]
 
@@ -65,6 +68,30 @@ class Content:
                 "only ListStorage and LazyStackStorage hold mixed rows"
             )
         return self.groups[0]
+
+    @classmethod
+    def of_items(cls, items: list[Any]) -> Content:
+        """Sorts rows by layout: tensors and containers of them into groups, the others plain."""
+        groups: dict[str, tuple[Node, list[dict[Path, torch.Tensor]]]] = {}
+        order: list[int] = []
+        plain: list[Any] = []
+        for item in items:
+            if not (is_tensordict(item) or is_tensorclass(item) or isinstance(item, torch.Tensor)):
+                plain.append(item)
+                order.append(-1)
+                continue
+            rows = take_apart(item, 1, single=True)
+            name = repr(rows.root)
+            groups.setdefault(name, (rows.root, []))[1].append(rows.leaves)
+            order.append(list(groups).index(name))
+        mixed = bool(plain) or len(groups) > 1
+        return cls(
+            len(order),
+            torch.Size(),
+            tuple(_stacked(root, leaves) for root, leaves in groups.values()),
+            torch.tensor(order, dtype=torch.int64) if mixed else None,
+            tuple(plain),
+        )
 
     def items(self) -> list[Any]:
         """Returns the rows one by one, as copies. Cost: one Python step a row."""
@@ -128,7 +155,7 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
         raise ValueError(f"expected {len(schema.leaves)} columns, got {len(columns)}")
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
-        if not isinstance(column, torch.Tensor):
+        if not isinstance(column, (torch.Tensor, RowChunks)):
             raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
         expected = [*lanes, *leaf.shape]
         if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:
@@ -140,3 +167,8 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
     if len(sizes) > 1:
         raise ValueError(f"expected columns of one length, got {sorted(sizes)}")
     return Group(schema, tuple(columns))
+
+
+def _stacked(root: Node, rows: list[dict[Path, torch.Tensor]]) -> Group:
+    schema = Schema(root)
+    return Group(schema, tuple(torch.cat([row[path] for row in rows]) for path in schema.leaves))

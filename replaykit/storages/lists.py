@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.context
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from numbers import Number
 from typing import Any
 
@@ -13,9 +13,8 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDictBase, is_tensordict
 from replaykit.errors import SchemaError
-from replaykit.schema import Schema, take_apart
 from replaykit.storages.base import Storage
-from replaykit.storages.content import Content, Group
+from replaykit.storages.content import Content
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.structure import Path
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS
@@ -197,32 +196,12 @@ class ListStorage(Storage):
         raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
 
     def clear(self) -> None:
-        """Forgets all objects."""
         self._items.clear()
 
     # -- state --------------------------------------------------------------------------------
 
     def content(self) -> Content:
-        groups: dict[str, tuple[Any, list[dict[Path, torch.Tensor]]]] = {}
-        order, plain = [], []
-        for item in self._items:
-            if not (is_tensordict(item) or is_tensorclass(item) or isinstance(item, torch.Tensor)):
-                plain.append(item)
-                order.append(-1)
-                continue
-            rows = take_apart(item, 1, single=True)
-            key = repr(rows.root)
-            if key not in groups:
-                groups[key] = (rows.root, [])
-            groups[key][1].append(rows.leaves)
-            order.append(list(groups).index(key))
-        return Content(
-            len(order),
-            torch.Size(),
-            tuple(_stacked(root, leaves) for root, leaves in groups.values()),
-            torch.tensor(order, dtype=torch.int64) if plain or len(groups) > 1 else None,
-            tuple(plain),
-        )
+        return Content.of_items(self._items)
 
     def check_content(self, content: Content) -> list[Any]:
         if content.lanes:
@@ -295,8 +274,3 @@ def copy_item(item: Any) -> Any:
     if isinstance(item, torch.Tensor) or is_tensordict(item) or is_tensorclass(item):
         return item.clone()
     return item.copy() if isinstance(item, np.ndarray) else item
-
-
-def _stacked(root: Any, rows: Iterable[dict[Path, torch.Tensor]]) -> Group:
-    schema, rows = Schema(root), list(rows)
-    return Group(schema, tuple(torch.cat([row[path] for row in rows]) for path in schema.leaves))

@@ -87,7 +87,7 @@ class RestorableStorage(ColumnStorage):
             root = self.schema.root if self.schema else None
             if isinstance(root, Branch) and root.kind in ("mapping", "sequence"):
                 raise TypeError("state_dict takes TensorDicts and tensors; use dumps for pytrees")
-            stored = None if self._columns is None else map_leaves(self.view_all(), torch.clone)
+            stored = None if self._columns is None else map_leaves(self.view_at(), torch.clone)
             return {
                 "_storage": stored,
                 "initialized": self.initialized,

@@ -1,0 +1,29 @@
+"""The one place that imports ray, and only when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["DEFAULT_REMOTE_CLASS_CONFIG", "actor_class"]
+
+DEFAULT_REMOTE_CLASS_CONFIG: Final[dict[str, Any]] = {"num_cpus": 1, "num_gpus": 0}
+"""What an actor asks of the cluster unless told otherwise."""
+
+
+def actor_class(cls: type, remote_config: dict[str, Any] | None = None) -> Any:
+    """Returns a Ray actor class made of ``cls``; ``.remote(...)`` starts an actor.
+
+    Args:
+        remote_config: options of ``ray.remote``; None: DEFAULT_REMOTE_CLASS_CONFIG.
+
+    Raises:
+        RuntimeError: ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError(
+            f"remote buffers need ray ({error}); install it with: pip install 'replaykit[ray]'"
+        ) from None
+    config = DEFAULT_REMOTE_CLASS_CONFIG if remote_config is None else remote_config
+    return ray.remote(**config)(cls)

@@ -1,0 +1,6 @@
+"""Composition: a storage, a sampler and a writer as one buffer."""
+
+from replaykit.buffer.conditional import ConditionalUpdateResult
+from replaykit.buffer.replay import ReplayBuffer, TensorDictReplayBuffer
+
+__all__ = ["ConditionalUpdateResult", "ReplayBuffer", "TensorDictReplayBuffer"]

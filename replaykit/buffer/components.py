@@ -1,0 +1,156 @@
+"""Exchanging a buffer's components while it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from replaykit.buffer.core import BufferCore
+from replaykit.samplers import Sampler
+from replaykit.storages import Storage
+from replaykit.writers import Writer
+
+__all__ = ["Components"]
+
+
+class Components(BufferCore):
+    """``set_storage``, ``set_sampler``, ``set_writer``, ``set_rng``, transforms.
+
+    A setter that would give a combination that cannot work raises and keeps the old component.
+    """
+
+    def set_storage(
+        self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
+    ) -> Storage:
+        """Takes another storage; writer, sampler, generator and listeners move to it.
+
+        The next write continues after the new storage's newest row.
+
+        Args:
+            storage: the new storage.
+            collate_fn: from now on; None: the new storage's own.
+
+        Returns:
+            The previous storage.
+
+        Raises:
+            TypeError: not a Storage. ValueError: the writer cannot work with it; nothing changed.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> old = rb.set_storage(TensorStorage(torch.arange(2)))
+            >>> len(old), len(rb)
+            (0, 2)
+        """
+        _check_type("storage", storage, Storage)
+        with self._locked() as previous, storage.lock:
+            self._writer.register_storage(storage)
+            self._take_prepared()
+            previous.detach(cast(Any, self))
+            self._storage = storage
+            self._collate_fn = collate_fn
+            storage.attach(cast(Any, self))
+            self._sampler.empty()
+            self._sampler.attach(storage)
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Takes another sampler, which sees the stored rows at once; returns the previous one.
+
+        Raises:
+            TypeError: not a Sampler. ValueError: ``drop_last`` without a batch size.
+
+        Example:
+            >>> from replaykit import ReplayBuffer, SamplerWithoutReplacement
+            >>> rb = ReplayBuffer()
+            >>> rb.set_sampler(SamplerWithoutReplacement())
+            RandomSampler()
+        """
+        _check_type("sampler", sampler, Sampler)
+        with self._locked() as storage:
+            if getattr(sampler, "drop_last", False) and self._batch_size is None:
+                raise ValueError("a sampler with drop_last=True needs a batch_size")
+            self._take_prepared()
+            previous, self._sampler = self._sampler, sampler
+            sampler.generator = self._generator
+            sampler.attach(storage)
+        return previous
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Takes another writer, which goes on at the storage's cursor; returns the previous one.
+
+        Raises:
+            TypeError: not a Writer. ValueError: it cannot work with the storage.
+
+        Example:
+            >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer
+            >>> rb = ReplayBuffer()
+            >>> rb.set_writer(ImmutableDatasetWriter())
+            RoundRobinWriter(write_count=0)
+        """
+        _check_type("writer", writer, Writer)
+        with self._locked() as storage:
+            writer.register_storage(storage)
+            writer.time_dim = self.dim_extend
+            previous, self._writer = self._writer, writer
+            self._sampler.put_back(self._take_prepared_index(), storage)
+        return previous
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Takes another source of randomness; None: torch's global generator."""
+        if generator is not None:
+            _check_type("generator", generator, torch.Generator)
+        with self._locked() as storage:
+            self._sampler.put_back(self._take_prepared_index(), storage)
+            self._generator = generator
+            self._sampler.generator = generator
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Any:
+        """Adds a transform at the end of the chain; returns the buffer.
+
+        Args:
+            transform: callable, or object with ``forward`` or ``inv``.
+            invert: use ``inv`` on reading and ``forward`` on writing.
+
+        Raises:
+            RuntimeError: neither callable nor such an object.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.append_transform(lambda x: x + 1).extend(torch.zeros(2))
+            >>> rb[:]
+            tensor([1., 1.])
+        """
+        self._ready()
+        return self.insert_transform(len(self._chain), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Any:
+        """Adds a transform before position ``index`` of the chain; returns the buffer.
+
+        Batches that were prepared ahead are made anew, from the same rows.
+
+        Raises:
+            RuntimeError: neither callable nor an object with ``forward`` or ``inv``.
+            IndexError: no such position.
+        """
+        with self._locked():
+            chain = self._chain.copy()
+            chain.insert(index, transform, invert=invert)
+            self._chain = chain
+            # The rows are read again: the old chain may have edited what was read.
+            self._pending.extend(self._take_prepared())
+        return self
+
+    def _take_prepared_index(self) -> list[torch.Tensor]:
+        return [drawn.index for drawn in self._take_prepared()]
+
+
+def _check_type(name: str, given: object, kind: type) -> None:
+    if not isinstance(given, kind):
+        raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")

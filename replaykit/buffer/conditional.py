@@ -1,0 +1,208 @@
+"""Patching records only where they are still the ones that were seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorClass
+
+from replaykit._compat import dtype_name
+from replaykit.buffer.core import BufferCore
+from replaykit.errors import SchemaError
+from replaykit.storages import Storage, TensorStorage
+from replaykit.storages.columns import carried
+from replaykit.structure import Path, flatten
+from replaykit.ted import format_key, unravel
+from replaykit.writers import Writer
+
+__all__ = ["Conditional", "ConditionalUpdateResult"]
+
+
+class ConditionalUpdateResult(TensorClass):
+    """What became of each record of ``update_if_present``.
+
+    Attributes:
+        updated: bool ``[K]``, the record was patched.
+        version_rejected: bool ``[K]``, it was live but its stored version was newer; None without
+            versions.
+
+    What is neither was stale: the slot has been written again, or never was.
+
+    Example:
+        >>> import torch
+        >>> result = ConditionalUpdateResult(torch.tensor([True, False]), batch_size=[2])
+        >>> result.updated_count, result.version_rejected_count, result.stale_count
+        (1, 0, 1)
+    """
+
+    updated: torch.Tensor
+    version_rejected: torch.Tensor | None = None
+
+    @property
+    def updated_count(self) -> int:
+        """Number of records that were patched."""
+        return int(self.updated.sum())
+
+    @property
+    def version_rejected_count(self) -> int:
+        """Number of live records whose stored version was newer."""
+        return 0 if self.version_rejected is None else int(self.version_rejected.sum())
+
+    @property
+    def stale_count(self) -> int:
+        """Number of records that are no longer there."""
+        return len(self.updated) - self.updated_count - self.version_rejected_count
+
+
+class Conditional(BufferCore):
+    """``update_if_present``."""
+
+    def update_if_present(
+        self,
+        *,
+        index: torch.Tensor,
+        generation: torch.Tensor,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Writes values into records whose slot has not been written again since they were seen.
+
+        Args:
+            index: slots, int64 ``[K]`` or ``[K, ndim]``, as a sample carries them.
+            generation: their ``index_generation``, int64 ``[K]``; -1 is never live.
+            patch: mapping of keys to ``[K, *F]``, or a TensorDict.
+            version_key, version: together or not at all: a live record is patched only if
+                ``version`` (an int, or one per record) is at least what it has stored under the
+                key; the version is stored with the patch.
+            require_newer: only if it is larger.
+
+        The same record several times: the last one wins; with versions the one of the highest
+        version, the last of these. Patching does not advance the generation.
+
+        Raises:
+            RuntimeError: a writer that does not track generations, a list storage, nothing stored.
+            KeyError: a patch key or the version key is not stored.
+            ValueError: shapes, dtypes or lengths differ, or the version key is in the patch.
+            Nothing has changed then.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2),
+            ...                   writer=RoundRobinWriter(track_generations=True))
+            >>> _ = rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+            >>> seen = rb.sample(8)
+            >>> _ = rb.add(TensorDict({"x": torch.ones(())}, []))  # displaces the record in slot 0
+            >>> result = rb.update_if_present(
+            ...     index=torch.tensor([0, 1]), generation=torch.tensor([0, 0]),
+            ...     patch={"x": torch.tensor([5.0, 5.0])})
+            >>> result.updated.tolist(), rb["x"].tolist()
+            ([False, True], [1.0, 5.0])
+        """
+        if (version_key is None) != (version is None):
+            raise ValueError("expected version_key and version together, got one of them")
+        count = len(index)
+        if generation.shape != (count,):
+            raise ValueError(f"expected {count} generations, got {list(generation.shape)}")
+        with self._locked() as storage:
+            columns = _patchable(storage, self._writer)
+            values = _checked_patch(columns, patch, count)
+            index = index.to(torch.int64).cpu()
+            slots = index[:, 0] if storage.ndim > 1 else index
+            current = storage.ledger.generations(slots.clamp(min=0))
+            live = (slots >= 0) & (generation.cpu() >= 0) & (current == generation.cpu())
+            handles = index if storage.ndim > 1 else index[:, None]
+            rejected = None
+            if version_key is not None:
+                path, versions = _checked_version(columns, version_key, version, count, values)
+                accepted = _newer(columns, path, handles, live, versions, require_newer)
+                accepted &= _best(handles, versions, accepted)
+                rejected, live = live & ~accepted, accepted
+                column = columns.column(path)
+                shape = (count, *column.shape[storage.ndim :])
+                values[path] = versions.to(column.dtype).view(shape)
+            winners = _best(handles, torch.arange(count), live)
+            for path, value in values.items():
+                column = columns.column(path)
+                cells = tuple(handles[winners].to(column.device).unbind(-1))
+                carried(column)[cells] = carried(value.to(column.device))[winners]
+        return ConditionalUpdateResult(live, rejected, batch_size=[count])
+
+
+def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
+    if not writer.tracks_generations:
+        raise RuntimeError("update_if_present needs a writer with track_generations=True")
+    if not isinstance(storage, TensorStorage):
+        raise RuntimeError(f"a {type(storage).__name__} has no columns to patch")
+    if not storage.initialized:
+        raise RuntimeError("nothing is stored yet")
+    return storage
+
+
+def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path, torch.Tensor]:
+    values: dict[Path, torch.Tensor] = {}
+    for key, item in patch.items():
+        _, leaves = flatten(item, 0)
+        values.update({(*unravel(key), *path): leaf for path, leaf in leaves.items()})
+    for path, value in values.items():
+        column = storage.column(path)
+        shape = [count, *column.shape[storage.ndim :]]
+        if value.dtype != column.dtype or list(value.shape) != shape:
+            raise SchemaError(
+                f"key {format_key(path)}: expected {dtype_name(column.dtype)} {shape}, "
+                f"got {dtype_name(value.dtype)} {list(value.shape)}"
+            )
+    return values
+
+
+def _checked_version(
+    storage: TensorStorage, key: Any, version: Any, count: int, values: dict[Path, torch.Tensor]
+) -> tuple[Path, torch.Tensor]:
+    if isinstance(key, str) and "." in key:
+        raise ValueError(f"expected a nested version key as a tuple, got the string {key!r}")
+    path = unravel(key)
+    if path in values:
+        raise ValueError(f"expected the version key {format_key(path)} not to be in the patch")
+    if storage.column(path).shape[storage.ndim :].numel() != 1:
+        raise ValueError(f"expected one version per record under {format_key(path)}")
+    versions = torch.as_tensor(version).cpu()
+    if versions.numel() == 1:
+        return path, versions.reshape(1).expand(count).clone()
+    if versions.numel() != count or versions.shape[0] != count:
+        raise ValueError(f"expected 1 or {count} versions, got shape {list(versions.shape)}")
+    return path, versions.reshape(count)
+
+
+def _newer(
+    storage: TensorStorage,
+    path: Path,
+    handles: torch.Tensor,
+    live: torch.Tensor,
+    versions: torch.Tensor,
+    require_newer: bool,
+) -> torch.Tensor:
+    """Which live records have a stored version that the given one may replace: bool ``[K]``."""
+    column = storage.column(path)
+    stored = column[tuple(handles[live].to(column.device).unbind(-1))].reshape(-1).cpu()
+    given = versions[live]
+    accepted = torch.zeros_like(live)
+    accepted[live] = given > stored if require_newer else given >= stored
+    return accepted
+
+
+def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """Of the entries ``among``, the one of highest rank per record, the last on ties: ``[K]``."""
+    best = torch.zeros_like(among)
+    chosen = among.nonzero().flatten()
+    if not len(chosen):
+        return best
+    chosen = chosen[rank[chosen].argsort(stable=True)]
+    _, record = handles[chosen].unique(dim=0, return_inverse=True)
+    last = torch.zeros(int(record.max()) + 1, dtype=torch.int64)
+    last.scatter_reduce_(0, record, torch.arange(len(chosen)), "amax", include_self=False)
+    best[chosen[last]] = True
+    return best

@@ -1,0 +1,266 @@
+"""A buffer's components: how they are made, exchanged, and locked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from replaykit.buffer.prefetch import Drawn, Prefetcher
+from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
+from replaykit.storages import ListStorage, Storage
+from replaykit.ted import unravel
+from replaykit.transforms import Compose
+from replaykit.writers import RoundRobinWriter, Writer
+
+__all__ = ["BufferCore"]
+
+
+class BufferCore:
+    """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
+
+    Locks: ``storage.lock`` guards everything that a draw or a write reads or changes: the rows,
+    the ledger, the components, the sampler's state, the draws kept for later. Transforms,
+    collation and pinning run outside of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        sample_unit: SampleUnit | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+        priority_key: Any = "td_error",
+        delayed_init: bool | None = None,
+        compilable: bool = False,
+    ) -> None:
+        if transform is not None and transform_factory is not None:
+            raise TypeError("expected transform or transform_factory, got both")
+        if transform_factory is not None and not callable(transform_factory):
+            raise TypeError(f"expected a callable transform_factory, got {transform_factory!r}")
+        if sample_unit is not None and not isinstance(sample_unit, SampleUnit):
+            raise TypeError(f"expected a SampleUnit, got {type(sample_unit).__name__}")
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+        for name, given, kind in (
+            ("storage", storage, Storage),
+            ("sampler", sampler, Sampler),
+            ("writer", writer, Writer),
+        ):
+            if given is not None and not isinstance(given, kind) and not callable(given):
+                raise TypeError(
+                    f"expected {name} as a {kind.__name__} or a callable that returns one, "
+                    f"got {type(given).__name__}"
+                )
+        self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
+        depth = _checked_prefetch(prefetch, self._batch_size)
+        if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
+            raise ValueError(f"expected dim_extend as an int of at least 0, got {dim_extend!r}")
+        self._dim_extend = dim_extend
+        self._sample_unit = Transition() if sample_unit is None else sample_unit
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._generator = generator
+        self._priority_key = unravel(priority_key)
+        self._prefetch_depth = depth
+        self._prefetcher: Prefetcher | None = None
+        self._pending: deque[Drawn] = deque()
+        self._iterator: Iterator[Any] | None = None
+        self._closed = False
+        self._initialized = False
+        self._makers = (storage, sampler, writer, transform, transform_factory)
+        if delayed_init is None:
+            delayed_init = transform_factory is not None
+        if not delayed_init:
+            self._initialize()
+
+    def _initialize(self) -> None:
+        """Makes the components; if one cannot be made, none is kept and it may be tried again."""
+        storage_maker, sampler_maker, writer_maker, transform, transform_factory = self._makers
+        storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
+        sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
+        writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
+        chain = _chain(transform if transform_factory is None else transform_factory())
+        if not isinstance(getattr(sampler, "drop_last", False), bool) or (
+            getattr(sampler, "drop_last", False) and self._batch_size is None
+        ):
+            raise ValueError("a sampler with drop_last=True needs the buffer to have a batch_size")
+        writer.register_storage(storage)
+        if self._dim_extend is None:
+            self._dim_extend = storage.ndim - 1
+        writer.time_dim = self._dim_extend
+        sampler.generator = self._generator
+        self._storage, self._sampler, self._writer = storage, sampler, writer
+        self._chain = chain
+        if self._prefetch_depth:
+            self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+        storage.attach(cast(Any, self))
+        sampler.attach(storage)
+        self._initialized = True
+        self._makers = (None, None, None, None, None)
+
+    def _ready(self) -> None:
+        if not self._initialized:
+            self._initialize()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Storage]:
+        """Holds the lock of the storage that the buffer has now, and gives that storage."""
+        self._ready()
+        while True:
+            storage = self._storage
+            with storage.lock:
+                if storage is self._storage:
+                    yield storage
+                    return
+
+    # -- description --------------------------------------------------------------------------
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the components have been made; False only with ``delayed_init``."""
+        return self._initialized
+
+    @property
+    def storage(self) -> Storage:
+        """Where the records live."""
+        self._ready()
+        return self._storage
+
+    @property
+    def sampler(self) -> Sampler:
+        """Which records come next."""
+        self._ready()
+        return self._sampler
+
+    @property
+    def writer(self) -> Writer:
+        """Which slots the next records take."""
+        self._ready()
+        return self._writer
+
+    @property
+    def transform(self) -> Compose:
+        """The chain of transforms, possibly empty."""
+        self._ready()
+        return self._chain
+
+    @property
+    def batch_size(self) -> int | None:
+        """Default number of rows of a sample."""
+        return self._batch_size
+
+    @property
+    def dim_extend(self) -> int:
+        """Dimension of written data that is time; it cannot be changed later."""
+        self._ready()
+        assert self._dim_extend is not None
+        return self._dim_extend
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        if value != self.dim_extend:
+            raise RuntimeError(f"dim_extend is {self.dim_extend} and cannot be changed later")
+
+    @property
+    def write_count(self) -> int:
+        """Rows written so far through this buffer (elements, for storages with lanes)."""
+        self._ready()
+        return self._writer.write_count
+
+    def __len__(self) -> int:
+        self._ready()
+        return len(self._storage)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns size, write count, prepared batches, capacity and utilization, as numbers.
+
+        Works before initialisation and changes nothing. Cost: O(1).
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend(torch.zeros(5))
+            >>> rb.stats()["size"], rb.stats()["utilization"]
+            (5, 0.5)
+        """
+        if not self._initialized:
+            size = count = capacity = 0
+        else:
+            size, count = len(self._storage), self._writer.write_count
+            capacity = self._storage.max_size
+        queued = 0 if self._prefetcher is None else len(self._prefetcher)
+        return {
+            "size": size,
+            "write_count": count,
+            "prefetch_queue_size": queued,
+            "initialized": self._initialized,
+            "capacity": capacity,
+            "utilization": size / capacity if capacity else 0.0,
+        }
+
+    def __repr__(self) -> str:
+        if not self._initialized:
+            return f"{type(self).__name__}(not initialized)"
+        parts = [
+            f"storage={self._storage!r}",
+            f"sampler={self._sampler!r}",
+            f"writer={self._writer!r}",
+            f"batch_size={self._batch_size}",
+            f"transform={self._chain!r}",
+        ]
+        inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
+        return f"{type(self).__name__}(\n{inside})"
+
+    def _take_prepared(self) -> list[Drawn]:
+        """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
+        drawn = [] if self._prefetcher is None else self._prefetcher.clear()
+        drawn = [*self._pending, *drawn]
+        self._pending.clear()
+        self._iterator = None
+        return drawn
+
+
+def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
+    made = default() if given is None else given if isinstance(given, kind) else given()
+    if not isinstance(made, kind):
+        raise TypeError(f"expected a callable that returns a {kind.__name__}, got {made!r}")
+    return made
+
+
+def _chain(transform: Any) -> Compose:
+    if transform is None:
+        return Compose()
+    return transform.copy() if type(transform) is Compose else Compose(transform)
+
+
+def checked_batch_size(batch_size: object) -> int:
+    """Returns a batch size; ValueError where it is not an int of at least 1."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"expected batch_size as an int of at least 1, got {batch_size!r}")
+    return batch_size
+
+
+def _checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
+    if prefetch is None or prefetch == 0:
+        return 0
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"expected prefetch as an int of at least 0, got {prefetch!r}")
+    if batch_size is None:
+        raise ValueError("prefetch needs the buffer to have a batch_size")
+    return prefetch

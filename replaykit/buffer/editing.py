@@ -1,0 +1,233 @@
+"""Stored rows read and changed where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import is_tensordict
+from replaykit.buffer.core import BufferCore
+from replaykit.storages import Storage, TensorStorage
+from replaykit.structure import flatten
+from replaykit.ted import RESERVED_KEYS, unravel
+
+__all__ = ["Editing"]
+
+
+class Editing(BufferCore):
+    """``rb[...]``, ``set_``, ``set_at_``, ``update_``, reading and writing in physical order."""
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns stored rows in physical order, or a column.
+
+        Args:
+            index: int, slice, list, LongTensor, bool mask; for ``ndim > 1`` also a tuple of them,
+                in the layout the caller wrote, so that ``rb[i] == rb[:][i]``. A key gives that
+                column of ``rb[:]``.
+
+        Collated and transformed, without an ``index`` key. Without transforms, ints and slices of
+        tensor storages are views.
+
+        Raises:
+            IndexError: rows that are not stored. KeyError: no such key. RuntimeError: nothing was
+                written yet.
+        """
+        if _is_key(index):
+            return self._column(self[:], index)
+        with self._locked() as storage:
+            if storage.ndim > 1:
+                # The layout that was written, indexed as a whole.
+                rows = self._columns().view_at(index, time_dim=self.dim_extend)
+            else:
+                rows = storage.get(index)
+        single = isinstance(index, int) and storage.ndim == 1
+        if not single:
+            collate = storage.collate if self._collate_fn is None else self._collate_fn
+            rows = collate(rows)
+        return self._chain.forward(_own(rows)) if len(self._chain) else rows
+
+    @staticmethod
+    def _column(rows: Any, key: Any) -> Any:
+        value = rows.get(unravel(key), None) if is_tensordict(rows) else None
+        if value is None and isinstance(rows, dict):
+            value = rows
+            for part in unravel(key):
+                value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
+            raise KeyError(f"no key {key!r}")
+        return value
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """Returns all stored rows, or the first ``end``, in physical order: ``rb[:end]``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(5))
+            >>> rb.read_all_in_order(), rb.read_all_in_order(end=2)
+            (tensor([3, 4, 2]), tensor([3, 4]))
+        """
+        return self[:end]
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replaces stored rows, or a column where ``index`` is a key.
+
+        Inverse transforms apply to rows. Length, cursor, ``write_count``, priorities and
+        generations stay.
+
+        Raises:
+            IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
+            KeyError: no such column.
+        """
+        if _is_key(index):
+            self.set_(index, value)
+            return
+        if len(self.transform):
+            value = self._chain.inv(value)
+            if value is None:
+                return
+        with self._locked() as storage:
+            storage.edit(index, value, time_dim=self._layout(storage))
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replaces the first ``end`` stored rows in physical order: ``rb[:end] = data``.
+
+        Args:
+            end: number of rows; None: as many as ``data`` has.
+
+        Raises:
+            IndexError: more rows than are stored. SchemaError: they do not fit.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(3))
+            >>> rb.write_all(torch.tensor([7, 8]))
+            >>> rb[:]
+            tensor([7, 8, 2])
+        """
+        if end is None:
+            end = data.shape[0] if hasattr(data, "shape") else len(data)
+        with self._locked() as storage:
+            stored = len(storage)
+            if storage.ndim > 1:
+                stored = self._columns().visible_shape(self.dim_extend)[0]
+            if end > stored:
+                raise IndexError(f"expected at most the {stored} stored rows, got {end}")
+            self[:end] = data
+
+    def set_(self, key: Any, value: torch.Tensor) -> Any:
+        """Replaces a whole column; returns the buffer. Transforms do not apply.
+
+        Args:
+            key: a stored key, nested as a tuple.
+            value: ``[N, *F]`` (``[*lanes, T, *F]``).
+
+        Raises:
+            KeyError: no such column. SchemaError: another shape or dtype; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+            >>> rb.set_("x", torch.tensor([1.0, 2.0]))["x"]
+            tensor([1., 2.])
+        """
+        with self._locked() as storage:
+            self._columns().edit_columns({unravel(key): value}, time_dim=self._layout(storage))
+        return self
+
+    def set_at_(self, key: Any, value: torch.Tensor, index: Any) -> Any:
+        """Replaces some rows of a column; returns the buffer. Transforms do not apply.
+
+        Args:
+            value: ``[K, *F]``, ``[*F]`` for an int.
+            index: int, slice, list, LongTensor or bool mask of rows.
+
+        Raises:
+            KeyError, IndexError, SchemaError: as ``set_`` and indexing do; nothing has changed.
+        """
+        with self._locked() as storage:
+            self._columns().edit_columns(
+                {unravel(key): value}, index, time_dim=self._layout(storage)
+            )
+        return self
+
+    def update_(
+        self,
+        input_dict_or_td: Any,
+        clone: bool = False,
+        *,
+        keys_to_update: Sequence[Any] | None = None,
+    ) -> Any:
+        """Replaces several whole columns; returns the buffer. Transforms do not apply.
+
+        Args:
+            input_dict_or_td: nested mapping or TensorDict of columns ``[N, *F]``.
+            clone: copy the values first; needed where they are views of the buffer's own columns.
+            keys_to_update: only these; those that the input does not have are ignored.
+
+        Raises:
+            KeyError, SchemaError: as ``set_``; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(TensorDict({"a": torch.zeros(1), "b": torch.ones(1)}, [1]))
+            >>> _ = rb.update_({"a": rb["b"], "b": rb["a"]}, clone=True)
+            >>> rb["a"], rb["b"]
+            (tensor([1.]), tensor([0.]))
+        """
+        _, values = flatten(input_dict_or_td, 0)
+        chosen = None if keys_to_update is None else {unravel(key) for key in keys_to_update}
+        values = {
+            path: value.clone() if clone else value
+            for path, value in values.items()
+            if path[0] not in RESERVED_KEYS and (chosen is None or path in chosen)
+        }
+        with self._locked() as storage:
+            self._columns().edit_columns(values, time_dim=self._layout(storage))
+        return self
+
+    def _columns(self) -> TensorStorage:
+        storage = self._storage
+        if not isinstance(storage, TensorStorage):
+            raise RuntimeError(
+                f"a {type(storage).__name__} has no columns; use a tensor or memmap storage"
+            )
+        return storage
+
+    def _layout(self, storage: Storage) -> int:
+        """Dimension of ``rb[:]`` that is time."""
+        return self.dim_extend if storage.ndim > 1 else 0
+
+
+def _is_key(index: Any) -> bool:
+    if isinstance(index, tuple):
+        return bool(index) and all(_is_key(part) for part in index)
+    return isinstance(index, str)
+
+
+def _own(rows: Any) -> Any:
+    """A copy that a transform may edit; objects that are no tensors as they are."""
+    if isinstance(rows, torch.Tensor) or is_tensordict(rows) or is_tensorclass(rows):
+        return rows.clone()
+    if isinstance(rows, dict):
+        return {key: _own(value) for key, value in rows.items()}
+    if isinstance(rows, (list, tuple)):
+        items = [_own(value) for value in rows]
+        return type(rows)(*items) if hasattr(rows, "_fields") else type(rows)(items)
+    return rows

@@ -1,0 +1,145 @@
+"""How surprising rows were: from learners and from written data to the sampler."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from replaykit._compat import is_tensordict
+from replaykit.buffer.core import BufferCore
+from replaykit.samplers import Sampler
+from replaykit.ted import Key, format_key
+
+__all__ = ["Priorities", "written_priorities"]
+
+_REDUCTIONS = {
+    "max": lambda x: x.amax(-1),
+    "min": lambda x: x.amin(-1),
+    "mean": lambda x: x.mean(-1),
+    "median": lambda x: x.median(-1).values,
+    "sum": lambda x: x.sum(-1),
+}
+
+
+class Priorities(BufferCore):
+    """``update_priority``, ``update_tensordict_priority``."""
+
+    def update_priority(
+        self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
+    ) -> None:
+        """Sets the priorities of rows, in buffers whose sampler has priorities.
+
+        Args:
+            index: slots, int64 ``[K]`` (``[K, ndim]``), or a TensorDict as ``sample`` returned it.
+            priority: ``[K]`` or ``[K, 1]``; not negative, finite.
+            generation: that of the slots when they were sampled; rows written since are left out.
+
+        Without priorities: a UserWarning, and no change.
+
+        Example:
+            >>> import torch, warnings
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> _ = rb.extend(torch.zeros(2))
+            >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
+            ...     rb.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+            >>> str(caught[0].message)
+            'RandomSampler has no priorities; the update has no effect'
+        """
+        self._ready()
+        if is_tensordict(index) and priority is None:
+            self.update_tensordict_priority(index)
+            return
+        if not self._sampler.prioritized:
+            warnings.warn(
+                f"{type(self._sampler).__name__} has no priorities; the update has no effect",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        values = torch.as_tensor(priority)
+        if self._storage.ndim > 1 and values.ndim > 1:
+            values = values.transpose(0, self.dim_extend).reshape(-1)
+        with self._locked() as storage:
+            self._sampler.update_priority(index, values, storage=storage, generation=generation)
+
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Sets priorities from a sample that the learner has put them into.
+
+        Args:
+            data: a TensorDict as ``sample`` returned it, with values under ``priority_key``:
+                ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
+
+        Rows that were overwritten since they were sampled are left out. Without priorities:
+        nothing happens.
+
+        Raises:
+            KeyError: no ``priority_key`` or no ``index`` in the data.
+            ValueError: a priority is NaN, negative or infinite; nothing has changed.
+        """
+        self._ready()
+        sampler = self._sampler
+        if not sampler.prioritized:
+            return
+        value = data.get(self._priority_key, None)
+        index = data.get("index", None)
+        for key, found in ((self._priority_key, value), (("index",), index)):
+            if found is None:
+                raise KeyError(f"expected {format_key(key)} in the data; got none")
+        rows = index.shape[0]
+        with self._locked() as storage:
+            sampler.update_priority(
+                index.reshape(rows, -1, *index.shape[data.batch_dims :])[:, 0],
+                reduced_priority(value, rows, sampler, self._priority_key),
+                storage=storage,
+                generation=data.get("index_generation", None),
+            )
+
+
+def written_priorities(
+    data: Any, key: Key, sampler: Sampler, rows: int, single: bool, time_dim: int
+) -> torch.Tensor | None:
+    """Returns the priorities that written data carries, one per element; None if it has none.
+
+    Raises:
+        ValueError: not one per row, or one that is NaN, negative or infinite.
+    """
+    if isinstance(data, list) and data and all(is_tensordict(row) for row in data):
+        found = [row.get(key, None) for row in data]
+        if any(value is None for value in found):
+            return None
+        return reduced_priority(torch.stack(found), rows, sampler, key)
+    value = data.get(key, None) if is_tensordict(data) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    if single:
+        value = value.unsqueeze(time_dim)
+    lanes = data.batch_size.numel() // max(1, 1 if single else rows) if time_dim else 1
+    if time_dim:
+        value = value.transpose(0, time_dim).flatten(0, time_dim)
+    return reduced_priority(value, rows * lanes, sampler, key)
+
+
+def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key) -> torch.Tensor:
+    """Returns one priority per row: all other dimensions reduced as the sampler says.
+
+    Raises:
+        ValueError: not one per row, or one that is NaN, negative or infinite.
+    """
+    if value.ndim == 0 or value.shape[0] != rows:
+        raise ValueError(
+            f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
+        )
+    flat = value.detach().to(torch.float64).reshape(rows, -1)
+    reduced = _REDUCTIONS[getattr(sampler, "reduction", "max")](flat)
+    wrong = (~((reduced >= 0) & reduced.isfinite())).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"expected priorities that are finite and not negative under {format_key(key)}, "
+            f"got {float(reduced[row])} at row {row}"
+        )
+    return reduced

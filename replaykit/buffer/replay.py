@@ -1,0 +1,80 @@
+"""The replay buffer: all of its faces in one class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replaykit._ray import actor_class
+from replaykit.buffer.components import Components
+from replaykit.buffer.conditional import Conditional
+from replaykit.buffer.editing import Editing
+from replaykit.buffer.priorities import Priorities
+from replaykit.buffer.sampling import Sampling
+from replaykit.buffer.saving import Saving
+from replaykit.buffer.writing import Writing
+
+__all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
+
+
+class ReplayBuffer(Writing, Sampling, Editing, Priorities, Conditional, Components, Saving):
+    """Records in a storage, chosen by a sampler, placed by a writer.
+
+    Args:
+        storage: where records live, or a function that makes it; ``ListStorage(1000)``.
+        sampler: which records come next, or a function that makes it; ``RandomSampler()``.
+        writer: which slots new records take, or a function that makes it; ``RoundRobinWriter()``.
+        sample_unit: what a drawn record stands for; ``Transition()``: itself.
+        collate_fn: called with the rows as they were read; its result is what transforms see. By
+            default nothing for tensor storages, and a stack for lists.
+        pin_memory: pin the CPU tensors of a sample, where there is an accelerator.
+        prefetch: number of batches prepared ahead in threads; needs ``batch_size``.
+        transform: callable, object with ``forward`` or ``inv``, or Compose of them.
+        transform_factory: function that makes the transform; implies ``delayed_init``.
+        batch_size: default number of rows of a sample.
+        dim_extend: dimension of written data that is time; ``storage.ndim - 1``.
+        generator: where all randomness comes from; torch's global generator.
+        priority_key: where written data and learners put priorities.
+        delayed_init: make the components at first use only.
+        compilable: accepted, without effect.
+
+    Raises:
+        TypeError: an argument of another kind, or ``transform`` with ``transform_factory``.
+        ValueError: a value that cannot be, or components that do not go together.
+
+    Every method may be called from any thread; no record is ever seen half written.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4,
+        ...                   generator=torch.Generator().manual_seed(0))
+        >>> _ = rb.extend(TensorDict({"observation": torch.randn(20, 3)}, [20]))
+        >>> rb.sample()["index"]
+        tensor([ 4, 19, 13,  0])
+    """
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """Returns a Ray actor class of this buffer; ``.remote(...)`` with its arguments starts one.
+
+        Args:
+            remote_config: options of ``ray.remote``; one CPU and no GPU by default.
+
+        Raises:
+            RuntimeError: ray is not installed.
+        """
+        return actor_class(cls, remote_config)
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """The same as ReplayBuffer, under the name that code for TensorDicts uses.
+
+    Example:
+        >>> from replaykit import TensorDictReplayBuffer
+        >>> len(TensorDictReplayBuffer())
+        0
+    """
+
+    def __init__(self, *, priority_key: Any = "td_error", **kwargs: Any) -> None:
+        super().__init__(priority_key=priority_key, **kwargs)

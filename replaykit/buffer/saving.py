@@ -1,0 +1,248 @@
+"""A buffer's state: in files, in dictionaries, in pickles."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+from collections import deque
+from typing import Any, cast
+
+from replaykit.buffer.core import BufferCore
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.buffer.state import (
+    BufferState,
+    apply_state,
+    checked_prepared,
+    generator_state,
+    prepared_state,
+    saved_generator,
+)
+from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.errors import CheckpointError
+from replaykit.storages.base import Hook
+from replaykit.storages.content import Content
+from replaykit.storages.saved import content_after_load, content_to_save
+
+__all__ = ["Saving"]
+
+
+class Saving(BufferCore):
+    """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, hooks, pickling."""
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves the buffer into a directory: all of it, or what was there stays.
+
+        Rows that are in use, cursor, write count, generations, the sampler's state, transforms
+        with state, the generator, and batches drawn ahead. Raw arrays and JSON, no pickle.
+
+        Args:
+            path: the directory; made with its parents, replaced atomically if it holds a
+                checkpoint.
+
+        Raises:
+            TypeError: something that cannot be represented; names it, nothing was written.
+            CheckpointError: the directory holds something else. OSError: the disk refused.
+
+        Cost: one pass over the bytes of the stored rows.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=2,
+            ...                   generator=torch.Generator().manual_seed(0))
+            >>> _ = rb.extend(torch.arange(10))
+            >>> other = ReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=2)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb.dumps(folder)
+            ...     other.loads(folder)
+            >>> [bool((rb.sample() == other.sample()).all()) for _ in range(3)]
+            [True, True, True]
+        """
+        with self._locked() as storage:
+            content = content_to_save(storage, path)
+            writer = self._writer.state_dict()
+            parts = {
+                "storage": content.to_state(),
+                "writer": writer,
+                "sampler": self._sampler.state_dict(),
+                "transforms": self._chain.state_dict(),
+                "generator": generator_state(self._generator),
+                "prepared": prepared_state(self),
+            }
+            document = {
+                "components": {
+                    "buffer": type(self).__name__,
+                    "storage": type(storage).__name__,
+                    "sampler": type(self._sampler).__name__,
+                    "writer": type(self._writer).__name__,
+                },
+                "schema": None if storage.schema is None else storage.schema.to_json(),
+                "ndim": storage.ndim,
+                "lanes": list(storage.lanes),
+                "len": len(storage),
+                "max_size": storage.max_size,
+                "cursor": writer["_cursor"],
+                "write_count": self._writer.write_count,
+                "batch_size": self._batch_size,
+                "consume_after_n_samples": None,
+            }
+            save_checkpoint(path, parts, document)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over a buffer that ``dumps`` saved; afterwards both draw the same batches.
+
+        Sampler and writer are of the kinds that were saved; the storage may be of another kind and
+        capacity. With equal capacity every row keeps its slot. With another one the rows lie in
+        write order from 0; of a smaller one the newest (for a TensorDictMaxValueWriter: the
+        largest) are kept, and a UserWarning says how many were left out.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a
+                newer version; names the file. ValueError: other keys, shapes, dtypes, lanes, or
+                kinds of sampler or writer.
+
+        Everything is checked first; nothing has changed if it raises. The files are not used
+        afterwards.
+        """
+        self._ready()
+        with Checkpoint(path) as saved:
+            saved.verify()
+            head = saved.part("storage", in_rows=True)
+            with self._locked() as storage:
+                try:
+                    content = Content.from_state(head)
+                except ValueError as error:
+                    raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+                apply_state(
+                    self,
+                    BufferState(
+                        content_after_load(storage, content),
+                        None,
+                        saved.part("writer"),
+                        saved.part("sampler"),
+                        saved.part("transforms"),
+                        saved.part("generator"),
+                        saved.part("prepared"),
+                    ),
+                )
+
+    dump = save = dumps
+    load = loads
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Adds a function that maps the content before ``dumps`` writes it.
+
+        It gets a copy of all rows, and the path under ``path=`` if it accepts that. Hooks run in
+        the order they came and are not saved themselves.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.tensor([1.0, 2.0]))
+            >>> rb.register_save_hook(lambda data: data * 2)
+            >>> rb.register_load_hook(lambda data: data / 2)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb.dumps(folder)
+            ...     rb.loads(folder)
+            >>> rb[:]
+            tensor([1., 2.])
+        """
+        self.storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Adds a function that maps the content after ``loads`` has read it.
+
+        It gets the rows that were saved, and what the buffer holds now under ``out=`` if it
+        accepts that (None if nothing). Hooks run in the order they came.
+        """
+        self.storage.register_load_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that ``dumps`` saves, as a dictionary.
+
+        Later writes do not change it, and changing it does not change the buffer.
+
+        Raises:
+            TypeError: rows that are pytrees other than TensorDicts and tensors.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(2))
+            >>> state = rb.state_dict()
+            >>> rb.empty()
+            >>> rb.load_state_dict(state)
+            >>> rb[:]
+            tensor([0, 1])
+        """
+        with self._locked() as storage:
+            return {
+                "_storage": storage.state_dict(),
+                "_sampler": self._sampler.state_dict(),
+                "_writer": self._writer.state_dict(),
+                "_transforms": self._chain.state_dict(),
+                "_batch_size": self._batch_size,
+                "_consume_after_n_samples": None,
+                "_rng": generator_state(self._generator),
+                "_prefetch_state": prepared_state(self),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, by the rules of ``loads``; values are copied.
+
+        Raises:
+            ValueError: entries are missing, or do not fit this buffer; nothing has changed.
+        """
+        names = ("_storage", "_sampler", "_writer", "_transforms", "_rng", "_prefetch_state")
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            raise ValueError(f"expected the entries {list(names)}, missing {missing}")
+        with self._locked() as storage:
+            rows = state_dict["_storage"]
+            apply_state(
+                self,
+                BufferState(
+                    storage.content_of(rows),
+                    rows,
+                    state_dict["_writer"],
+                    state_dict["_sampler"],
+                    state_dict["_transforms"],
+                    state_dict["_rng"],
+                    state_dict["_prefetch_state"],
+                ),
+            )
+
+    # -- pickling -----------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._initialized:
+            return {**self.__dict__, "_generator": generator_state(self._generator)}
+        if multiprocessing.context.get_spawning_popen() is not None and (
+            self._writer.kind != "immutable"
+        ):
+            raise RuntimeError(
+                "a buffer that can be written to cannot be handed to a spawned process: each "
+                "process would have a copy of its own, and rows would be lost; save it with "
+                "dumps() and load it there, or hand over a read-only data set"
+            )
+        with self._locked():
+            state = dict(self.__dict__)
+            state["_prefetcher"] = state["_iterator"] = None
+            state["_generator"] = generator_state(self._generator)
+            state["_pending"] = prepared_state(self)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._generator = saved_generator(state["_generator"])
+        if not self._initialized:
+            return
+        self._pending = deque(checked_prepared(state["_pending"]))
+        self._sampler.generator = self._generator
+        self._writer.register_storage(self._storage)
+        self._storage.attach(cast(Any, self))
+        self._sampler.attach(self._storage)
+        if self._prefetch_depth and not self._closed:
+            self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))

@@ -1,0 +1,165 @@
+"""Everything that the next batches of a buffer depend on: taken out, checked, and put back."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replaykit.buffer.core import BufferCore
+from replaykit.buffer.prefetch import Drawn
+from replaykit.storages.base import warn_left_out
+from replaykit.storages.content import Content
+
+__all__ = [
+    "BufferState",
+    "apply_state",
+    "checked_prepared",
+    "generator_state",
+    "prepared_state",
+    "saved_generator",
+]
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """The parts of a saved buffer.
+
+    Attributes:
+        content: the rows; None where the storage takes its own state dict, ``storage``, back.
+        writer, sampler, transforms: state dicts of the components.
+        generator: device and state of the generator; None where there was none.
+        prepared: draws that were made ahead and not delivered.
+    """
+
+    content: Content | None
+    storage: Mapping[str, Any] | None
+    writer: dict[str, Any]
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    generator: Mapping[str, Any] | None
+    prepared: list[Any]
+
+
+def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
+    """Returns device and state of a generator, as values that can be saved."""
+    if generator is None:
+        return None
+    return {"device": str(generator.device), "state": generator.get_state()}
+
+
+def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
+    """Returns the draws made ahead and not delivered, without their rows. The lock is held."""
+    ahead = [] if buffer._prefetcher is None else buffer._prefetcher.pending()
+    return [
+        {"index": drawn.index.clone(), "info": copy.deepcopy(drawn.info), "ran_out": drawn.ran_out}
+        for drawn in (*buffer._pending, *ahead)
+    ]
+
+
+def apply_state(buffer: BufferCore, state: BufferState) -> None:
+    """Puts a saved state into a buffer, all or nothing. The lock is held.
+
+    Raises:
+        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+    """
+    storage, writer, sampler = buffer._storage, buffer._writer, buffer._sampler
+    writer.check_state(state.writer)
+    sampler.check_state(state.sampler, storage)
+    buffer._chain.check_state(state.transforms)
+    generator = saved_generator(state.generator)
+    prepared = checked_prepared(state.prepared)
+    target, rows = _place(buffer, state)
+
+    chain_before = copy.deepcopy(buffer._chain.state_dict())
+    sampler_before = sampler.state_dict()
+    try:
+        buffer._chain.load_state_dict(state.transforms)
+        sampler.load_state_dict(state.sampler)
+    except BaseException:
+        buffer._chain.load_state_dict(chain_before)
+        sampler.load_state_dict(sampler_before)
+        raise
+    buffer._take_prepared()
+    if state.content is None:
+        storage.load_state_dict(dict(state.storage or {}))
+    else:
+        storage.load_content(state.content, target, rows)
+    writer.restore(state.writer, rows)
+    sampler.attach(storage)
+    _take_generator(buffer, generator)
+    # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
+    # have another size now, they go back to the sampler, so that a pass still sees each row once.
+    sizes = {len(drawn.index) for drawn in prepared if not drawn.ran_out}
+    if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
+        buffer._pending = deque(prepared)
+    else:
+        sampler.put_back([drawn.index for drawn in prepared], storage)
+    if rows is not None:
+        sampler.moved(rows, storage)
+
+
+def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | None]:
+    """Where the rows will lie: the storage's target, and the slots kept if they have to move."""
+    storage, ledger = buffer._storage, state.writer["_ledger"]
+    if state.content is None:
+        if storage.ledger.slots != ledger["slots"]:
+            raise ValueError(
+                f"expected the state of {storage.ledger.slots} slots, got {ledger['slots']}"
+            )
+        return None, None
+    if state.content.rows != ledger["length"]:
+        raise ValueError(
+            f"expected {ledger['length']} rows, got {state.content.rows}; if the rows were saved "
+            "through a hook, register the load hook that undoes it"
+        )
+    target = storage.check_content(state.content)
+    slots = getattr(target, "slots", storage.ledger.slots)
+    if slots == ledger["slots"]:
+        return target, None
+    rows = buffer._writer.survivors(slots, state.writer)
+    warn_left_out(state.content.rows - len(rows))
+    return target, rows
+
+
+def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
+    """Returns a generator in the saved state; None if there was none."""
+    if saved is None:
+        return None
+    try:
+        generator = torch.Generator(torch.device(saved["device"]))
+        generator.set_state(saved["state"].cpu())
+    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the state of a generator, got {error}") from None
+    return generator
+
+
+def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
+    """The user's generator goes on in the saved state; without one, or on another device, a new
+    one does. A state that had none leaves the buffer's as it is."""
+    if saved is None:
+        return
+    current = buffer._generator
+    if current is not None and current.device == saved.device:
+        current.set_state(saved.get_state())
+    else:
+        buffer._generator = buffer._sampler.generator = saved
+
+
+def checked_prepared(saved: object) -> list[Drawn]:
+    """Returns saved draws; ValueError where they are none."""
+    if not isinstance(saved, list):
+        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
+    prepared = []
+    for record in saved:
+        index = record.get("index") if isinstance(record, Mapping) else None
+        if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
+            raise ValueError(f"expected a prepared draw, got {record!r}")
+        prepared.append(
+            Drawn(index.clone(), copy.deepcopy(dict(record["info"])), bool(record["ran_out"]))
+        )
+    return prepared

@@ -1,0 +1,158 @@
+"""Rows on their way in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import is_tensordict
+from replaykit.buffer.core import BufferCore
+from replaykit.buffer.priorities import written_priorities
+from replaykit.writers.base import single_index
+
+__all__ = ["Writing"]
+
+
+class Writing(BufferCore):
+    """``add``, ``extend``, ``empty``."""
+
+    def add(self, data: Any) -> int | torch.Tensor | None:
+        """Stores one row.
+
+        Args:
+            data: what one row is: a TensorDict (with batch dimensions, these belong to the row),
+                tensor, tensorclass or pytree; for a ListStorage any object. For ``ndim > 1``: one
+                time step of all lanes, ``[*lanes]``.
+
+        Returns:
+            Its slot; int64 ``[prod(lanes), ndim]`` for ``ndim > 1``; None where a writer refuses
+            it or an inverse transform swallows it.
+
+        Raises:
+            SchemaError: keys, shapes or dtypes differ from those of the first write; a ValueError.
+            TypeError: something that the storage cannot hold.
+
+        Nothing has changed if it raises. Cost: O(1).
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
+            (0, 1, 0)
+        """
+        single = True
+        if len(self.transform):
+            # Transforms see a batch of one row, as they do in extend.
+            if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
+                data, single = data.unsqueeze(self.dim_extend), False
+            data = self._chain.inv(data)
+            if data is None:
+                return None
+        index = self._store(data, single=single)
+        if index.ndim == 1 and len(index) != 1:
+            return index if len(index) else None
+        return single_index(index)
+
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Stores a batch.
+
+        Args:
+            data: TensorDict, tensorclass, tensor or pytree with rows along dimension 0 (for
+                ``ndim > 1``: ``[*lanes, T]``), or a list with one element per row. A tuple is a
+                pytree, except in list storages, where its elements are the rows.
+            update_priority: ``False`` ignores priorities that the data carries under
+                ``priority_key``; the rows then get the sampler's default.
+
+        Returns:
+            The slot of each row: int64 ``[B]``; ``[T * prod(lanes), ndim]``, time-major, for
+            ``ndim > 1``; -1 where a writer refused the row.
+
+        Raises:
+            SchemaError: keys, shapes or dtypes differ from those of the first write; a ValueError.
+            ValueError: priorities that are NaN, negative or infinite, or not one per row.
+            TypeError: something that the storage cannot hold.
+
+        Nothing has changed if it raises. Readers see all rows of the batch or none. Cost: one
+        pass over the bytes.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+            tensor([0, 1, 2])
+            >>> rb.extend(TensorDict({"y": torch.zeros(3)}, [3]))
+            Traceback (most recent call last):
+            replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
+        """
+        if len(self.transform):
+            data = self._chain.inv(data)
+            if data is None:
+                return self._nothing()
+        return self._store(data, update_priority=update_priority)
+
+    def _store(
+        self, data: Any, *, single: bool = False, update_priority: bool | None = None
+    ) -> torch.Tensor:
+        rows = self._writer.prepare(data, single=single, optional=(self._priority_key,))
+        if not len(rows):
+            return self._nothing()
+        priorities = None
+        if self._sampler.prioritized and update_priority is not False:
+            priorities = written_priorities(
+                data, self._priority_key, self._sampler, len(rows), single, self.dim_extend
+            )
+        with self._locked() as storage:
+            index = self._writer.write(rows)
+            if single:
+                self._sampler.add(index)
+            else:
+                self._sampler.extend(index)
+            if self._sampler.prioritized:
+                if priorities is None:
+                    self._sampler.mark_update(index, storage=storage)
+                else:
+                    self._sampler.update_priority(index, priorities, storage=storage)
+            storage.notify(index, source=self)
+        return index
+
+    def _nothing(self) -> torch.Tensor:
+        ndim = self._storage.ndim
+        return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forgets all records; keys, shapes and memory stay.
+
+        Handles to forgotten records (index and generation) stay stale for ever.
+
+        Args:
+            empty_write_count: whether ``write_count`` starts again at 0.
+
+        Raises:
+            RuntimeError: the writer does not allow writing.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> _ = rb.extend(torch.zeros(2))
+            >>> rb.empty()
+            >>> len(rb), rb.write_count
+            (0, 0)
+        """
+        with self._locked():
+            self._writer.empty(empty_write_count)
+            self._take_prepared()
+            self._sampler.empty()
+
+    def mark_update(self, index: Any) -> None:
+        """Gives rows the sampler's default priority; without priorities: nothing.
+
+        Also how a buffer is told that another one over the same storage has written.
+        """
+        with self._locked() as storage:
+            self._sampler.mark_update(index, storage=storage)

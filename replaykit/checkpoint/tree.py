@@ -1,0 +1,158 @@
+"""State as JSON with references to tensors, and back: no pickle, no evaluation.
+
+Every value becomes plain JSON, or an object with the key ``$`` that says what it is. Tensors are
+handed over by name; whoever writes the checkpoint stores them.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import dtype_by_name, dtype_name, is_tensordict
+from replaykit.structure import Path, build, flatten, from_json, leaf_paths
+
+__all__ = ["decode", "encode"]
+
+
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
+
+    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, TensorDicts,
+    tensorclasses, torch sizes, dtypes and devices, and lists, tuples and dicts of these.
+
+    Args:
+        where: what the value is, for error messages.
+
+    Raises:
+        TypeError: something else, with the way to it.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    if isinstance(value, torch.Size):
+        return {"$": "size", "items": list(value)}
+    if isinstance(value, tuple):
+        items = [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        return {"$": "tuple", "items": items}
+    if isinstance(value, Mapping) and not is_tensordict(value):
+        return _encode_mapping(value, where, tensors)
+    if isinstance(value, torch.Tensor):
+        return {"$": "tensor", "name": _name(value.detach(), tensors)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind = "ndarray" if isinstance(value, np.ndarray) else "number"
+        return {"$": kind, "name": _name(_from_numpy(np.asarray(value), where), tensors)}
+    if is_tensordict(value) or is_tensorclass(value):
+        return _encode_container(value, where, tensors)
+    if isinstance(value, bytes):
+        return {"$": "bytes", "value": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.dtype):
+        return {"$": "dtype", "value": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$": "device", "value": str(value)}
+    raise TypeError(
+        f"{where}: expected tensors, arrays, numbers, strings, bytes, None, or lists, tuples and "
+        f"dicts of them, got {type(value).__name__}"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    for key in value:
+        if not isinstance(key, (str, int)):
+            raise TypeError(f"{where}: expected str keys, got {type(key).__name__} {key!r}")
+    encoded = {key: encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+    if "$" not in encoded and all(type(key) is str for key in encoded):
+        return encoded
+    return {"$": "dict", "items": [[key, item] for key, item in encoded.items()]}
+
+
+def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    try:
+        node, leaves = flatten(value, 0)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    names = [_name(leaf, tensors) for leaf in leaves.values()]
+    return {"$": "container", "node": node.to_json(), "leaves": names}
+
+
+def _name(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    name = f"t{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _from_numpy(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
+    except TypeError:
+        raise TypeError(
+            f"{where}: expected an array of numbers, got NumPy dtype {array.dtype}"
+        ) from None
+
+
+def decode(record: Any, load: Callable[[str], Any]) -> Any:
+    """Rebuilds what ``encode`` took apart; ``load`` gives the tensor of a name.
+
+    Raises:
+        ValueError: the record is not one that ``encode`` gave.
+    """
+    if isinstance(record, list):
+        return [decode(item, load) for item in record]
+    if not isinstance(record, dict):
+        return record
+    kind = record.get("$")
+    if "$" not in record:
+        return {key: decode(item, load) for key, item in record.items()}
+    try:
+        return _DECODERS[kind](record, load)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"cannot read a value of kind {kind!r}: {error!r}") from None
+
+
+def _decode_float(record: dict[str, Any], load: Callable[[str], Any]) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[record["value"]]
+
+
+def _decode_container(record: dict[str, Any], load: Callable[[str], Any]) -> Any:
+    node = from_json(record["node"])
+    leaves: dict[Path, torch.Tensor] = {}
+    for (path, leaf), name in zip(leaf_paths(node), record["leaves"], strict=True):
+        tensor = load(name)
+        if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
+            raise ValueError(f"expected {leaf} at {path}, got {tensor.dtype} {list(tensor.shape)}")
+        leaves[path] = tensor
+    return build(node, leaves, torch.Size(), None)
+
+
+def _decode_dict(record: dict[str, Any], load: Callable[[str], Any]) -> dict[Any, Any]:
+    return {key: decode(item, load) for key, item in record["items"]}
+
+
+def _decode_tuple(record: dict[str, Any], load: Callable[[str], Any]) -> tuple[Any, ...]:
+    return tuple(decode(item, load) for item in record["items"])
+
+
+_DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
+    "float": _decode_float,
+    "tuple": _decode_tuple,
+    "dict": _decode_dict,
+    "container": _decode_container,
+    "tensor": lambda record, load: load(record["name"]),
+    "ndarray": lambda record, load: load(record["name"]).numpy().copy(),
+    "number": lambda record, load: load(record["name"]).numpy().copy()[()],
+    "bytes": lambda record, load: base64.b64decode(record["value"], validate=True),
+    "size": lambda record, load: torch.Size(record["items"]),
+    "dtype": lambda record, load: dtype_by_name(record["value"]),
+    "device": lambda record, load: torch.device(record["value"]),
+}

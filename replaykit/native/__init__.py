@@ -1,0 +1,52 @@
+"""The compiled core behind one face, and what takes its place where it is missing.
+
+The core is left out by the environment variable ``REPLAYKIT_NATIVE=0``, or by building with
+``-C cmake.define.REPLAYKIT_CORE=OFF``. Results are the same either way.
+
+Example:
+    >>> import numpy as np
+    >>> heap = RankHeap(2)
+    >>> slots = np.empty(3, dtype=np.int64)
+    >>> heap.offer(np.array([1.0, 5.0, 3.0]), slots)
+    >>> slots.tolist()
+    [0, 1, 0]
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+from replaykit.native import fallback
+
+__all__ = ["HAS_CORE", "WHY_NOT", "RankHeap"]
+
+
+def _load() -> tuple[object | None, str | None]:
+    if os.environ.get("REPLAYKIT_NATIVE", "1").strip().lower() in ("0", "false", "off", "no"):
+        return None, "the environment variable REPLAYKIT_NATIVE turns it off"
+    try:
+        from replaykit.native import _core
+    except ModuleNotFoundError:
+        return None, "this installation was built without it"
+    except ImportError as error:
+        # A core that is there and does not load is a broken installation, not a choice.
+        warnings.warn(
+            f"the compiled core cannot be loaded, the slower path is used: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, str(error)
+    return _core, None
+
+
+_core, WHY_NOT = _load()
+
+HAS_CORE: bool = _core is not None
+"""Whether the compiled core is in use; ``WHY_NOT`` says why it is not."""
+
+if TYPE_CHECKING:
+    RankHeap = fallback.RankHeap
+else:
+    RankHeap = fallback.RankHeap if _core is None else _core.RankHeap

@@ -1,0 +1,165 @@
+"""What every sampler offers: which records come next."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from replaykit.errors import NotEnoughData
+from replaykit.storages import Storage
+from replaykit.storages.indexing import unravel_index
+
+__all__ = ["Sampler"]
+
+
+class Sampler(ABC):
+    """Draws records by index; never reads what it draws.
+
+    A sampler of one's own brings ``sample`` and, where it has state, ``state_dict`` and
+    ``load_state_dict``.
+
+    Attributes:
+        generator: where randomness comes from; None: torch's global generator. Set by the buffer.
+        prioritized: whether records have priorities.
+    """
+
+    kind = "custom"
+    """Samplers of one kind take each other's saved state; one's own class is a kind of its own."""
+
+    prioritized = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.kind == "custom":
+            cls.kind = cls.__qualname__
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        if not replacement:
+            raise TypeError(f"{type(self).__name__} has no form that draws without replacement")
+        self.generator: torch.Generator | None = None
+        self._ran_out = False
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Draws ``batch_size`` records.
+
+        Returns:
+            The index, int64 ``[B]`` (``[B, ndim]`` for storages with lanes), and what is known of
+            the records drawn: tensors with leading dimension B.
+
+        Raises:
+            RuntimeError: nothing can be drawn.
+        """
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would succeed now. Draws nothing, changes nothing, never raises."""
+        return len(storage) > 0
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last batch ended a pass over the records."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = bool(value)
+
+    def attach(self, storage: Storage) -> None:
+        """Told which storage it draws from, with the rows that are there already."""
+
+    # -- being told of writes -----------------------------------------------------------------
+
+    def add(self, index: Any) -> None:
+        """Told that one record was written."""
+
+    def extend(self, index: torch.Tensor) -> None:
+        """Told that records were written."""
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Told that records were written by another buffer over the same storage."""
+
+    def empty(self) -> None:
+        """Told that all records are gone."""
+        self._ran_out = False
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        """Told that draws, in the order they were made, will not be delivered after all."""
+
+    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
+        """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``.
+
+        Follows ``load_state_dict`` where the state was saved from another capacity.
+        """
+
+    # -- priorities ---------------------------------------------------------------------------
+
+    @property
+    def default_priority(self) -> float:
+        """Priority of new records."""
+        return 1.0
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        storage: Storage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Sets priorities, in samplers that have them; here: a warning and no change."""
+        warnings.warn(
+            f"{type(self).__name__} has no priorities; the update has no effect",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of everything that the next draw depends on, the generator apart."""
+        return {"_kind": self.kind}
+
+    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
+        """Raises ValueError where the state is not one of a sampler of this kind."""
+        if not isinstance(state_dict, dict) or state_dict.get("_kind") != self.kind:
+            found = state_dict.get("_kind") if isinstance(state_dict, dict) else state_dict
+            raise ValueError(f"expected the state of a {self.kind!r} sampler, got {found!r}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state over; ValueError where it is not one of this kind of sampler."""
+        if state_dict.get("_kind") != self.kind:
+            raise ValueError(
+                f"expected the state of a {self.kind!r} sampler, got {state_dict.get('_kind')!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generator": None}
+
+
+def require_rows(storage: Storage) -> int:
+    """Returns the number of stored rows; raises where there is none."""
+    count = len(storage)
+    if not count:
+        raise NotEnoughData("Cannot sample from an empty storage.")
+    return count
+
+
+def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch.device:
+    """Where random numbers are made: with the generator, else with the records."""
+    if generator is not None:
+        return generator.device
+    return torch.device(storage.device)
+
+
+def as_drawn(flat: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """Brings numbers of elements ``[B]`` to the index that users see, on the storage's device."""
+    flat = flat.to(torch.device(storage.device))
+    return unravel_index(flat, storage.lanes) if storage.ndim > 1 else flat

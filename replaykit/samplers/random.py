@@ -1,0 +1,48 @@
+"""Uniform draws with replacement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
+from replaykit.samplers.without_replacement import SamplerWithoutReplacement
+from replaykit.storages import Storage
+
+__all__ = ["RandomSampler"]
+
+
+class RandomSampler(Sampler):
+    """Draws every stored record with the same probability, independently.
+
+    Args:
+        replacement: ``False`` makes a SamplerWithoutReplacement instead, from the other keywords.
+
+    Cost: O(B).
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=RandomSampler(),
+        ...                   generator=torch.Generator().manual_seed(0))
+        >>> _ = rb.extend(torch.arange(8) * 10)
+        >>> rb.sample(4)
+        tensor([40, 70, 50,  0])
+    """
+
+    kind = "random"
+
+    def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
+        if not replacement:
+            return SamplerWithoutReplacement(**kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        super().__init__()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        count = require_rows(storage)
+        device = drawing_device(storage, self.generator)
+        flat = torch.randint(count, (batch_size,), generator=self.generator, device=device)
+        return as_drawn(flat, storage), {}

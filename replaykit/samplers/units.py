@@ -1,0 +1,43 @@
+"""What one drawn record stands for in a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from replaykit.storages import Storage
+
+__all__ = ["SampleUnit", "Transition"]
+
+
+class SampleUnit(ABC):
+    """Turns the records that a sampler drew into the records of the batch."""
+
+    @abstractmethod
+    def expand(
+        self, index: torch.Tensor, info: dict[str, Any], storage: Storage
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns the index of the batch and its info, aligned with each other.
+
+        Called with the storage's lock held; must not change the storage.
+        """
+
+
+class Transition(SampleUnit):
+    """The record itself.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sample_unit=Transition())
+        >>> _ = rb.extend(torch.zeros(3))
+        >>> rb.sample(2)
+        tensor([0., 0.])
+    """
+
+    def expand(
+        self, index: torch.Tensor, info: dict[str, Any], storage: Storage
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        return index, info

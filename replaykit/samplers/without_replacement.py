@@ -1,0 +1,134 @@
+"""Every record once, before any comes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
+from replaykit.storages import Storage
+from replaykit.storages.indexing import ravel
+
+__all__ = ["SamplerWithoutReplacement"]
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Draws the pieces of a permutation of the stored records, pass after pass.
+
+    ``ran_out`` turns True with the batch that ends a pass; it may be shorter than asked for. The
+    next draw begins a new pass, and so does a change of the number of stored records.
+    Overwriting records at constant length does not.
+
+    Args:
+        drop_last: leave out a last batch that would be shorter.
+        shuffle: ``False``: records in physical order.
+        replacement: no effect.
+
+    Raises:
+        ValueError: ``drop_last`` and fewer records than one batch.
+
+    Cost: O(B); O(N) once a pass, and 8 bytes a record.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
+        ...                   sampler=SamplerWithoutReplacement(shuffle=False))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> [batch.tolist() for batch in rb]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """
+
+    kind = "without_replacement"
+
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
+    ) -> None:
+        super().__init__()
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        # Elements still to come in this pass; None: the next draw begins a pass.
+        self._remaining: torch.Tensor | None = None
+        self._length = 0
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        count = require_rows(storage)
+        if self.drop_last and batch_size > count:
+            raise ValueError(
+                f"expected a batch size of at most the {count} stored rows with drop_last, "
+                f"got {batch_size}"
+            )
+        remaining = self._remaining
+        if remaining is None or self._length != count or self._too_few(remaining, batch_size):
+            remaining = self._new_pass(count, drawing_device(storage, self.generator))
+        index, rest = remaining[:batch_size], remaining[batch_size:]
+        self._length = count
+        self._ran_out = not len(rest) or self._too_few(rest, batch_size)
+        self._remaining = None if self._ran_out else rest
+        return as_drawn(index, storage), {}
+
+    def _too_few(self, remaining: torch.Tensor, batch_size: int) -> bool:
+        return self.drop_last and len(remaining) < batch_size
+
+    def _new_pass(self, count: int, device: torch.device) -> torch.Tensor:
+        if self.shuffle:
+            return torch.randperm(count, generator=self.generator, device=device)
+        return torch.arange(count, device=device)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        return len(storage) >= (batch_size if self.drop_last else 1)
+
+    def empty(self) -> None:
+        super().empty()
+        self._remaining, self._length = None, 0
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]
+        if self._remaining is not None:
+            flat.append(self._remaining)
+        if flat:
+            self._remaining = torch.cat([index.to(flat[0].device) for index in flat])
+
+    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
+        if self._remaining is None:
+            return
+        lanes = storage.lanes.numel()
+        now = torch.full((self._length // lanes,), -1)
+        now[rows] = torch.arange(len(rows))
+        remaining = self._remaining.cpu()
+        slots = now[remaining // lanes]
+        kept = (slots * lanes + remaining % lanes)[slots >= 0]
+        self._remaining = kept if len(kept) else None
+        self._length = len(rows) * lanes
+
+    def state_dict(self) -> dict[str, Any]:
+        remaining = None if self._remaining is None else self._remaining.cpu().clone()
+        return {
+            **super().state_dict(),
+            "_remaining": remaining,
+            "_length": self._length,
+            "_ran_out": self._ran_out,
+        }
+
+    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state_dict, storage)
+        remaining, length = state_dict.get("_remaining"), state_dict.get("_length")
+        if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
+            raise ValueError(f"expected a length and ran_out, got {state_dict}")
+        if remaining is None:
+            return
+        if not isinstance(remaining, torch.Tensor) or remaining.dtype != torch.int64:
+            raise ValueError(f"expected the remaining records as int64, got {remaining!r}")
+        if len(remaining) and not 0 <= int(remaining.min()) <= int(remaining.max()) < length:
+            raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        remaining = state_dict["_remaining"]
+        self._remaining = None if remaining is None else remaining.clone()
+        self._length = state_dict["_length"]
+        self._ran_out = state_dict["_ran_out"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

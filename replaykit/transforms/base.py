@@ -1,0 +1,170 @@
+"""What a record becomes on its way in or out: any callable, in a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Compose", "Transform"]
+
+
+class Transform:
+    """A transform with both ways: ``forward`` on reading, ``inv`` on writing.
+
+    Subclassing is not needed: any callable, and any object with ``forward`` or ``inv``, is taken.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> class Halves(Transform):
+        ...     def forward(self, data):
+        ...         return data / 2
+        ...     def inv(self, data):
+        ...         return data * 2
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), transform=Halves())
+        >>> _ = rb.extend(torch.tensor([1.0, 2.0]))
+        >>> rb[:], rb.storage[:]
+        (tensor([1., 2.]), tensor([2., 4.]))
+    """
+
+    def forward(self, data: Any) -> Any:
+        """Maps a batch on its way out; may edit it in place."""
+        return data
+
+    def inv(self, data: Any) -> Any:
+        """Maps data on its way in; None: nothing is written."""
+        return data
+
+    def __call__(self, data: Any) -> Any:
+        return self.forward(data)
+
+
+class _Entry:
+    """A transform with the way it is used."""
+
+    def __init__(self, transform: Any, invert: bool) -> None:
+        self.transform = transform
+        self.invert = invert
+
+    def apply(self, data: Any, *, reading: bool) -> Any:
+        if reading != self.invert:
+            return self.transform(data) if callable(self.transform) else self._forward(data)
+        inverse = getattr(self.transform, "inv", None)
+        return data if inverse is None else inverse(data)
+
+    def _forward(self, data: Any) -> Any:
+        forward = getattr(self.transform, "forward", None)
+        return data if forward is None else forward(data)
+
+
+class Compose(Transform):
+    """Transforms one after the other: in order on reading, in reverse order on writing.
+
+    Args:
+        transforms: callables, or objects with ``forward`` or ``inv``.
+
+    Raises:
+        RuntimeError: something that is neither.
+
+    Example:
+        >>> chain = Compose(lambda x: x + 1, lambda x: x * 10)
+        >>> chain(2), len(chain)
+        (30, 2)
+    """
+
+    def __init__(self, *transforms: Any) -> None:
+        self._entries: list[_Entry] = []
+        for transform in transforms:
+            self.append(transform)
+
+    def append(self, transform: Any, *, invert: bool = False) -> None:
+        """Adds a transform at the end; ``invert`` uses ``inv`` on reading, ``forward`` on writing.
+
+        Raises:
+            RuntimeError: neither callable nor an object with ``forward`` or ``inv``.
+        """
+        self.insert(len(self), transform, invert=invert)
+
+    def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
+        """Adds a transform before position ``index``; negative counts from the end.
+
+        Raises:
+            RuntimeError: as ``append``. IndexError: no such position.
+        """
+        _check_transform(transform)
+        if not -len(self) <= index <= len(self):
+            raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
+        if callable(getattr(transform, "eval", None)):
+            transform.eval()
+        self._entries.insert(index, _Entry(transform, invert))
+
+    def forward(self, data: Any) -> Any:
+        for entry in self._entries:
+            data = entry.apply(data, reading=True)
+        return data
+
+    def inv(self, data: Any) -> Any:
+        for entry in reversed(self._entries):
+            if data is None:
+                return None
+            data = entry.apply(data, reading=False)
+        return data
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._entries[index].transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry.transform for entry in self._entries)
+
+    def copy(self) -> Compose:
+        """Returns a chain of the same transforms."""
+        chain = Compose()
+        chain._entries = list(self._entries)
+        return chain
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of the transforms that have one, by their position."""
+        states = {}
+        for position, transform in enumerate(self):
+            if callable(getattr(transform, "state_dict", None)):
+                state = dict(transform.state_dict())
+                if state:
+                    states[str(position)] = state
+        return states
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError where there is a state for a transform that is not there."""
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"expected the states of transforms, got {state_dict!r}")
+        for key in state_dict:
+            target = self[int(key)] if str(key).isdigit() and int(key) < len(self) else None
+            if not callable(getattr(target, "load_state_dict", None)):
+                raise ValueError(
+                    f"expected a transform with state at position {key}, got "
+                    f"{'none' if target is None else type(target).__name__}"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives every transform its state; ValueError as ``check_state``."""
+        self.check_state(state_dict)
+        for key, state in state_dict.items():
+            self[int(key)].load_state_dict(state)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(
+            f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self._entries
+        )
+        return f"Compose({inside})"
+
+
+def _check_transform(transform: Any) -> None:
+    if isinstance(transform, type) or not (
+        callable(transform) or hasattr(transform, "forward") or hasattr(transform, "inv")
+    ):
+        raise RuntimeError(
+            "expected a callable, or an object with forward or inv, as transform, got "
+            f"{transform!r}"
+        )

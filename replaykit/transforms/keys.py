@@ -1,0 +1,141 @@
+"""Choosing, renaming and joining keys on read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from replaykit.ted import Key, format_key, unravel
+from replaykit.transforms.base import Transform
+
+__all__ = ["CatTensors", "ExcludeTransform", "RenameTransform", "SelectTransform"]
+
+
+class ExcludeTransform(Transform):
+    """Drops keys on read; absent ones are ignored.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
+        >>> sorted(ExcludeTransform("a", ("next", "info"))(data).keys())
+        ['b']
+    """
+
+    def __init__(self, *keys: Any) -> None:
+        self.keys = [unravel(key) for key in keys]
+
+    def forward(self, data: Any) -> Any:
+        return data.exclude(*self.keys)
+
+    def __repr__(self) -> str:
+        return f"ExcludeTransform({', '.join(map(format_key, self.keys))})"
+
+
+class SelectTransform(Transform):
+    """Keeps only the given keys on read.
+
+    Raises:
+        KeyError: on read, where one of them is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
+        >>> sorted(SelectTransform("a")(data).keys())
+        ['a']
+    """
+
+    def __init__(self, *keys: Any) -> None:
+        self.keys = [unravel(key) for key in keys]
+
+    def forward(self, data: Any) -> Any:
+        for key in self.keys:
+            require(data, key)
+        return data.select(*self.keys)
+
+    def __repr__(self) -> str:
+        return f"SelectTransform({', '.join(map(format_key, self.keys))})"
+
+
+class RenameTransform(Transform):
+    """Renames keys on read.
+
+    Raises:
+        ValueError: not as many new names as old ones. KeyError: on read, where one is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"a": torch.zeros(2)}, [2])
+        >>> RenameTransform(["a"], [("next", "b")])(data)["next", "b"].shape
+        torch.Size([2])
+    """
+
+    def __init__(self, in_keys: Sequence[Any], out_keys: Sequence[Any]) -> None:
+        if len(in_keys) != len(out_keys):
+            raise ValueError(f"expected {len(in_keys)} new names, got {len(out_keys)}")
+        self.in_keys = [unravel(key) for key in in_keys]
+        self.out_keys = [unravel(key) for key in out_keys]
+
+    def forward(self, data: Any) -> Any:
+        # All values are taken before the first name changes: names may be swapped.
+        values = [require(data, key) for key in self.in_keys]
+        data = data.exclude(*self.in_keys)
+        for key, value in zip(self.out_keys, values, strict=True):
+            data.set(key, value)
+        return data
+
+    def __repr__(self) -> str:
+        return f"RenameTransform({self.in_keys}, {self.out_keys})"
+
+
+class CatTensors(Transform):
+    """Joins tensors along a feature dimension on read.
+
+    Args:
+        in_keys: what is joined, in this order.
+        out_key: where the result goes.
+        dim: feature dimension; negative counts from the end.
+        del_keys: whether the parts are dropped.
+
+    Raises:
+        KeyError: on read, where a part is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 1)}, [2])
+        >>> CatTensors(["a", "b"], "obs")(data)["obs"].shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self, in_keys: Sequence[Any], out_key: Any, dim: int = -1, del_keys: bool = True
+    ) -> None:
+        if not in_keys:
+            raise ValueError("expected at least one key to join, got none")
+        self.in_keys = [unravel(key) for key in in_keys]
+        self.out_key = unravel(out_key)
+        self.dim = dim
+        self.del_keys = del_keys
+
+    def forward(self, data: Any) -> Any:
+        parts = [require(data, key) for key in self.in_keys]
+        dim = self.dim if self.dim < 0 else self.dim + data.batch_dims
+        joined = torch.cat(parts, dim)
+        data = data.exclude(*self.in_keys) if self.del_keys else data.copy()
+        return data.set(self.out_key, joined)
+
+    def __repr__(self) -> str:
+        return f"CatTensors({self.in_keys}, {format_key(self.out_key)}, dim={self.dim})"
+
+
+def require(data: Any, key: Key) -> Any:
+    """Returns the value of a key; KeyError, with the keys that are there, where it is absent."""
+    value = data.get(key, None)
+    if value is None:
+        raise KeyError(f"no key {format_key(key)}; there are {sorted(map(str, data.keys(True)))}")
+    return value

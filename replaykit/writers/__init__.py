@@ -1,0 +1,14 @@
+"""Which slots the next records take, and what they displace."""
+
+from replaykit.writers.base import Writer
+from replaykit.writers.immutable import ImmutableDatasetWriter
+from replaykit.writers.max_value import TensorDictMaxValueWriter
+from replaykit.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
+
+__all__ = [
+    "ImmutableDatasetWriter",
+    "RoundRobinWriter",
+    "TensorDictMaxValueWriter",
+    "TensorDictRoundRobinWriter",
+    "Writer",
+]

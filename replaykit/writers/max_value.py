@@ -1,0 +1,218 @@
+"""Only the records of largest rank."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import is_tensordict
+from replaykit.native import RankHeap
+from replaykit.schema import Rows
+from replaykit.storages import Storage
+from replaykit.storages.indexing import last_occurrences
+from replaykit.structure import Branch
+from replaykit.ted import format_key, unravel
+from replaykit.writers.base import Writer, ledger_of
+
+__all__ = ["TensorDictMaxValueWriter"]
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda x: x.amax(-1),
+    "min": lambda x: x.amin(-1),
+    "mean": lambda x: x.mean(-1),
+    "median": lambda x: x.median(-1).values,
+    "sum": lambda x: x.sum(-1),
+}
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the ``max_size`` records of largest rank.
+
+    While there is room, records are appended. Then a record displaces the one of smallest rank if
+    its own is strictly larger; among equals the older one stays. A batch counts as if its rows
+    came one by one. Ranks are compared in float64, integers beyond 2^53 hence rounded.
+
+    Args:
+        rank_key: key whose values are the rank; rows may be whole trajectories.
+        reduction: what becomes of all its dimensions but the row's: ``max``, ``min``, ``mean``,
+            ``median`` (the lower one) or ``sum``.
+
+    Raises:
+        ValueError: another reduction; with a storage of ``ndim > 1``; for a rank that is NaN.
+        KeyError: data without ``rank_key``. RuntimeError: data that is no TensorDict.
+
+    Cost: O(log max_size) per accepted record.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
+        >>> rb.extend(TensorDict({"r": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5]))
+        tensor([-1,  1,  2,  0, -1])
+    """
+
+    kind = "max_value"
+
+    def __init__(
+        self,
+        rank_key: Any = ("next", "reward"),
+        reduction: str = "sum",
+        *,
+        compilable: bool = False,
+    ) -> None:
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"expected a reduction of {list(_REDUCTIONS)}, got {reduction!r}")
+        super().__init__()
+        self.rank_key = unravel(rank_key)
+        self.reduction = reduction
+        self._heap: RankHeap | None = None
+        self._seen = -1  # position up to which the heap knows the storage's records
+
+    def register_storage(self, storage: Storage) -> None:
+        if storage.ndim > 1:
+            raise ValueError(
+                f"a {type(self).__name__} takes storages with ndim=1, got ndim={storage.ndim}"
+            )
+        super().register_storage(storage)
+        self._heap = None
+
+    def prepare(self, data: Any, **options: Any) -> Any:
+        rows = super().prepare(data, **options)
+        if len(rows):
+            self._ranks(rows)
+        return rows
+
+    def write(self, rows: Any) -> torch.Tensor:
+        count, storage = len(rows), self.storage
+        if not count:
+            return self._no_rows()
+        ranks = self._ranks(rows)
+        storage.accept(rows)
+        heap = self._known_heap()
+        slots = np.empty(count, dtype=np.int64)
+        heap.offer(ranks, slots)
+        index = torch.from_numpy(slots)
+        accepted = (index >= 0).nonzero().flatten()
+        if not len(accepted):
+            return index
+        last = last_occurrences(index[accepted])
+        stored = accepted[last]
+        try:
+            storage.write(index[stored], rows, stored)
+        except BaseException:
+            self._heap = None  # it knows records that are not stored
+            raise
+        storage.ledger.place(index[accepted], move_cursor=False)
+        self._seen = storage.ledger.next_position
+        self._count(len(accepted))
+        result = torch.full_like(index, -1)
+        result[stored] = index[stored]
+        return result
+
+    def _known_heap(self) -> RankHeap:
+        """The heap over the records that are stored now; made anew if others wrote them."""
+        ledger = self.storage.ledger
+        if self._heap is None or self._seen != ledger.next_position:
+            self._heap = self._rebuilt(self._stored_ranks())
+        return self._heap
+
+    def _rebuilt(self, ranks: np.ndarray[Any, Any]) -> RankHeap:
+        ledger = self.storage.ledger
+        heap = RankHeap(ledger.slots)
+        if len(ranks):
+            ages = ledger.positions(torch.arange(ledger.length))
+            heap.assign(ranks, ages.numpy(), ledger.next_position)
+        self._seen = ledger.next_position
+        return heap
+
+    def _stored_ranks(self) -> np.ndarray[Any, Any]:
+        storage = self.storage
+        if not len(storage):
+            return np.empty(0)
+        return self._reduced(storage.get(slice(None)))
+
+    def _ranks(self, rows: Any) -> np.ndarray[Any, Any]:
+        """Returns the rank of each prepared row: float64 ``[B]``."""
+        if isinstance(rows, Rows):
+            if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
+                raise RuntimeError(f"a {type(self).__name__} takes TensorDicts, got {rows.root}")
+            if self.rank_key not in rows.leaves:
+                raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
+            return self._reduce(rows.leaves[self.rank_key])
+        return self._reduced(rows)
+
+    def _reduced(self, data: Any) -> np.ndarray[Any, Any]:
+        if is_tensordict(data):
+            return self._reduce(data.get(self.rank_key))
+        ranks = []
+        for row in data:
+            if not is_tensordict(row):
+                raise RuntimeError(
+                    f"a {type(self).__name__} takes TensorDicts, got {type(row).__name__}"
+                )
+            value = row.get(self.rank_key, None)
+            if value is None:
+                raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
+            ranks.append(self._reduce(value.unsqueeze(0)))
+        return np.concatenate(ranks)
+
+    def _reduce(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
+        flat = values.detach().cpu().to(torch.float64).reshape(values.shape[0], -1)
+        ranks = _REDUCTIONS[self.reduction](flat)
+        wrong = ranks.isnan().nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"expected ranks that are numbers, got NaN under {format_key(self.rank_key)} "
+                f"at row {int(wrong[0])}"
+            )
+        return np.ascontiguousarray(ranks.numpy())
+
+    # -- state --------------------------------------------------------------------------------
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        super().empty(empty_write_count)
+        self._heap = None
+
+    def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
+        """The records of largest rank; among equals the older ones."""
+        ledger = ledger_of(state)
+        order = ledger.write_order()
+        best = torch.argsort(state["_ranks"][order], descending=True, stable=True)[:capacity]
+        return order[best.sort().values]
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.storage.lock:
+            ranks = np.empty(self.storage.ledger.length)
+            heap = self._known_heap()
+            heap.export(ranks, np.empty(len(ranks), dtype=np.int64))
+            return {**super().state_dict(), "_ranks": torch.from_numpy(ranks)}
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        super().check_state(state_dict)
+        ranks, length = state_dict.get("_ranks"), state_dict["_ledger"]["length"]
+        if (
+            not isinstance(ranks, torch.Tensor)
+            or ranks.dtype != torch.float64
+            or ranks.shape != (length,)
+        ):
+            raise ValueError(f"expected {length} ranks in float64, got {ranks!r}")
+        if bool(ranks.isnan().any()):
+            raise ValueError("expected ranks that are numbers, got NaN")
+
+    def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
+        super().restore(state_dict, rows)
+        ranks = state_dict["_ranks"] if rows is None else state_dict["_ranks"][rows]
+        self._heap = self._rebuilt(np.ascontiguousarray(ranks.numpy()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if multiprocessing.context.get_spawning_popen() is not None:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be handed to a spawned process: which records "
+                "are the largest is known in one process only"
+            )
+        return {**super().__getstate__(), "_heap": None}

@@ -1,0 +1,90 @@
+"""Records in a ring: the next one takes the slot of the oldest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit.storages.indexing import as_slots, check_no_hole, last_occurrences
+from replaykit.writers.base import Writer, full_index
+
+__all__ = ["RoundRobinWriter", "TensorDictRoundRobinWriter"]
+
+
+class RoundRobinWriter(Writer):
+    """Writes at the cursor, which goes round; the oldest records are displaced.
+
+    A batch longer than the capacity leaves what writing its rows one by one would have left.
+    Cursor, length, positions and generations change together, after the rows are in place.
+
+    Args:
+        track_generations: samples then carry ``index_generation``, int64 ``[B]``: how often the
+            slot was written. Index and generation together name a record for ever.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter())
+        >>> rb.extend(torch.arange(10)), rb[:], rb.write_count
+        (tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1]), tensor([8, 9, 6, 7]), 10)
+    """
+
+    kind = "round_robin"
+
+    def __init__(self, *, track_generations: bool = False, compilable: bool = False) -> None:
+        super().__init__()
+        self.tracks_generations = track_generations
+
+    def write(self, rows: Any) -> torch.Tensor:
+        count, storage = len(rows), self.storage
+        if not count:
+            return self._no_rows()
+        storage.accept(rows)
+        ledger = storage.ledger
+        slots = ledger.next_slots(count)
+        skipped = max(0, count - ledger.slots)
+        storage.write(slots[skipped:], rows, slice(skipped, None))
+        ledger.advance(count)
+        self._count(count)
+        return full_index(slots, storage)
+
+    def write_at(self, index: Any, data: Any) -> torch.Tensor:
+        """Stores rows as new records at explicit slots of dimension 0; the cursor stays.
+
+        Args:
+            index: an int with one row, or int64 ``[B]`` with a batch.
+
+        Returns:
+            The slots, int64 ``[B]`` (``[B * prod(lanes), ndim]`` with lanes).
+
+        Raises:
+            IndexError: outside the capacity. RuntimeError: a slot below them would stay without
+                a record. ValueError: another number of rows than slots. SchemaError.
+        """
+        storage = self.storage
+        rows = self.prepare(data, single=isinstance(index, int))
+        if not len(rows):
+            return self._no_rows()
+        with storage.lock:
+            storage.accept(rows)
+            slots = as_slots(index, storage.ledger.slots)
+            if len(slots) != len(rows):
+                raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
+            check_no_hole(slots, storage.ledger.length)
+            last = last_occurrences(slots)
+            storage.write(slots[last], rows, last)
+            storage.ledger.place(slots, move_cursor=False)
+            self._count(len(rows))
+            index = full_index(slots, storage)
+            storage.notify(index)
+        return index
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """The same as RoundRobinWriter, under the name that code for TensorDicts uses.
+
+    Example:
+        >>> issubclass(TensorDictRoundRobinWriter, RoundRobinWriter)
+        True
+    """
