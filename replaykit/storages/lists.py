@@ -98,11 +98,11 @@ class ListStorage(Storage):
 
     def write(self, slots: torch.Tensor, rows: list[Any], kept: torch.Tensor | slice) -> None:
         picked = rows[kept] if isinstance(kept, slice) else [rows[row] for row in kept.tolist()]
+        # A batch longer than the capacity begins somewhere inside; it leaves no gap at its end.
+        fresh = max(slots.tolist(), default=-1) + 1 - len(self._items)
+        self._items.extend([None] * max(fresh, 0))
         for slot, item in zip(slots.tolist(), picked, strict=True):
-            if slot == len(self._items):
-                self._items.append(item)
-            else:
-                self._items[slot] = item
+            self._items[slot] = item
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes rows at positions: an int takes one object, anything else a batch.
