@@ -32,7 +32,8 @@ format: $(STAMP)
 bench: $(BENCH_STAMP)
 	$(PY) -m benchmarks
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) replaykit/_version.py \
+          $(wildcard replaykit/*/__init__.py)
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "replaykit needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }

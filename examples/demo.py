@@ -1,0 +1,281 @@
+"""From a recorded corpus to a trained policy and back from disk, on this machine alone.
+
+Rolls out a gymnasium environment and records it in the RoboHive H5 layout (or takes a file of
+yours), serves it with a Hub on loopback, and from there on does what a user does: download,
+convert, sample, train, save, load.
+
+    python examples/demo.py [--data FILE.h5] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, ReplayBuffer
+from replaykit.datasets import RobosetExperienceReplay
+from replaykit.testing import LoopbackHub
+from replaykit.testing.robohive import RoboHiveWriter
+
+DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
+ENVIRONMENT = "MountainCarContinuous-v0"
+FILES, TRIALS, MAX_STEPS = 2, 12, 130
+BATCH_SIZE, TRAIN_STEPS = 256, 400
+COMPARED = 20
+
+console = Console()
+
+
+def progress_bar() -> Progress:
+    """A bar with the same columns for every stage."""
+    return Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def record(path: Path, seed: int, advance: object) -> None:
+    """Rolls out a noisy expert and writes the trials as RoboHive does.
+
+    Record t holds state t with its reward and its done; the last one is the final state.
+    """
+    import gymnasium
+
+    environment = gymnasium.make(ENVIRONMENT, max_episode_steps=MAX_STEPS)
+    draw = np.random.default_rng(seed)
+    with RoboHiveWriter(path) as writer:
+        for trial in range(TRIALS):
+            state, _ = environment.reset(seed=1000 * seed + trial)
+            states, actions, rewards, done = [state], [], [0.0], [False]
+            strength = draw.uniform(0.5, 1.0)
+            truncated = False
+            while not (done[-1] or truncated):
+                # Push the way the car rolls; the noise is what cloning averages away.
+                push = strength * np.sign(states[-1][1]) + draw.normal(0, 0.2)
+                action = np.clip([push], -1, 1).astype(np.float32)
+                state, reward, terminated, truncated, _ = environment.step(action)
+                states.append(state)
+                actions.append(action)
+                rewards.append(float(reward))
+                done.append(bool(terminated))
+            observations = np.asarray(states, dtype=np.float64)
+            clock = np.arange(len(states)) * 0.02
+            writer.add_trial(
+                observations=observations,
+                actions=np.asarray(actions, dtype=np.float64),
+                rewards=np.asarray(rewards),
+                done=np.asarray(done),
+                time=clock,
+                env_infos={
+                    "time": clock,
+                    "done": np.asarray(done),
+                    "solved": np.asarray(done),
+                    "rwd_dense": np.asarray(rewards),
+                    "rwd_sparse": np.asarray(done, dtype=np.float64),
+                    "obs_dict": {"position": observations[:, :1], "velocity": observations[:, 1:]},
+                },
+            )
+            advance()  # type: ignore[operator]
+    environment.close()
+
+
+def corpus(data: Path | None, folder: Path) -> dict[str, Path]:
+    """Returns the files to serve, by their path in the repository."""
+    if data is not None:
+        return {f"{DATASET_ID}/seed0/{data.name}": data}
+    files = {}
+    with progress_bar() as bar:
+        task = bar.add_task("recording", total=FILES * TRIALS)
+        for seed in range(FILES):
+            path = folder / f"seed{seed}.h5"
+            record(path, seed, lambda: bar.advance(task))
+            files[f"{DATASET_ID}/seed{seed}/{ENVIRONMENT}_trace.h5"] = path
+    return files
+
+
+@dataclass
+class Episodes:
+    """Return and length of every episode."""
+
+    returns: list[float]
+    lengths: list[int]
+
+
+def episodes_of(data: RobosetExperienceReplay) -> Episodes:
+    """Sums rewards between the rows that end an episode."""
+    reward = data["next", "reward"].flatten().double()
+    ends = data["next", "done"].flatten().nonzero().flatten() + 1
+    lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
+    return Episodes([float(part.sum()) for part in reward.split(lengths)], lengths)
+
+
+def train(data: ReplayBuffer) -> list[float]:
+    """Clones the recorded behaviour with a small network; returns the loss of every step."""
+    first = data.sample()
+    observation = data["observation"].float()
+    mean, scale = observation.mean(0), observation.std(0).clamp(min=1e-6)
+    widths = first["observation"].shape[-1], first["action"].shape[-1]
+    policy = nn.Sequential(
+        nn.Linear(widths[0], 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, widths[1])
+    )
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    losses = []
+    with progress_bar() as bar:
+        task = bar.add_task("training", total=TRAIN_STEPS)
+        for _ in range(TRAIN_STEPS):
+            batch = data.sample()
+            guess = policy((batch["observation"].float() - mean) / scale)
+            loss = nn.functional.mse_loss(guess, batch["action"].float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            bar.advance(task)
+    return losses
+
+
+def sampling_rate(data: ReplayBuffer, batches: int = 200) -> float:
+    """Batches per second."""
+    start = time.perf_counter()
+    for _ in range(batches):
+        data.sample()
+    return batches / (time.perf_counter() - start)
+
+
+def same_batches(data: ReplayBuffer, restored: ReplayBuffer) -> bool:
+    """Whether the next batches of both are equal to the bit."""
+    for _ in range(COMPARED):
+        left, right = data.sample(), restored.sample()
+        keys = set(left.keys(True, True))
+        if keys != set(right.keys(True, True)):
+            return False
+        if not all(left[key].equal(right[key]) for key in keys):
+            return False
+    return True
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def plot(path: Path, episodes: Episodes, losses: list[float]) -> None:
+    """Draws returns, lengths and the loss into one PNG."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    axes[0].hist(episodes.returns, bins=20, color="tab:blue")
+    axes[0].set(title="returns", xlabel="sum of rewards", ylabel="episodes")
+    axes[1].bar(range(len(episodes.lengths)), episodes.lengths, color="tab:green")
+    axes[1].set(title="episode lengths", xlabel="episode", ylabel="steps")
+    axes[2].semilogy(losses, color="tab:red", linewidth=1)
+    axes[2].set(title="behaviour cloning", xlabel="training step", ylabel="loss (MSE)")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(
+    data: RobosetExperienceReplay,
+    episodes: Episodes,
+    losses: list[float],
+    rate: float,
+    sizes: tuple[int, int, int],
+    equal: bool,
+) -> Table:
+    """The short table at the end."""
+    table = Table(title="replaykit demo", show_header=False)
+    returns = episodes.returns
+    mean = sum(returns) / len(returns)
+    table.add_row("rows", f"{len(data):,}")
+    table.add_row("episodes", f"{len(returns)} ({min(episodes.lengths)} to "
+                              f"{max(episodes.lengths)} steps)")  # fmt: skip
+    table.add_row("returns", f"mean {mean:.2f}, {min(returns):.2f} to {max(returns):.2f}")
+    table.add_row("sampling", f"{rate:,.0f} batches/s of {BATCH_SIZE} rows")
+    for name, size in zip(("source files", "converted", "saved buffer"), sizes, strict=True):
+        table.add_row(name, f"{size / 2**20:.2f} MiB")
+    start, end = np.mean(losses[:20]), np.mean(losses[-20:])
+    table.add_row("cloning loss", f"{start:.4f} at first, {end:.4f} at last")
+    table.add_row(f"next {COMPARED} batches", "the same" if equal else "DIFFERENT")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="an H5 file in the RoboHive layout")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for results")
+    arguments = parser.parse_args()
+    if arguments.data is not None and not arguments.data.is_file():
+        parser.error(f"there is no file {arguments.data}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+
+    with tempfile.TemporaryDirectory(prefix="replaykit-demo-") as scratch:
+        work = Path(scratch)
+        files = corpus(arguments.data, work)
+        console.print(f"serving {len(files)} file(s) as {DATASET_ID!r} on loopback")
+        with LoopbackHub({RobosetExperienceReplay.repository: dict(files)}) as hub:
+            os.environ.update(hub.env(work / "cache"))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                data = RobosetExperienceReplay(
+                    DATASET_ID,
+                    batch_size=BATCH_SIZE,
+                    root=work / "roboset",
+                    generator=torch.Generator().manual_seed(0),
+                )
+        for warning in caught:
+            console.print(f"note: {warning.message}", style="yellow")
+        console.print(f"downloaded {hub.bytes_served:,} bytes, converted {len(data):,} rows")
+
+        episodes = episodes_of(data)
+        losses = train(data)
+        rate = sampling_rate(data)
+
+        saved = arguments.out / "buffer"
+        data.dumps(saved)
+        restored = ReplayBuffer(
+            storage=LazyMemmapStorage(len(data)),
+            sampler=RandomSampler(),
+            writer=ImmutableDatasetWriter(),
+            batch_size=BATCH_SIZE,
+        )
+        restored.loads(saved)
+        equal = same_batches(data, restored)
+        sizes = (
+            sum(path.stat().st_size for path in files.values()),
+            size_of(data.data_path),
+            size_of(saved),
+        )
+        console.print(summary(data, episodes, losses, rate, sizes, equal))
+        picture = (arguments.out / "demo.png").resolve()
+        plot(picture, episodes, losses)
+        console.print(f"picture: {picture}", soft_wrap=True)
+    if not equal:
+        console.print("the loaded buffer draws other batches than the saved one", style="red")
+        return 1
+    if np.mean(losses[-20:]) >= np.mean(losses[:20]):
+        console.print("the loss did not fall", style="red")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""What every corpus class shares: fetch and convert once, open, sample."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.mapped import MappedStorage
+from replaykit.datasets.opened import Published
+from replaykit.datasets.preprocess import preprocess_rows
+from replaykit.datasets.publish import open_published, remove_published
+from replaykit.datasets.sources import Sources
+from replaykit.datasets.split import ensure_split
+from replaykit.samplers import Sampler
+from replaykit.storages import TensorStorage
+from replaykit.writers import ImmutableDatasetWriter, Writer
+
+__all__ = ["BaseDatasetExperienceReplay"]
+
+
+class BaseDatasetExperienceReplay(ReplayBuffer):
+    """A ReplayBuffer over a published corpus.
+
+    A corpus class says which data sets there are, where their files are and how they lie in them:
+    ``available_datasets``, ``corpus``, ``layout`` and ``sources``. Everything else is here.
+
+    Args:
+        dataset_id: one of ``available_datasets``.
+        batch_size: default number of rows of a sample.
+        root: folder of the converted data sets; ``~/.cache/replaykit/<corpus>``.
+        download: ``True``: fetch and convert what is absent. ``False``: never touch the network.
+            ``"force"``: fetch and convert anew, then swap; the old copy stays until then.
+        sampler: which rows come next; ``RandomSampler()``.
+        writer: ``ImmutableDatasetWriter()``.
+        collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
+        split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
+            ``traj_ids``.
+        env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
+
+    Raises:
+        ValueError: an unknown id, or another value of ``download``.
+        TypeError: an unknown keyword.
+        FileNotFoundError: ``download=False`` and the data set is not there.
+        RuntimeError: the folder holds something that is not a complete data set.
+        CorpusError, DownloadError, OSError: as converting and fetching do; names the file.
+
+    Rows can be edited in place; edits are seen in this process only and never reach the disk.
+
+    Example:
+        >>> class Mine(BaseDatasetExperienceReplay):
+        ...     available_datasets = ["a"]
+        ...     corpus = "mine"
+        ...     layout = None
+        ...     def sources(self): ...
+        >>> Mine("b", batch_size=4)
+        Traceback (most recent call last):
+        ValueError: expected one of the data sets ['a'], got 'b'
+    """
+
+    available_datasets: ClassVar[list[str]] = []
+    corpus: ClassVar[str]
+    """Name of the corpus, and of its folder in the cache."""
+    layout: ClassVar[Any]
+    """How the source files of the corpus are laid out; a `Layout`."""
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int,
+        *,
+        root: str | Path | None = None,
+        download: bool | str = True,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        split_trajs: bool = False,
+        **env_kwargs: Any,
+    ) -> None:
+        if dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"expected one of the data sets {self.available_datasets}, got {dataset_id!r}"
+            )
+        if download not in (True, False, "force"):
+            raise ValueError(f'expected download as True, False or "force", got {download!r}')
+        _check_keywords(type(self).__name__, env_kwargs)
+        self.dataset_id = dataset_id
+        self.root = _default_root(self.corpus) if root is None else Path(root)
+        self.split_trajs = split_trajs
+        self.download = download
+        # The storage is given as a function: all other arguments are checked before anything
+        # is fetched.
+        super().__init__(
+            storage=self._open,
+            sampler=sampler,
+            writer=ImmutableDatasetWriter() if writer is None else writer,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+            batch_size=batch_size,
+            **env_kwargs,
+        )
+
+    @abstractmethod
+    def sources(self) -> Sources:
+        """Returns the source files of the data set, fetched and verified."""
+
+    # -- where it lies ------------------------------------------------------------------------
+
+    @property
+    def data_path_root(self) -> Path:
+        """Folder of the flat data set: ``<root>/<dataset_id>``."""
+        return self.root / self.dataset_id
+
+    @property
+    def data_path(self) -> Path:
+        """Folder of the data set in use: the flat one, or ``<root>/<dataset_id>_split``."""
+        if not self.split_trajs:
+            return self.data_path_root
+        return self.data_path_root.with_name(self.data_path_root.name + "_split")
+
+    def delete(self) -> None:
+        """Removes ``data_path`` from disk; rows that are open here stay readable.
+
+        Raises:
+            FileNotFoundError: it is not there (any more).
+        """
+        remove_published(self.data_path)
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def _open(self) -> MappedStorage:
+        if not self.split_trajs:
+            return MappedStorage(self._flat())
+        force = self.download == "force"
+        if not force and self.data_path.exists() and not self.data_path_root.exists():
+            return MappedStorage(open_published(self.data_path))
+        self._flat()
+        if self.download is False:
+            self._require(self.data_path_root)
+        return MappedStorage(ensure_split(self.data_path_root, self.data_path, force=force))
+
+    def _flat(self) -> Published:
+        if self.download is False:
+            return self._require(self.data_path_root)
+        return ensure_dataset(
+            self.data_path_root,
+            get_sources=self.sources,
+            layout=self.layout,
+            force=self.download == "force",
+            identity={"corpus": self.corpus, "dataset_id": self.dataset_id},
+        )
+
+    def _require(self, path: Path) -> Published:
+        try:
+            return open_published(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
+                "download=True"
+            ) from None
+
+    def _listing_file(self) -> Path:
+        """Where the listing of the data set's files is kept, for work without a network."""
+        name = hashlib.sha256(self.dataset_id.encode()).hexdigest()[:16]
+        return self.root / ".listings" / f"{name}.json"
+
+    # -- mapping ------------------------------------------------------------------------------
+
+    def preprocess(
+        self,
+        fn: Callable[[Any], Any],
+        dim: int = 0,
+        num_workers: int | None = None,
+        *,
+        chunksize: int | None = None,
+        num_chunks: int | None = None,
+        pool: Pool | None = None,
+        generator: torch.Generator | None = None,
+        max_tasks_per_child: int | None = None,
+        worker_threads: int = 1,
+        index_with_generator: bool = False,
+        pbar: bool = False,
+        mp_start_method: str | None = None,
+        num_frames: int | None = None,
+        dest: str | Path,
+    ) -> TensorStorage:
+        """Applies a function to every row and returns the results as a memory-mapped storage.
+
+        Args:
+            fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
+                trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
+                All results have the layout of the first.
+            dim: dimension along which rows are taken.
+            num_workers: processes; None: as many as there are processors; 0: none, all work is
+                done here.
+            chunksize: rows given to a worker at a time; by default all are divided evenly.
+            num_chunks: into how many pieces the rows are divided; not together with
+                ``chunksize``.
+            pool: workers to use instead of own ones.
+            generator: seeds the random numbers of ``fn``: the same seed and the same pieces give
+                the same results, however many workers there are.
+            max_tasks_per_child: pieces after which a worker is replaced.
+            worker_threads: torch threads in each worker.
+            index_with_generator: make the pieces one by one instead of all at first.
+            pbar: show a progress bar.
+            mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+            num_frames: only the first rows.
+            dest: folder of the result; it appears there complete or not at all.
+
+        Returns:
+            The storage; changes to it reach the files.
+
+        Raises:
+            FileExistsError: ``dest`` is there and not empty.
+            ValueError: a row's result differs in layout from the first one's; names the row.
+            OSError: the disk has too little room.
+
+        Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
+        not change.
+        """
+        return preprocess_rows(
+            self.storage,
+            fn,
+            dest=Path(dest),
+            dim=dim,
+            num_workers=num_workers,
+            chunksize=chunksize,
+            num_chunks=num_chunks,
+            pool=pool,
+            generator=generator,
+            max_tasks_per_child=max_tasks_per_child,
+            worker_threads=worker_threads,
+            index_with_generator=index_with_generator,
+            pbar=pbar,
+            mp_start_method=mp_start_method,
+            num_frames=num_frames,
+        )
+
+
+def _default_root(corpus: str) -> Path:
+    return Path.home() / ".cache" / "replaykit" / corpus
+
+
+def _check_keywords(name: str, given: dict[str, Any]) -> None:
+    known = set(inspect.signature(ReplayBuffer.__init__).parameters) - {"self", "storage"}
+    for keyword in given:
+        if keyword not in known:
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}")

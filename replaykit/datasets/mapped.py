@@ -1,0 +1,74 @@
+"""A published data set as a storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from replaykit.datasets.opened import Published, open_directory
+from replaykit.schema import Rows
+from replaykit.storages import TensorStorage
+from replaykit.structure import Path
+
+__all__ = ["MappedStorage"]
+
+
+class MappedStorage(TensorStorage):
+    """The rows of a published data set, mapped copy-on-write.
+
+    Opening costs no read of the data. Edits are seen by this process only and never reach the
+    disk. A copy of a storage without edits, as another process gets it, maps the same files.
+
+    Args:
+        published: the opened data set.
+    """
+
+    def __init__(self, published: Published) -> None:
+        super().__init__(published.tensordict())
+        self.published = published
+        self._edited = False
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        self._edited = True
+        super().set(cursor, data, set_cursor=set_cursor)
+
+    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        self._edited = True
+        super().write(slots, rows, kept)
+
+    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
+        self._edited = True
+        super().edit(index, value, time_dim=time_dim)
+
+    def edit_columns(
+        self, values: Mapping[Path, Any], index: Any = None, *, time_dim: int = 0
+    ) -> None:
+        self._edited = True
+        super().edit_columns(values, index, time_dim=time_dim)
+
+    def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
+        self._edited = True
+        super().load_content(content, target, rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        path = self.published.path
+        if self._edited:
+            return {**super().__getstate__(), "published": None}
+        content = self.published.manifest.content_id()
+        return {"path": str(path), "content": content, "ledger": self.ledger.state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "path" not in state:
+            super().__setstate__(state)
+            return
+        published = open_directory(FilePath(state["path"]))
+        if published.manifest.content_id() != state["content"]:
+            raise RuntimeError(
+                f"{state['path']} holds another version of the data set than the one that was "
+                "handed over; open it anew"
+            )
+        self.__init__(published)  # type: ignore[misc]
+        self.ledger.restore(state["ledger"], None)

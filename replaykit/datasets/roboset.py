@@ -1,0 +1,73 @@
+"""RoboSet, simulation: Franka kitchen and Adroit hand, recorded by RoboHive."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.datasets.hub_sources import hub_sources
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+
+__all__ = ["RobosetExperienceReplay"]
+
+_DAPG = ("door_v2d-v1", "relocate_v2d-v1", "hammer_v2d-v1", "pen_v2d-v1")
+_KITCHEN = (
+    "FK1_MicroOpenRandom_v2d-v4",
+    "FK1_Knob2OffRandom_v2d-v4",
+    "FK1_LdoorOpenRandom_v2d-v4",
+    "FK1_SdoorOpenRandom_v2d-v4",
+    "FK1_Knob1OnRandom_v2d-v4",
+)
+_BY_TASK = (
+    "human_demo_singleTask_Fixed-v4",
+    "FK1_SdoorOpenRandom_v2d-v4",
+    "FK1_LdoorOpenRandom_v2d-v4",
+    "FK1_Knob2OffRandom_v2d-v4",
+    "FK1_Knob1OnRandom_v2d-v4",
+    "FK1_MicroOpenRandom_v2d-v4",
+)
+
+
+class RobosetExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of the simulated RoboSet tasks.
+
+    The files of a data set are fetched from the Hub repository ``jdvakil/RoboSet_Sim`` at one
+    commit, verified, and converted once into memory-mapped columns. A source record describes a
+    *state* (its observation, reward, done, infos) and the action chosen in it, and the last record
+    of a trial is the final state. So a trial of T records makes T - 1 rows, and the reward of a
+    row is that of the state it arrived at.
+
+    Rows have ``observation``, ``action``, ``time``, ``info``, ``episode`` (number of the trial in
+    its file), ``seed`` (number of the file), ``done``, ``terminated``, ``truncated``, and under
+    ``next`` ``observation``, ``reward``, ``done``, ``terminated``, ``truncated``, ``info``. Flags
+    and reward are ``[N, 1]``; dtypes are those of the source. They are ordered by ``seed``, then
+    ``episode``.
+
+    Arguments, errors and methods: see BaseDatasetExperienceReplay. Sources:
+    https://sites.google.com/view/robohive/roboset, MIT licence.
+
+    Example:
+        >>> len(RobosetExperienceReplay.available_datasets)
+        20
+        >>> RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32, download=False,
+        ...                         root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'DAPG(expert)/door_v2d-v1' is not in ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        *(f"DAPG(expert)/{task}" for task in _DAPG),
+        *(f"DAPG(human)/{task}" for task in _DAPG),
+        *(f"FK1-v4(expert)/{task}" for task in _KITCHEN),
+        "FK1-v4(human)/human_demos_by_playdata",
+        *(f"FK1-v4(human)/human_demos_by_task/{task}" for task in _BY_TASK),
+    ]
+    corpus = "roboset"
+    layout = ROBOHIVE
+    repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
+
+    def sources(self) -> Sources:
+        return hub_sources(
+            self.repository, self.dataset_id, suffix=".h5", memory=self._listing_file()
+        )
