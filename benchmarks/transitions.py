@@ -7,6 +7,7 @@ leaves, 170 bytes. Every contender holds the same rows and returns (or takes) th
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,9 @@ class RawTorch:
 
         return write
 
+    def __len__(self) -> int:
+        return self.rows
+
     def read(self, index: torch.Tensor) -> Leaves:
         return {key: column[index] for key, column in self.columns.items()}
 
@@ -110,6 +114,9 @@ class Ours:
         blocks = itertools.cycle([data[i : i + count].clone() for i in range(0, 64, count)])
         return lambda: self.buffer.extend(next(blocks))
 
+    def __len__(self) -> int:
+        return len(self.buffer)
+
     def read(self, index: torch.Tensor) -> Leaves:
         rows = self.buffer[index]
         return {key: rows[key] for key in make_leaves(1)}
@@ -121,6 +128,7 @@ class TorchRL(Ours):
     name = "TorchRL"
 
     def __init__(self, leaves: Leaves) -> None:
+        os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
         from torchrl.data import LazyTensorStorage as Storage
         from torchrl.data import TensorDictReplayBuffer
 
@@ -164,6 +172,9 @@ class Cpprb:
         )
         return lambda: self.buffer.add(**next(blocks))
 
+    def __len__(self) -> int:
+        return self.rows
+
     def read(self, index: torch.Tensor) -> Leaves:
         rows = self.buffer._encode_sample(index.numpy())
         return {key: torch.from_numpy(rows[name]) for name, key in self.names.items()}
@@ -187,10 +198,9 @@ def check_writes(contender: Any, count: int, leaves: Leaves) -> None:
     """Raises where rows that were written do not read back as they are."""
     write = contender.writer(count, leaves)
     write()
-    rewards = contender.read(torch.arange(len(leaves["action",])))["next", "reward"].flatten()
-    place = (rewards == rewards.new_tensor(range(count))[:, None]).nonzero()
-    found = {int(row): int(slot) for row, slot in place}
-    slots = torch.tensor([found[row] for row in range(count)])
+    rewards = contender.read(torch.arange(len(contender)))["next", "reward"].flatten()
+    written = leaves["next", "reward"][:count].flatten()
+    slots = torch.stack([(rewards == reward).nonzero()[-1, 0] for reward in written])
     stored = contender.read(slots)
     for key, column in leaves.items():
         if not stored[key].equal(column[:count]):
