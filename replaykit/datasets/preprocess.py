@@ -66,6 +66,8 @@ def preprocess_rows(
         raise FileExistsError(f"expected an empty or absent directory, {dest} is neither")
     rows = _rows_of(storage, dim, num_frames)
     workers = multiprocessing.cpu_count() if num_workers is None else num_workers
+    if type(workers) is not int or workers < 0:
+        raise ValueError(f"expected num_workers as an int of at least 0, got {num_workers!r}")
     pieces = _pieces(rows, chunksize, num_chunks)
     first = _probe(storage, fn, dim)
     dest.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +162,10 @@ class _Portable:
 
 def _rows_between(storage: TensorStorage, start: int, stop: int, dim: int) -> Any:
     """Returns copies of the rows ``[start, stop)`` along a batch dimension, one by one."""
-    block = storage.view_at((slice(None),) * dim + (slice(start, stop),))
+    if dim == 0:
+        block = storage.view_at(slice(start, stop))
+    else:
+        block = storage.view_at()[(slice(None),) * dim + (slice(start, stop),)]
     return block.clone().unbind(dim)
 
 

@@ -1,0 +1,223 @@
+"""Column files: the layout that ``TensorDict.load_memmap`` reads, filled with plain writes.
+
+tensordict itself makes the directories, the ``meta.json`` files and the empty column files; the
+values are then written with ``pwrite``. Writing through a mapping would let the process's memory
+grow with the table.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+
+from replaykit.datasets.filesystem import disk_errors, no_room, require_room, reserve
+from replaykit.datasets.manifest import Array
+from replaykit.ted import Key, format_key
+
+__all__ = ["ColumnFile", "ColumnSpec", "create_columns", "torch_dtype", "unstorable"]
+
+# Entries of tensordict's meta.json that are no keys: a key of that name would be lost silently.
+_META_NAMES: Final = frozenset({"shape", "device", "_type"})
+_MAX_NAME_BYTES: Final = 255
+_UNSAFE: Final = frozenset('/<>:"|?*\\ %\x7f')
+_ZEROS: Final = bytes(1 << 16)
+
+
+def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
+    """Returns the torch dtype of the same name and layout as a NumPy dtype.
+
+    Raises:
+        TypeError: torch has none.
+
+    Example:
+        >>> torch_dtype("float16"), torch_dtype(bool)
+        (torch.float16, torch.bool)
+    """
+    found = getattr(torch, np.dtype(dtype).name, None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch has no dtype {np.dtype(dtype)}")
+    return found
+
+
+def unstorable(key: Sequence[str]) -> str | None:
+    """Says why a key cannot be a name on disk; ``None`` when it can.
+
+    Example:
+        >>> unstorable(("info", "rgb:left_cam")) is None, unstorable(("info", "shape"))
+        (True, "the name 'shape' is reserved by tensordict's format")
+    """
+    for position, name in enumerate(key):
+        if name in _META_NAMES or (name == "meta.json" and position + 1 < len(key)):
+            return f"the name {name!r} is reserved by tensordict's format"
+        # tensordict writes each unsafe character as %XX.
+        encoded = len(name.encode()) + 2 * sum(char in _UNSAFE or char < " " for char in name)
+        if encoded + len(".memmap") > _MAX_NAME_BYTES:
+            return f"the name {name[:20] + '...'!r} is too long for a file"
+    return None
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """A column to be made: ``shape`` is of one entry, without the batch dimensions."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ColumnFile:
+    """A column that is written from front to back, with a running checksum.
+
+    Memory: nothing is buffered. A file descriptor is held only while a block is written, so that
+    a table may have more columns than a process may have open files.
+    """
+
+    def __init__(self, path: Path | None, spec: ColumnSpec, batch: tuple[int, ...]) -> None:
+        self.path = path
+        self.spec = spec
+        self.shape = (*batch, *spec.shape)
+        self.nbytes = math.prod(self.shape) * spec.dtype.itemsize
+        self.crc32 = 0
+        self._written = 0
+
+    def write(
+        self, position: int, entries: npt.NDArray[Any], *, verify: Iterable[int] = ()
+    ) -> None:
+        """Writes entries from ``position`` on, where the last write must have ended.
+
+        Args:
+            position: index of the first entry in the (flattened) batch.
+            entries: ``[n, ...]``, with the bytes of the column's dtype.
+            verify: which of them are read back and compared (rule V60).
+
+        Raises:
+            OSError: there is no room, or an entry was not stored as it was written; names the
+                file.
+            ValueError: the position is not the next one, or the column would run over.
+        """
+        size = self.spec.entry_bytes
+        if position * size != self._written or self._written + entries.nbytes > self.nbytes:
+            raise ValueError(
+                f"column {format_key(self.spec.key)} of {self.nbytes} bytes goes on at byte "
+                f"{self._written}, got {entries.nbytes} bytes for {position * size}"
+            )
+        if not entries.nbytes or self.path is None:
+            return
+        block = np.ascontiguousarray(entries).reshape(-1).view(np.uint8).data
+        self.crc32 = zlib.crc32(block, self.crc32)
+        descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            with disk_errors(self.path, self.nbytes):
+                done = 0
+                while done < len(block):
+                    done += os.pwrite(descriptor, block[done:], self._written + done)
+            for index in verify:
+                part = slice(index * size, (index + 1) * size)
+                if os.pread(descriptor, size, self._written + part.start) != block[part]:
+                    raise OSError(
+                        errno.EIO,
+                        f"entry {position + index} was not stored as it was written [V60]",
+                        str(self.path),
+                    )
+        finally:
+            os.close(descriptor)
+        self._written += len(block)
+
+    def skip(self, entries: int) -> None:
+        """Leaves entries zero, as new files are: they enter the checksum but are not written."""
+        left = entries * self.spec.entry_bytes
+        if self._written + left > self.nbytes:
+            raise ValueError(f"column {format_key(self.spec.key)} has no {entries} entries left")
+        self._written += left
+        while left:
+            step = min(left, len(_ZEROS))
+            self.crc32 = zlib.crc32(_ZEROS[:step], self.crc32)
+            left -= step
+
+    def finish(self) -> None:
+        """Leaves the rest zero."""
+        if self.spec.entry_bytes:
+            self.skip((self.nbytes - self._written) // self.spec.entry_bytes)
+
+    def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
+        """Returns the manifest's entry of the column, with paths relative to a directory."""
+        file = None if self.path is None else self.path.relative_to(directory).as_posix()
+        spec = self.spec
+        return Array(spec.key, file, spec.dtype, self.shape, self.nbytes, self.crc32, facts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every entry has been written or left zero."""
+        return self._written == self.nbytes
+
+
+def create_columns(
+    directory: Path, specs: Sequence[ColumnSpec], batch: tuple[int, ...]
+) -> dict[Key, ColumnFile]:
+    """Makes a directory of zero-filled columns that ``TensorDict.load_memmap`` can read.
+
+    The blocks of the files are reserved. Cost: a few system calls for each column, whatever its
+    length.
+
+    Raises:
+        OSError: there is no room for them.
+        ValueError: a key cannot be a name on disk, or two keys have one file.
+    """
+    columns = [ColumnFile(None, spec, batch) for spec in specs]
+    total = sum(column.nbytes for column in columns)
+    require_room(directory, total, max((column.nbytes for column in columns), default=0))
+    tree: dict[str, Any] = {}
+    for spec in specs:
+        why = unstorable(spec.key)
+        if why is not None:
+            raise ValueError(f"column {format_key(spec.key)} cannot be stored: {why}")
+        node = tree
+        for part in spec.key[:-1]:
+            node = node.setdefault(part, {})
+        node[spec.key[-1]] = torch.zeros((1,) * len(batch) + spec.shape, dtype=spec.dtype)
+    structure = _tensordict(tree, len(batch)).expand(*batch)
+    try:
+        with disk_errors(directory, total):
+            stored = structure.memmap_like(directory)
+    except RuntimeError as error:
+        # torch reports a failed ftruncate as a RuntimeError that ends with the error number.
+        code = re.search(r"\((\d+)\)\s*$", str(error))
+        if code is None:
+            raise
+        raise no_room(int(code[1]), directory, total) from error
+    seen: dict[tuple[int, int], Key] = {}
+    for column in columns:
+        if column.nbytes:
+            column.path = Path(stored.get(column.spec.key).filename)
+            status = column.path.stat()
+            other = seen.setdefault((status.st_dev, status.st_ino), column.spec.key)
+            if other != column.spec.key:
+                raise ValueError(
+                    f"columns {format_key(other)} and {format_key(column.spec.key)} have one file "
+                    f"name on this file system: {column.path}"
+                )
+            reserve(column.path, column.nbytes)
+    return {column.spec.key: column for column in columns}
+
+
+def _tensordict(tree: Mapping[str, Any], dims: int) -> TensorDict:
+    """Nested mappings as TensorDicts that all have the batch size of the root."""
+    items = {k: _tensordict(v, dims) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    return TensorDict(items, batch_size=[1] * dims)

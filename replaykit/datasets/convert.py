@@ -1,0 +1,229 @@
+"""The conversion engine: scan, lay out, write in blocks, validate, publish.
+
+Every source value is read once and written to each column that it belongs to: an observation is
+the one before a step and the next one of the step that led to it. Memory is bounded by a block of
+one leaf, whatever the size of the corpus.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from replaykit.datasets.columns import ColumnFile, create_columns
+from replaykit.datasets.episode_table import write_episode_table
+from replaykit.datasets.filesystem import remove_tree
+from replaykit.datasets.h5 import open_h5
+from replaykit.datasets.layout import DropLeaves, Layout, Notes
+from replaykit.datasets.manifest import Array, Manifest
+from replaykit.datasets.opened import Published
+from replaykit.datasets.plan import Plan, scan
+from replaykit.datasets.progress import progress_bar
+from replaykit.datasets.publish import ensure_published, hold_back
+from replaykit.datasets.report import make_report, summary
+from replaykit.datasets.sources import Sources
+from replaykit.datasets.write import RowWriter, column_specs
+from replaykit.errors import CorpusError
+from replaykit.ted import Key
+
+__all__ = ["ConvertOptions", "ensure_dataset"]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert.
+
+    Attributes:
+        block_bytes: how much of one leaf is read at a time. A stripe of H5 chunks that is larger
+            is read whole, since HDF5 cannot read less of it.
+
+    Raises:
+        ValueError: a block of no bytes.
+    """
+
+    block_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1:
+            raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
+
+
+def ensure_dataset(
+    target: str | Path,
+    *,
+    get_sources: Callable[[], Sources],
+    layout: Layout,
+    force: bool = False,
+    progress: bool | None = None,
+    identity: Mapping[str, Any] | None = None,
+    options: ConvertOptions | None = None,
+) -> Published:
+    """Opens the data set at a path; converts it from its source files where there is none.
+
+    Processes that ask for one path at once share one conversion. The result appears complete or
+    not at all; with ``force`` the old version stays until the new one is complete.
+
+    Args:
+        target: directory of the data set.
+        get_sources: returns the source files; called only when they are needed, by the process
+            that converts.
+        layout: what the corpus declares.
+        force: convert anew, and replace what is at the path, be it a data set or not.
+        progress: whether a bar is shown; by default only on a terminal.
+        identity: JSON values that say which data set this is, such as its id and commit; kept in
+            the manifest, and compared with it when a data set is there already.
+        options: how to convert.
+
+    Raises:
+        CorpusError: a source file breaks a rule of its corpus; names file, episode and key.
+        OSError: a file cannot be read, or there is no room; names the file and what to do.
+        RuntimeError: without ``force``, what is at the path is not a complete data set, or one of
+            another identity or converter.
+        ImportError: h5py is needed and not installed.
+
+    Warns:
+        UserWarning: leaves were left out, episodes skipped, or values are odd; one warning for
+            all of it. The manifest's ``report`` has the same and more.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from replaykit.datasets.robohive import ROBOHIVE
+        >>> from replaykit.testing.robohive import RoboHiveWriter
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with RoboHiveWriter(root / "a.h5") as writer:
+        ...     _ = writer.add_trial(
+        ...         np.arange(8.0).reshape(4, 2), np.zeros((3, 1)), np.arange(4.0),
+        ...         np.zeros(4, bool), np.arange(4.0),
+        ...     )
+        >>> found = ensure_dataset(
+        ...     root / "data", get_sources=lambda: Sources.local([root / "a.h5"]), layout=ROBOHIVE
+        ... )
+        >>> found.columns["next", "reward"].flatten()  # of the state that was arrived at
+        tensor([1., 2., 3.], dtype=torch.float64)
+        >>> found.columns["next", "truncated"].flatten()
+        tensor([False, False,  True])
+    """
+    options = ConvertOptions() if options is None else options
+    named = {
+        **({} if identity is None else identity),
+        "layout": layout.name,
+        "layout_version": layout.version,
+    }
+    told: list[str] = []
+
+    def build(directory: Path) -> Manifest:
+        sources = get_sources()
+        manifest, text = _convert(directory, sources, layout, options, named, progress)
+        if text is not None:
+            told.append(text)
+        return manifest
+
+    published = ensure_published(target, build, force=force, identity=named)
+    for text in told:
+        warnings.warn(f"{published.path}: {text}", UserWarning, stacklevel=2)
+    return published
+
+
+def _convert(
+    directory: Path,
+    sources: Sources,
+    layout: Layout,
+    options: ConvertOptions,
+    identity: Mapping[str, Any],
+    progress: bool | None,
+) -> tuple[Manifest, str | None]:
+    """Fills a directory with columns and episode table; returns manifest and warning."""
+    sources.check()
+    before = _fingerprint(sources)
+    without: dict[str, str] = {}
+    while True:
+        notes = Notes()
+        plan = scan(sources, layout, without=without, block_bytes=options.block_bytes, notes=notes)
+        columns = create_columns(directory, column_specs(plan), (plan.rows,))
+        hold_back(directory)
+        try:
+            table, facts = _write(plan, sources, layout, columns, options, notes, progress)
+            break
+        except DropLeaves as drop:
+            # Rare, so it is not looked for in advance: that would read every file twice.
+            if drop.source in without:
+                raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
+            without[drop.source] = drop.why
+            for path in directory.iterdir():
+                remove_tree(path)
+    if _fingerprint(sources) != before:
+        raise CorpusError("a source file changed while it was converted; convert it again [V02]")
+    groups = [episode.group for episode in plan.episodes]
+    episode_arrays, group_file = write_episode_table(directory, table, groups)
+    report = make_report(plan, sources, notes, facts, table["digest"])
+    manifest = Manifest(
+        rows=plan.rows,
+        batch=(plan.rows,),
+        episodes=len(plan.episodes),
+        arrays=_arrays(directory, plan, columns),
+        episode_arrays=episode_arrays,
+        group_file=group_file,
+        converter={"name": layout.name, "version": layout.version},
+        identity=dict(identity),
+        source={
+            "origin": dict(sources.origin),
+            "files": [
+                {"name": file.name, "size": file.size, "sha256": file.sha256}
+                for file in sources.files
+            ],
+        },
+        report=report,
+        options=asdict(options),
+    )
+    return manifest, summary(report, notes)
+
+
+def _write(
+    plan: Plan,
+    sources: Sources,
+    layout: Layout,
+    columns: Mapping[Key, ColumnFile],
+    options: ConvertOptions,
+    notes: Notes,
+    progress: bool | None,
+) -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
+    """Writes all rows; returns the episode table and what was learnt of each file."""
+    facts: list[dict[str, Any]] = [{} for _ in sources.files]
+    with progress_bar("converting", plan.source_bytes, progress) as advance:
+        writer = RowWriter(
+            plan,
+            layout,
+            columns,
+            block_bytes=options.block_bytes,
+            notes=notes,
+            advance=advance,
+        )
+        position = 0
+        for index, source in enumerate(sources.files):
+            memory: dict[str, Any] = {}
+            with open_h5(source.path) as file:
+                while position < len(plan.episodes) and plan.episodes[position].file == index:
+                    writer.write(file, source, position, memory)
+                    position += 1
+            facts[index] = layout.file_facts(memory)
+        writer.finish()
+    return writer.table, facts
+
+
+def _arrays(directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile]) -> tuple[Array, ...]:
+    facts: dict[Key, dict[str, Any]] = {
+        target.key: {"source": leaf.path, "shift": target.shift}
+        for leaf in plan.leaves
+        for target in leaf.targets
+    }
+    return tuple(column.describe(directory, facts.get(key, {})) for key, column in columns.items())
+
+
+def _fingerprint(sources: Sources) -> list[tuple[int, int]]:
+    status = [file.path.stat() for file in sources.files]
+    return [(found.st_size, found.st_mtime_ns) for found in status]

@@ -1,0 +1,326 @@
+"""Opening and reading an H5 file of unknown origin: every failure names the file.
+
+A file is judged by its first bytes before the HDF5 library sees it. Reading goes through h5py's
+low-level objects: for the many small arrays of a robot corpus the high-level wrapper costs more
+than the reading. h5py is imported by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.errors import CorpusError
+
+__all__ = ["SIGNATURE", "H5File", "Leaf", "Member", "check_signature", "open_h5"]
+
+SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
+
+# What a file is that is not HDF5: prefix -> (what it is, what to do about it).
+_FETCH_AGAIN: Final = "download the file again"
+_OTHER_MAGIC: Final[tuple[tuple[bytes, str, str], ...]] = (
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer, not the data",
+        "fetch the data itself, for example with `git lfs pull`",
+    ),
+    (b"PK\x03\x04", "a zip archive", "unpack it and pass the .h5 files"),
+    (b"\x1f\x8b", "gzip-compressed data", "unpack it and pass the .h5 files"),
+    (b"\xfd7zXZ\x00", "xz-compressed data", "unpack it and pass the .h5 files"),
+    (b"BZh", "bzip2-compressed data", "unpack it and pass the .h5 files"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed data", "unpack it and pass the .h5 files"),
+    (b"\x0e\x03\x13\x01", "an HDF4 file", "convert it to HDF5 first"),
+    (b"\x93NUMPY", "a NumPy array file", "pass the .h5 files"),
+    (b"PAR1", "a Parquet file", "pass the .h5 files"),
+    (b"CDF\x01", "a NetCDF 3 file", "pass the .h5 files"),
+    (b"CDF\x02", "a NetCDF 3 file", "pass the .h5 files"),
+)
+
+_NUMBERS: Final = frozenset(
+    f"{kind}{bits}"
+    for kind, sizes in {
+        "int": (8, 16, 32, 64),
+        "uint": (8, 16, 32, 64),
+        "float": (16, 32, 64),
+        "complex": (64, 128),
+    }.items()
+    for bits in sizes
+) | {"bool"}
+"""Names of the dtypes that NumPy and torch share."""
+_MAX_DEPTH: Final = 16
+"""Groups nested deeper than any corpus has them: a cycle of links."""
+_MAX_LEAVES: Final = 100_000
+"""Leaves of one episode beyond which the file is taken for damaged or hostile."""
+
+
+def check_signature(path: Path) -> None:
+    """Checks by its first bytes that a file is HDF5 (rule V01).
+
+    Raises:
+        CorpusError: it is not; the message says what the file is instead, and what to do.
+        FileNotFoundError, PermissionError, IsADirectoryError: it cannot be opened.
+    """
+    with path.open("rb") as file:
+        head = file.read(512)
+    if head.startswith(SIGNATURE):
+        return
+    what, remedy = _recognise(head)
+    raise CorpusError(f"{path}: not an HDF5 file but {what}; {remedy} [V01]")
+
+
+def _recognise(head: bytes) -> tuple[str, str]:
+    if not head:
+        return "an empty file", _FETCH_AGAIN
+    for magic, what, remedy in _OTHER_MAGIC:
+        if head.startswith(magic):
+            return what, remedy
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<head")):
+        return "an HTML page", f"the server answered with a web page: {_FETCH_AGAIN}"
+    if text.startswith(b"<?xml"):
+        return "an XML document", f"the server answered with a message: {_FETCH_AGAIN}"
+    # Pickle protocols 2 to 5 begin with their number, protocols 0 and 1 look like text.
+    if head[0] == 0x80 and len(head) > 1 and head[1] in (2, 3, 4, 5):
+        return "a Python pickle", "pickles can run code and are never loaded; save the trace as .h5"
+    if not head.strip(b"\x00"):
+        return "filled with zeros", f"the download was cut: {_FETCH_AGAIN}"
+    if all(byte in b"\t\r\n\x0c" or 0x20 <= byte < 0x7F for byte in head):
+        first = head.decode("ascii").strip().splitlines()[:1]
+        return f"text that begins {(first or [''])[0][:40]!r}", _FETCH_AGAIN
+    return f"something that begins with the bytes {head[:8].hex(' ')}", _FETCH_AGAIN
+
+
+@contextmanager
+def open_h5(path: Path) -> Iterator[H5File]:
+    """Opens an H5 file for reading, by content and not by name.
+
+    Raises:
+        ImportError: h5py is not installed.
+        CorpusError: not HDF5, cut short, or damaged; names the file.
+        FileNotFoundError, PermissionError, IsADirectoryError: it cannot be opened at all.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            "reading H5 corpora needs h5py, which is not installed: `pip install h5py`"
+        ) from error
+    check_signature(path)
+    with _naming(path, None):
+        # best-effort: file systems without locks, such as some network mounts, still work.
+        handle = h5py.File(path, "r", locking="best-effort")
+    try:
+        yield H5File(path, handle)
+    finally:
+        handle.close()
+
+
+@dataclass(frozen=True)
+class Member:
+    """An entry of the file's root; ``children`` are the entries of a group, sorted."""
+
+    name: str
+    is_group: bool
+    children: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A dataset as the file declares it.
+
+    ``dtype`` is the native NumPy dtype. ``problem`` says why the values cannot be a column of
+    numbers (``None`` where they can): text, a compound, values that lie in another file.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    problem: str | None = None
+
+
+class H5File:
+    """An open source file. All paths are relative to the root, with ``/`` between parts."""
+
+    def __init__(self, path: Path, handle: Any) -> None:
+        self.path = path
+        self._root = handle.id
+
+    def members(self) -> list[Member]:
+        """Returns the entries of the root in the library's (byte) order.
+
+        Links that do not point into this file are listed as members that are no groups.
+        """
+        import h5py
+
+        found = []
+        with _naming(self.path, "/"):
+            for name, node in _entries(self._root):
+                if isinstance(node, h5py.h5g.GroupID):
+                    children = tuple(sorted(_text(child) for child, _ in _links(node)))
+                    found.append(Member(_text(name), True, children))
+                else:
+                    found.append(Member(_text(name), False))
+        return found
+
+    def leaves(self, group: str) -> list[Leaf]:
+        """Returns every dataset below a group, with paths relative to the group.
+
+        Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
+        values are read.
+        """
+        import h5py
+
+        found: list[Leaf] = []
+        with _naming(self.path, group):
+            self._walk(h5py.h5o.open(self._root, group.encode()), "", (), found)
+        return found
+
+    def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
+
+        Raises:
+            CorpusError: they cannot be read in full; names file, dataset and cause (rule V03).
+        """
+        import h5py
+
+        with _naming(self.path, dataset):
+            node = h5py.h5d.open(self._root, dataset.encode())
+            space = node.get_space()
+            shape = space.get_simple_extent_dims()
+            array = np.empty((stop - start, *shape[1:]), _native(node.dtype))
+            if array.size == 0:
+                return array
+            if stop - start == shape[0]:
+                node.read(h5py.h5s.ALL, h5py.h5s.ALL, array)
+            else:
+                block = array.shape
+                space.select_hyperslab((start, *(0 for _ in shape[1:])), block)
+                node.read(h5py.h5s.create_simple(block), space, array)
+            return array
+
+    def chunk_rows(self, dataset: str) -> int:
+        """Returns how many entries one stripe of chunks spans; 1 if the dataset has no chunks."""
+        import h5py
+
+        with _naming(self.path, dataset):
+            properties = h5py.h5d.open(self._root, dataset.encode()).get_create_plist()
+            if properties.get_layout() != h5py.h5d.CHUNKED:
+                return 1
+            return int(properties.get_chunk()[0])
+
+    def _walk(self, node: Any, prefix: str, above: tuple[int, ...], found: list[Leaf]) -> None:
+        import h5py
+
+        if not isinstance(node, h5py.h5g.GroupID):
+            raise CorpusError("not a group")
+        address = h5py.h5o.get_info(node).addr
+        if address in above or len(above) >= _MAX_DEPTH:
+            raise CorpusError(f"the groups below {prefix or '/'!r} are nested without end")
+        for name, child in _entries(node):
+            path = prefix + _text(name)
+            if isinstance(child, h5py.h5g.GroupID):
+                self._walk(child, f"{path}/", (*above, address), found)
+            elif isinstance(child, h5py.h5d.DatasetID):
+                found.append(_leaf(path, child))
+            else:
+                found.append(Leaf(path, (), np.uint8, "it is a link out of this file"))
+            if len(found) > _MAX_LEAVES:
+                raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
+
+
+def _links(node: Any) -> list[tuple[bytes, bool]]:
+    """Returns the names of the links of a group, and whether each leads to an object in it.
+
+    Soft and external links do not: an external one could name any file of this machine.
+    """
+    import h5py
+
+    found: list[tuple[bytes, bool]] = []
+
+    def note(name: bytes, info: Any) -> None:
+        found.append((name, info.type == h5py.h5l.TYPE_HARD))
+
+    # Iterated in one go: asking for the links one by one is quadratic in their number.
+    node.links.iterate(note, info=True)
+    return found
+
+
+def _entries(node: Any) -> Iterator[tuple[bytes, Any]]:
+    """Yields name and opened object of each entry of a group; ``None`` for soft links."""
+    import h5py
+
+    for name, is_hard in _links(node):
+        yield name, h5py.h5o.open(node, name) if is_hard else None
+
+
+def _leaf(path: str, node: Any) -> Leaf:
+    import h5py
+
+    space = node.get_space()
+    kind = space.get_simple_extent_type()
+    if kind == h5py.h5s.NULL:
+        return Leaf(path, (), np.uint8, "it has no values at all")
+    shape = tuple(int(n) for n in space.get_simple_extent_dims())
+    try:
+        dtype = _native(node.dtype)
+    except (TypeError, ValueError) as error:
+        return Leaf(path, shape, np.uint8, f"its type is not supported ({error})")
+    problem = None
+    if dtype.name not in _NUMBERS:
+        problem = f"it holds {_kind(dtype)}, which cannot be a column of numbers"
+    elif 0 not in shape and node.get_storage_size() == 0 and node.get_offset() is None:
+        properties = node.get_create_plist()
+        layout = properties.get_layout()
+        if layout == h5py.h5d.VIRTUAL or properties.get_external_count():
+            problem = "its values lie in another file"
+        elif layout != h5py.h5d.COMPACT:
+            problem = "its values were never written"
+    return Leaf(path, shape, dtype, problem)
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    if dtype.kind in "OSU":
+        return "text or values of varying length"
+    if dtype.names:
+        return "records with named fields"
+    return f"values of type {dtype}"
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype.newbyteorder("=")
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8")
+
+
+@contextmanager
+def _naming(path: Path, where: str | None) -> Iterator[None]:
+    """Turns whatever the HDF5 library raises into an error that names the file and the place."""
+    place = str(path) if where is None else f"{path}: {where}"
+    try:
+        yield
+    except CorpusError as error:
+        raise CorpusError(f"{place}: {error} [V03]") from error
+    except MemoryError as error:
+        raise CorpusError(f"{place}: too large to read in one piece ({error}) [V03]") from error
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        cause = str(error.args[-1] if error.args else error)
+        raise CorpusError(f"{place}: cannot be read ({cause}); {_remedy(cause)} [V03]") from error
+
+
+def _remedy(cause: str) -> str:
+    if "lock file" in cause or "already open for write" in cause:
+        return "it is open for writing: close it there first"
+    if "plugin" in cause or "required filter" in cause:
+        return "install the HDF5 plugin for its compression, for example `pip install hdf5plugin`"
+    return "the file is cut short or damaged: fetch it again"

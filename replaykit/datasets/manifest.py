@@ -1,0 +1,228 @@
+"""The manifest of a published data set: a directory that has a valid one is complete.
+
+It is written last, names every file with its exact size and checksum, and says where the rows
+come from. JSON only; what is read back is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import torch
+
+from replaykit._version import __version__
+from replaykit.ted import Key
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Array", "Manifest", "provenance"]
+
+MANIFEST_NAME: Final = "manifest.json"
+FORMAT: Final = "replaykit-dataset"
+FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Array:
+    """A file of one array: ``file`` is relative to the data set, ``shape`` is complete."""
+
+    key: Key
+    file: str | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    crc32: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {
+            "key": list(self.key),
+            "file": self.file,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "crc32": f"{self.crc32:08x}",
+            **self.facts,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Any) -> Array:
+        """Checks and returns an entry.
+
+        Raises:
+            ValueError: it is none, contradicts itself, or names a file outside the data set.
+        """
+        names = ("key", "file", "dtype", "shape", "nbytes", "crc32")
+        if not isinstance(entry, dict) or any(name not in entry for name in names):
+            raise ValueError(f"an array must have {', '.join(names)}, got {entry!r:.80}")
+        key, file, shape = entry["key"], entry["file"], entry["shape"]
+        dtype = getattr(torch, str(entry["dtype"]), None)
+        if not (isinstance(key, list) and key and all(isinstance(part, str) for part in key)):
+            raise ValueError(f"a key must be a list of strings, got {key!r:.80}")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{key}: torch has no dtype {entry['dtype']!r:.80}")
+        if not (isinstance(shape, list) and all(_is_count(size) for size in shape)):
+            raise ValueError(f"{key}: a shape must be a list of sizes, got {shape!r:.80}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if entry["nbytes"] != nbytes:
+            raise ValueError(f"{key}: {shape} of {dtype} is {nbytes} bytes, not {entry['nbytes']}")
+        if not (isinstance(file, str) and _is_inside(file)) and not (file is None and not nbytes):
+            raise ValueError(f"{key}: {file!r:.80} is no file of the data set")
+        facts = {name: value for name, value in entry.items() if name not in names}
+        checksum = int(str(entry["crc32"]), 16)
+        return cls(tuple(key), file, dtype, tuple(shape), nbytes, checksum, facts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a published data set is.
+
+    Attributes:
+        rows: entries of the first batch dimension.
+        batch: all batch dimensions: ``(N,)``, or ``(E, T)`` for split trajectories.
+        episodes: how many episodes there are.
+        arrays: the columns.
+        episode_arrays: the columns of the episode table.
+        group_file: the text file with the names of the episodes' groups.
+        converter: name and version of the rules that made the rows.
+        identity: which data set it is; compared with what a caller asks for.
+        source: where the rows come from: origin and files with size and SHA-256.
+        report: decisions, warnings and what was left out or skipped; for people.
+        options: how the conversion was asked for.
+        made: when, where and by which version; the only part that differs between two
+            conversions of the same files.
+    """
+
+    rows: int
+    batch: tuple[int, ...]
+    episodes: int
+    arrays: tuple[Array, ...]
+    episode_arrays: tuple[Array, ...]
+    group_file: Mapping[str, Any]
+    converter: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    source: Mapping[str, Any]
+    report: Mapping[str, Any]
+    options: Mapping[str, Any]
+    made: Mapping[str, Any] = field(default_factory=lambda: provenance())
+
+    def files(self) -> Iterable[tuple[str, int, int]]:
+        """Yields path, size and CRC-32 of every file of the data set but this one."""
+        for array in (*self.arrays, *self.episode_arrays):
+            if array.file is not None:
+                yield array.file, array.nbytes, array.crc32
+        group = self.group_file
+        yield group["file"], group["nbytes"], int(group["crc32"], 16)
+
+    def content_id(self) -> str:
+        """Returns a digest of all but ``made``: equal for two conversions of the same files."""
+        content = {name: value for name, value in self._json().items() if name != "made"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def dump(self) -> bytes:
+        """Returns the text of the file."""
+        return (json.dumps(self._json(), indent=1) + "\n").encode()
+
+    def _json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "made": dict(self.made),
+            "converter": dict(self.converter),
+            "identity": dict(self.identity),
+            "source": dict(self.source),
+            "rows": self.rows,
+            "batch": list(self.batch),
+            "episodes": self.episodes,
+            "options": dict(self.options),
+            "report": dict(self.report),
+            "arrays": [array.to_json() for array in self.arrays],
+            "episode_arrays": [array.to_json() for array in self.episode_arrays],
+            "group_file": dict(self.group_file),
+        }
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """Reads and checks the text of a manifest.
+
+        Raises:
+            ValueError: it is no manifest, of an unknown version, or contradicts itself; the
+                message completes "its manifest ...".
+        """
+        try:
+            entry = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"is not JSON ({error})") from error
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+            raise ValueError("is not one of a replaykit data set")
+        if entry.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"has format version {entry.get('format_version')!r:.20}, this version of "
+                f"replaykit reads {FORMAT_VERSION}"
+            )
+        try:
+            manifest = _from_json(entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"is damaged ({error})") from error
+        for array in manifest.arrays:
+            if array.shape[: len(manifest.batch)] != manifest.batch:
+                raise ValueError(f"is damaged ({array.key} has not the batch {manifest.batch})")
+        for array in manifest.episode_arrays:
+            if array.shape[:1] != (manifest.episodes,):
+                raise ValueError(f"is damaged ({array.key} has not {manifest.episodes} entries)")
+        return manifest
+
+
+def provenance() -> dict[str, Any]:
+    """Returns when, where and by what a data set is made, as JSON values."""
+    return {
+        "library": "replaykit",
+        "version": __version__,
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": platform.node(),
+    }
+
+
+def _from_json(entry: dict[str, Any]) -> Manifest:
+    batch = entry["batch"]
+    if not (isinstance(batch, list) and batch and all(_is_count(size) for size in batch)):
+        raise ValueError(f"batch is {batch!r:.80}")
+    if entry["rows"] != batch[0] or not _is_count(entry["episodes"]):
+        raise ValueError(f"counts are {entry['rows']!r:.20} and {entry['episodes']!r:.20}")
+    group = entry["group_file"]
+    if not (_is_inside(group["file"]) and _is_count(group["nbytes"])):
+        raise ValueError(f"group_file is {group!r:.80}")
+    int(group["crc32"], 16)
+    mappings = {}
+    for name in ("converter", "identity", "source", "report", "options", "made"):
+        if not isinstance(entry[name], dict):
+            raise ValueError(f"{name} is {entry[name]!r:.80}")
+        mappings[name] = entry[name]
+    return Manifest(
+        rows=entry["rows"],
+        batch=tuple(batch),
+        episodes=entry["episodes"],
+        arrays=tuple(Array.from_json(array) for array in entry["arrays"]),
+        episode_arrays=tuple(Array.from_json(array) for array in entry["episode_arrays"]),
+        group_file=group,
+        **mappings,
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return (
+        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+    )

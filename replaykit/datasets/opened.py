@@ -1,0 +1,210 @@
+"""Opening a published data set: check it, map it, read nothing.
+
+Every column is mapped copy-on-write: a process may edit what it sees and nobody else, least of
+all the disk, ever sees it. Needs neither h5py nor the network.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import platform
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tensordict import TensorDict
+
+from replaykit.datasets.episode_table import read_groups
+from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
+from replaykit.ted import Key
+
+__all__ = ["Published", "open_directory", "verify_directory"]
+
+_REMEDY: Final = 'remove it, or replace it with download="force"'
+_BLOCK_BYTES: Final = 1 << 20
+_RETRIES: Final = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """An opened data set.
+
+    Attributes:
+        path: its directory.
+        manifest: what it says of itself.
+        columns: key to tensor ``[*batch, ...]``; private to the process, edits never reach the
+            disk.
+        episodes: the episode table, a TensorDict ``[E]``, see `EPISODE_FIELDS`.
+    """
+
+    path: Path
+    manifest: Manifest
+    columns: dict[Key, torch.Tensor]
+    episodes: TensorDict
+
+    @property
+    def rows(self) -> int:
+        """How many entries the first batch dimension has."""
+        return self.manifest.rows
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """``[N]``, or ``[E, T]`` for split trajectories."""
+        return torch.Size(self.manifest.batch)
+
+    def tensordict(self) -> TensorDict:
+        """Returns the columns as one TensorDict; nested ones have the batch size of the root.
+
+        No value is copied: the tensors are those of `columns`.
+        """
+        data = TensorDict({}, batch_size=self.batch_size)
+        for key, value in self.columns.items():
+            data.set(key, value)
+        return data
+
+    def groups(self) -> list[str]:
+        """Returns the name of the source group of each episode. Cost: O(E), on each call."""
+        return read_groups(self.path / self.manifest.group_file["file"])
+
+
+def open_directory(path: Path) -> Published:
+    """Opens a published data set.
+
+    Checks that the manifest is there, of a known version and sound, and that every file has its
+    exact size. Cost: a few system calls for each column, whatever the number of rows.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: what is there is not a complete data set; names it and says what to do.
+    """
+    for _ in range(_RETRIES):
+        try:
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except NotADirectoryError:
+            raise _refusal(path, "it is not a directory") from None
+        try:
+            # All files are opened relative to this descriptor: a new version that is swapped in
+            # meanwhile cannot lend its columns to the old manifest.
+            return _open_at(directory, path)
+        except _GoneError as error:
+            if os.fstat(directory).st_ino == _inode(path):
+                raise _refusal(path, str(error)) from None
+        finally:
+            os.close(directory)
+    raise _refusal(path, "it is being replaced again and again")
+
+
+def verify_directory(path: Path) -> None:
+    """Reads a published data set whole and compares every checksum.
+
+    Memory: one block of 1 MiB.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: it is no data set, or files of it are damaged; names them.
+    """
+    manifest = open_directory(path).manifest
+    damaged = []
+    for name, _, crc32 in manifest.files():
+        found = 0
+        with (path / name).open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                found = zlib.crc32(block, found)
+        if found != crc32:
+            damaged.append(name)
+    if damaged:
+        raise _refusal(path, f"the content of {', '.join(damaged)} is not what was written")
+
+
+class _GoneError(Exception):
+    """A file that the manifest names is not there, or not of its size."""
+
+
+def _refusal(path: Path, why: str) -> RuntimeError:
+    return RuntimeError(f"{path} is not a complete data set: {why}; {_REMEDY}")
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _open_at(directory: int, path: Path) -> Published:
+    try:
+        descriptor = os.open(MANIFEST_NAME, os.O_RDONLY, dir_fd=directory)
+    except FileNotFoundError:
+        raise _GoneError(f"it has no {MANIFEST_NAME}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        text = file.read()
+    try:
+        manifest = Manifest.parse(text)
+    except ValueError as error:
+        raise _refusal(path, f"its {MANIFEST_NAME} {error}") from error
+    columns = {array.key: _map(directory, array) for array in manifest.arrays}
+    episodes = {array.key[0]: _map(directory, array) for array in manifest.episode_arrays}
+    group = manifest.group_file
+    os.close(_open_sized(directory, group["file"], group["nbytes"]))
+    table = TensorDict(episodes, batch_size=[manifest.episodes])
+    return Published(path, manifest, columns, table)
+
+
+def _open_sized(directory: int, file: str, nbytes: int) -> int:
+    """Opens a file of a known size for reading; the caller closes the descriptor."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY, dir_fd=directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _GoneError(f"{file} is missing") from None
+    size = os.fstat(descriptor).st_size
+    if size != nbytes:
+        os.close(descriptor)
+        raise _GoneError(f"{file} has {size:,} bytes, expected {nbytes:,}")
+    return descriptor
+
+
+def _map(directory: int, array: Array) -> torch.Tensor:
+    if array.file is None:
+        return torch.zeros(array.shape, dtype=array.dtype)
+    descriptor = _open_sized(directory, array.file, array.nbytes)
+    try:
+        mapping = _map_private(descriptor, array.nbytes)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OSError(
+            error.errno, f"cannot map {array.nbytes:,} bytes: {error.strerror}", array.file
+        ) from error
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=array.dtype).view(array.shape)
+
+
+def _map_private(descriptor: int, nbytes: int) -> mmap.mmap:
+    """Maps a file copy-on-write without reserving memory for the copies.
+
+    Reserving would refuse a column larger than the memory, though a process edits little of it.
+    """
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    if _NO_RESERVE:
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        return mmap.mmap(
+            descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options
+        )
+    return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY, **options)
+
+
+def _no_reserve() -> int:
+    """Returns the flag MAP_NORESERVE; Python has it from 3.13, its number varies by processor."""
+    known = getattr(mmap, "MAP_NORESERVE", 0)
+    if known or sys.platform != "linux":
+        return known
+    return 0x4000 if platform.machine() in ("x86_64", "aarch64", "i686", "riscv64") else 0
+
+
+_NO_RESERVE: Final = _no_reserve()

@@ -1,0 +1,225 @@
+"""Publishing a directory: it appears complete at its path, or not at all.
+
+A data set is built in a hidden directory beside its target, its files are made durable, the
+manifest is written last, and one rename puts it in place. A new version is swapped with the old
+one in one step; processes that have mapped the old one keep it. Whatever a dead process left
+behind is removed by the next one that holds the lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from replaykit.datasets.filesystem import (
+    disk_errors,
+    exchange,
+    private_path,
+    remove_tree,
+    siblings,
+    sync_directory,
+    sync_tree,
+)
+from replaykit.datasets.locking import target_lock
+from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
+from replaykit.datasets.opened import Published, open_directory, verify_directory
+
+__all__ = [
+    "ensure_published",
+    "hold_back",
+    "open_published",
+    "publish",
+    "remove_published",
+    "verify_published",
+]
+
+_BUILDING: Final = "tmp"
+_RETIRED: Final = "old"
+_META: Final = "meta.json"
+_HELD_BACK: Final = "meta.json.incomplete"
+
+
+def open_published(path: str | Path) -> Published:
+    """Opens a published data set; see `open_directory` for what is checked and what it costs.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: what is there is not a complete data set; names it and says what to do.
+    """
+    target = _resolve(path)
+    try:
+        return open_directory(target)
+    except FileNotFoundError:
+        if not siblings(target, _RETIRED):
+            raise
+    with target_lock(target):
+        _recover(target)
+    return open_directory(target)
+
+
+def verify_published(path: str | Path) -> None:
+    """Reads a published data set whole and compares every checksum.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: it is no data set, or files of it are damaged; names them.
+    """
+    verify_directory(_resolve(path))
+
+
+def remove_published(path: str | Path) -> None:
+    """Removes what is at the path; it is gone in one step, never half there.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+    """
+    target = _resolve(path)
+    if not target.exists():
+        raise FileNotFoundError(f"{target} does not exist")
+    with target_lock(target):
+        doomed = private_path(target, _BUILDING)
+        os.rename(target, doomed)
+        sync_directory(target.parent)
+        remove_tree(doomed)
+
+
+def ensure_published(
+    path: str | Path,
+    build: Callable[[Path], Manifest],
+    *,
+    force: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    is_current: Callable[[Manifest], bool] | None = None,
+) -> Published:
+    """Opens the data set at a path, and builds it first where there is none.
+
+    Processes and threads that ask for one path at once share one build: the others wait, then
+    open its result.
+
+    Args:
+        path: where the data set is, or will be.
+        build: fills the empty directory that it is given and returns the manifest. Whatever it
+            raises is raised here, and nothing has changed.
+        force: build even where there is a data set, or something that is none; that is replaced
+            in one step when the new one is complete, and kept if anything fails.
+        identity: entries that the identity in the manifest must have.
+        is_current: whether what is there is still what is asked for; if not, it is built anew
+            as with ``force``.
+
+    Raises:
+        RuntimeError: without ``force``, there is something that is not a complete data set, or
+            the data set of another identity.
+    """
+    target = _resolve(path)
+    if not force:
+        found = _existing(target, identity, is_current)
+        if found is not None:
+            return found
+    with target_lock(target):
+        _recover(target)
+        if not force:
+            found = _existing(target, identity, is_current)
+            if found is not None:
+                return found
+        publish(target, build)
+    return open_published(target)
+
+
+def publish(target: Path, build: Callable[[Path], Manifest]) -> None:
+    """Builds beside the target, then puts the result in its place. The caller holds the lock.
+
+    Raises:
+        OSError: there is no room; names the file and what it needs.
+    """
+    with _private_directory(target) as directory:
+        manifest = build(directory)
+        (directory / _HELD_BACK).rename(directory / _META)
+        sync_tree(directory)
+        text = manifest.dump()
+        path = directory / MANIFEST_NAME
+        with disk_errors(path, len(text)), path.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(directory)
+        _put(directory, target)
+
+
+def hold_back(directory: Path) -> None:
+    """Hides the root description of the columns, so that a half-built table does not load."""
+    (directory / _META).rename(directory / _HELD_BACK)
+
+
+def _resolve(path: str | Path) -> Path:
+    """Follows links: a data set behind a link is replaced where it lies, not the link."""
+    return Path(os.path.realpath(path))
+
+
+def _existing(
+    target: Path,
+    identity: Mapping[str, Any] | None,
+    is_current: Callable[[Manifest], bool] | None,
+) -> Published | None:
+    try:
+        found = open_directory(target)
+    except FileNotFoundError:
+        return None
+    for name, wanted in (identity or {}).items():
+        there = found.manifest.identity.get(name)
+        if there != wanted:
+            raise RuntimeError(
+                f"{target} holds a data set whose {name} is {there!r}, but {wanted!r} was asked "
+                'for; choose another root, or replace it with download="force"'
+            )
+    if is_current is not None and not is_current(found.manifest):
+        return None
+    return found
+
+
+@contextmanager
+def _private_directory(target: Path) -> Iterator[Path]:
+    directory = private_path(target, _BUILDING)
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        # After a failure the unfinished version, after a swap the old one.
+        remove_tree(directory)
+
+
+def _put(directory: Path, target: Path) -> None:
+    """Moves a complete directory to the target, whatever is there."""
+    parent = target.parent
+    if not os.path.lexists(target):
+        os.rename(directory, target)
+        sync_directory(parent)
+        return
+    if exchange(directory, target):
+        sync_directory(parent)
+        return
+    # Two steps. Dying in between leaves the old version retired, and `_recover` restores it.
+    retired = private_path(target, _RETIRED)
+    os.rename(target, retired)
+    try:
+        os.rename(directory, target)
+    except BaseException:
+        os.rename(retired, target)
+        raise
+    sync_directory(parent)
+    remove_tree(retired)
+
+
+def _recover(target: Path) -> None:
+    """Removes what dead processes left, restoring a version that was about to be replaced.
+
+    The caller holds the lock, so nobody alive is building for this target.
+    """
+    retired = siblings(target, _RETIRED)
+    if retired and not os.path.lexists(target):
+        os.rename(retired.pop(), target)
+        sync_directory(target.parent)
+    for path in (*retired, *siblings(target, _BUILDING)):
+        remove_tree(path)

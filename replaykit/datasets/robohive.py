@@ -1,0 +1,280 @@
+"""The trial layout of RoboHive, in which RoboSet is published.
+
+One group per trial. Record ``t`` holds state ``t`` (observation, reward, done and infos of it) and
+the action chosen in it; the final state has a row of NaN for an action. So reward and done belong
+to the step that arrived at their record, and an episode ends with the record before the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.h5 import Member
+from replaykit.datasets.layout import (
+    DropLeaves,
+    EpisodeRef,
+    Field,
+    Flags,
+    Found,
+    Layout,
+    Notes,
+    Place,
+    Window,
+)
+
+__all__ = ["ROBOHIVE", "RoboHiveLayout", "natural_key"]
+
+_INFOS: Final = "env_infos/"
+_OBS_DICT: Final = "env_infos/obs_dict/"
+_DENSE: Final = "env_infos/rwd_dense"
+_SPARSE: Final = "env_infos/rwd_sparse"
+
+
+def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:
+    """Returns a sort key by which numbers in names compare as numbers.
+
+    Ties (``Trial1`` and ``Trial01``) go by the string itself.
+
+    Example:
+        >>> sorted(["Trial10", "Trial2", "Trial0-1", "Trial0", "Trial0-0"], key=natural_key)
+        ['Trial0', 'Trial0-0', 'Trial0-1', 'Trial2', 'Trial10']
+    """
+    # Text and digits alternate, so that equal positions hold equal kinds. Numbers compare by
+    # length and digits, which needs no int: Python refuses to parse very long ones.
+    parts = re.split(r"([0-9]+)", name)
+    keys = []
+    for position, part in enumerate(parts):
+        if position % 2:
+            digits = part.lstrip("0")
+            keys.append((len(digits), digits, ""))
+        else:
+            keys.append((0, "", part))
+    return tuple(keys), name
+
+
+class RoboHiveLayout(Layout):
+    """Trials of RoboHive's logger: the simulation files of RoboSet."""
+
+    name = "robohive-trials"
+    version = 1
+    clock = "actions"
+    fields = (
+        Field(
+            "observations", "observation", before=("observation",), after=("next", "observation")
+        ),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True),
+        Field("done", "end"),
+        Field("time", "time", before=("time",)),
+        Field(_INFOS, "info", before=("info",), after=("next", "info"), required=False),
+    )
+
+    def find(self, members: Sequence[Member], place: Place) -> Found:
+        """Takes every root group that has ``actions``, in natural order of the names.
+
+        Episodes are numbered by the number after ``Trial``; if a name has none, or two names
+        have the same, all of the file are numbered by their order instead.
+        """
+        found = Found()
+        groups = []
+        for member in members:
+            if not member.is_group:
+                found.strangers.append((member.name, "it is not a group"))
+            elif "actions" not in member.children:
+                found.strangers.append((member.name, "it is a group without 'actions'"))
+            else:
+                groups.append(member.name)
+        if not groups:
+            keys = ", ".join(repr(member.name) for member in members[:20]) or "nothing"
+            raise place.error(
+                f"no trial of the layout {self.name!r} (a root group with 'actions' and "
+                f"'observations'); the root holds {keys}{', ...' if len(members) > 20 else ''}; "
+                "is this a file of another corpus?",
+                "V04",
+            )
+        groups.sort(key=natural_key)
+        numbers = [_trial_number(name) for name in groups]
+        if None in numbers or len(set(numbers)) < len(numbers):
+            found.numbering = (
+                "episodes are numbered by their order, since the group names do not give each "
+                "a number of its own"
+            )
+            numbers = list(range(len(groups)))
+        found.episodes = [
+            EpisodeRef(group, number)
+            for group, number in zip(groups, numbers, strict=True)
+            if number is not None
+        ]
+        return found
+
+    def flags(
+        self,
+        ends: npt.NDArray[np.bool_],
+        last: Mapping[str, npt.NDArray[Any]],
+        place: Place,
+        notes: Notes,
+    ) -> Flags:
+        """Ends the episode as terminated if the final state is done, else as truncated.
+
+        Without the closing row of NaN the outcome of the last action was not recorded: the
+        episode is truncated at the last recorded state, whatever that state's ``done`` is.
+        """
+        early = np.flatnonzero(ends[:-1])
+        if early.size:
+            at = place.at(key="done", record=int(early[0]))
+            raise at.error(f"done is set before the last of {len(ends)} records", "V53")
+        rows = len(ends) - 1
+        terminated = ends[1:].copy()
+        truncated = np.zeros(rows, np.bool_)
+        if _is_tail(last["actions"], place, rows):
+            truncated[-1] = not terminated[-1]
+        else:
+            truncated[-1] = True
+            notes.add(
+                "V50",
+                "no closing record (the last action is not NaN): the outcome of the last action "
+                "is unknown, the episode ends truncated at the last recorded state",
+                place,
+                quiet=True,
+            )
+        return Flags(terminated, truncated)
+
+    def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
+        """Observation, reward, and what of the infos repeats them."""
+        infos = [path for path in leaves if path.startswith(_OBS_DICT) or path in (_DENSE, _SPARSE)]
+        return ("observations", "rewards", *infos)
+
+    def examine(self, window: Window) -> None:
+        """Confirms that infos describe the state of their record, and which reward this is."""
+        self._check_reward(window)
+        self._check_infos(window)
+
+    def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """Names the reward: ``dense``, ``sparse``, both where they are equal, or unknown."""
+        return {"reward": sorted(memory.get("rewards", ())) or None}
+
+    def source_seed(self, name: str) -> int:
+        """Reads the training seed from a directory ``seed<k>`` of the path; -1 without one."""
+        for part in name.split("/")[:-1]:
+            match = re.fullmatch(r"seed([0-9]{1,18})", part)
+            if match:
+                return int(match[1])
+        return -1
+
+    def _check_reward(self, window: Window) -> None:
+        rewards = window.arrays["rewards"].reshape(-1)
+        known = {
+            label: window.arrays[path]
+            for label, path in (("dense", _DENSE), ("sparse", _SPARSE))
+            if path in window.arrays
+        }
+        if not known:
+            text = "neither rwd_dense nor rwd_sparse is there to compare the rewards with"
+            window.notes.add("V52", text, window.place, quiet=True)
+            return
+        equal = {
+            label
+            for label, array in known.items()
+            if array.size == rewards.size
+            and np.array_equal(array.reshape(-1), rewards, equal_nan=rewards.dtype.kind in "fc")
+        }
+        if not equal:
+            at = window.place.at(key="rewards")
+            raise at.error(f"the rewards equal none of {sorted(known)}", "V52")
+        so_far = window.memory.setdefault("rewards", equal)
+        if not so_far & equal:
+            at = window.place.at(key="rewards")
+            raise at.error(
+                f"the rewards are {sorted(equal)} here and {sorted(so_far)} in earlier trials of "
+                "the file",
+                "V52",
+            )
+        window.memory["rewards"] = so_far & equal
+
+    def _check_infos(self, window: Window) -> None:
+        observations = window.arrays["observations"]
+        observations = observations.reshape(len(observations), -1)
+        blocks = {
+            path: array.reshape(len(array), -1)
+            for path, array in window.arrays.items()
+            if path.startswith(_OBS_DICT) and array.size
+        }
+        # What does not change cannot tell this record from the next.
+        moving = {path: block for path, block in blocks.items() if _changes(block)}
+        if not blocks or not observations.size or not _changes(observations):
+            return
+        if not moving:
+            raise DropLeaves(
+                _INFOS,
+                f"in {window.place.brief} obs_dict stays the same while the observation changes: "
+                "the infos were logged by reference",
+            )
+        columns: dict[str, int] = window.memory.setdefault("columns", {})
+        for path, block in moving.items():
+            at = columns.get(path)
+            if at is None or not _lies_at(block, observations, at):
+                found = _find_columns(block, observations)
+                if found is None:
+                    continue
+                columns[path] = found
+            return
+        shifted = [
+            path
+            for path, block in moving.items()
+            if _changes(block[:-1]) and _find_columns(block[:-1], observations[1:]) is not None
+        ]
+        if shifted:
+            where = window.place.at(key=shifted[0])
+            raise where.error(
+                "the infos describe the state after the action, not before it; rewards of such a "
+                "file must not be shifted and this converter does not read it",
+                "V51",
+            )
+        text = "no leaf of obs_dict occurs in the observation, so the alignment is unconfirmed"
+        window.notes.add("V51", text, window.place)
+
+
+ROBOHIVE: Final = RoboHiveLayout()
+
+
+def _trial_number(name: str) -> int | None:
+    """Returns ``k`` of ``Trial<k>``, also with something after it; ``None`` without a number."""
+    match = re.match(r"Trial([0-9]{1,18})(?![0-9])", name)
+    return int(match[1]) if match else None
+
+
+def _is_tail(action: npt.NDArray[Any], place: Place, record: int) -> bool:
+    """Whether the last action is the NaN of a final state; an error if it is partly NaN."""
+    if action.dtype.kind not in "fc":
+        return False
+    holes = np.isnan(action)
+    if holes.any() and not holes.all():
+        at = place.at(key="actions", record=record)
+        raise at.error("the action is partly NaN", "V50")
+    return bool(holes.all())
+
+
+def _changes(block: npt.NDArray[Any]) -> bool:
+    differs = block[1:] != block[:1]
+    if block.dtype.kind in "fc":
+        differs &= ~(np.isnan(block[1:]) & np.isnan(block[:1]))
+    return bool(differs.any())
+
+
+def _lies_at(block: npt.NDArray[Any], observations: npt.NDArray[Any], column: int) -> bool:
+    width = block.shape[1]
+    return bool(np.array_equal(observations[:, column : column + width], block))
+
+
+def _find_columns(block: npt.NDArray[Any], observations: npt.NDArray[Any]) -> int | None:
+    """Returns where a block lies in the observation, row by row equal, or ``None``."""
+    first = (observations == block[:, :1]).all(axis=0)
+    for column in np.flatnonzero(first[: observations.shape[1] - block.shape[1] + 1]):
+        if _lies_at(block, observations, int(column)):
+            return int(column)
+    return None

@@ -1,0 +1,106 @@
+"""The files that a data set is made from, and how each is known to be the right one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replaykit.datasets.h5 import check_signature
+from replaykit.errors import CorpusError
+
+__all__ = ["SourceFile", "Sources", "sha256_of"]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file on this machine, and what is known of it.
+
+    Attributes:
+        path: where it lies.
+        name: its path in the corpus, with ``/`` between parts; the order of files is by it.
+        size: bytes.
+        sha256: of its content, 64 hexadecimal digits.
+    """
+
+    path: Path
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The files of a corpus in plain string order of their names, and where they come from.
+
+    Attributes:
+        files: sorted by name; the position of a file is the ``seed`` of its rows.
+        origin: JSON values for the manifest: repository, commit, and so on.
+    """
+
+    files: tuple[SourceFile, ...]
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [file.name for file in self.files]
+        if names != sorted(names):
+            ordered = tuple(sorted(self.files, key=lambda file: file.name))
+            object.__setattr__(self, "files", ordered)
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"source files must have names of their own, got twice: {twice}")
+
+    @classmethod
+    def local(
+        cls, paths: Iterable[str | Path], *, origin: Mapping[str, Any] | None = None
+    ) -> Sources:
+        """Describes files of this machine; nothing is ever written beside them.
+
+        Names are the paths below the deepest directory that holds all of them. Cost: reads every
+        file once, for its checksum.
+
+        Raises:
+            CorpusError: a file is not HDF5.
+            FileNotFoundError, PermissionError, IsADirectoryError: a file cannot be opened.
+            ValueError: a file is given twice.
+        """
+        absolute = [Path(os.path.abspath(path)) for path in paths]
+        if len(absolute) == 1:
+            base = absolute[0].parent
+        elif absolute:
+            base = Path(os.path.commonpath([path.parent for path in absolute]))
+        files = []
+        for path in absolute:
+            check_signature(path)
+            size = path.stat().st_size
+            files.append(SourceFile(path, path.relative_to(base).as_posix(), size, sha256_of(path)))
+        return cls(tuple(files), {"kind": "local"} if origin is None else origin)
+
+    def check(self) -> None:
+        """Checks that there are files and that each has the bytes it should (rules V02, V05).
+
+        Raises:
+            CorpusError: there is no file, or one has another size.
+            FileNotFoundError: a file is not there.
+        """
+        if not self.files:
+            raise CorpusError("no source file matches the data set: nothing to convert [V05]")
+        for file in self.files:
+            size = file.path.stat().st_size
+            if size != file.size:
+                check_signature(file.path)
+                raise CorpusError(
+                    f"{file.path}: has {size:,} bytes, expected {file.size:,}; fetch it again [V02]"
+                )
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file as hexadecimal digits. Memory: one block of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,16 @@
+"""Test support for users of the package: a Hub on loopback that serves files to the real client.
+
+Example:
+    >>> from replaykit.testing import LoopbackHub
+    >>> with LoopbackHub({"me/data": {"a.bin": b"abc"}}) as hub:
+    ...     hub.url.startswith("http://127.0.0.1:")
+    True
+"""
+
+from __future__ import annotations
+
+from replaykit.testing.hub import LoopbackHub
+from replaykit.testing.hub_faults import Fault, lfs_pointer
+from replaykit.testing.hub_server import Request
+
+__all__ = ["Fault", "LoopbackHub", "Request", "lfs_pointer"]

@@ -1,0 +1,370 @@
+"""The HTTP side of a loopback Hub: routes, answers, and the faults put into them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from replaykit.testing.hub_faults import Fault
+from replaykit.testing.hub_repos import Blob, Commit, Repository
+
+__all__ = ["ROUTES", "HubServer", "HubState", "Request"]
+
+_JOIN_S = 5.0
+_SLOW_STEP_S = 0.02
+_LONGEST_REQUEST_BODY = 64 << 20
+_NO_FAULT = Fault()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it arrived: ``path`` is decoded and without its query."""
+
+    method: str
+    path: str
+    range: str | None = None
+    route: str | None = None
+
+
+@dataclass
+class HubState:
+    """What the threads of a hub share. ``lock`` guards the log, the counter and the faults."""
+
+    repos: dict[str, Repository] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    bytes_served: int = 0
+    page_size: int | None = None
+    url: str = ""
+    other_url: str = ""
+    closing: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, request: Request, file: str) -> Fault:
+        """Logs a request and returns the fault it meets, counted as used."""
+        with self.lock:
+            self.requests.append(request)
+            for fault in self.faults:
+                if request.route and fault.matches(request.route, request.method, file):
+                    fault.used += 1
+                    return fault
+        return _NO_FAULT
+
+    def count(self, nbytes: int) -> None:
+        with self.lock:
+            self.bytes_served += nbytes
+
+
+class HubServer(ThreadingHTTPServer):
+    """One listening socket of a hub; connections are closed and threads joined by ``close``."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, state: HubState) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.state = state
+        self._open: dict[threading.Thread, socket.socket] = {}
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        # Known before it runs: ``close`` misses no connection that has been accepted.
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), daemon=True
+        )
+        with self.state.lock:
+            self._open[thread] = request
+        thread.start()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.state.lock:
+                del self._open[threading.current_thread()]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of the server; anything else is shown."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+    def close(self) -> None:
+        self.shutdown()
+        self._thread.join(_JOIN_S)
+        self.server_close()
+        with self.state.lock:
+            connections = dict(self._open)
+        for connection in connections.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in connections:
+            thread.join(_JOIN_S)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the read routes of a Hub for dataset repositories; all else is 404 in JSON."""
+
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+    # Header and body are two writes; with Nagle's algorithm the second waits for an ACK.
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._dispatch()
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the log of a hub is ``LoopbackHub.requests``."""
+
+    @property
+    def state(self) -> HubState:
+        return self.server.state
+
+    def _dispatch(self) -> None:
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.form = parse_qs(self._request_body().decode("latin-1"))
+        route, groups = _find_route(self.command, url.path)
+        self.file = groups.get("path") or ""
+        self.is_file = False
+        request = Request(self.command, unquote(url.path), self.headers.get("Range"), route)
+        self.fault = self.state.note(request, self.file)
+        if self.fault.delay_s:
+            self.state.closing.wait(self.fault.delay_s)
+        if self.fault.status is not None:
+            code = self.fault.error_code
+            self._error(self.fault.status, code, f"fault: {code or self.fault.status}")
+        elif route is None:
+            self._error(404, "EntryNotFound", f"no such route: {self.command} {url.path}")
+        else:
+            self._answer(route, groups)
+
+    def _answer(self, route: str, groups: dict[str, str]) -> None:
+        repo = self.state.repos.get(groups["repo"])
+        if repo is None:
+            return self._error(404, "RepoNotFound", f"no repository {groups['repo']!r}")
+        revision = groups.get("rev", "main")
+        commit = repo.resolve(revision)
+        if commit is None:
+            return self._error(404, "RevisionNotFound", f"no revision {revision!r}")
+        return ROUTES[route].answer(self, repo, commit)
+
+    # The answers, by route.
+
+    def _info(self, repo: Repository, commit: Commit) -> None:
+        siblings = [{"rfilename": path} for path in sorted(commit.files)]
+        self._json({"id": repo.id, "sha": commit.id, "private": False, "siblings": siblings})
+
+    def _tree(self, repo: Repository, commit: Commit) -> None:
+        below = f"{self.file}/" if self.file else ""
+        entries = _tree_entries(commit, below, self.query.get("recursive") == ["true"])
+        if below and not entries:
+            return self._error(404, "EntryNotFound", f"no directory {self.file!r}")
+        headers = {}
+        page = self.state.page_size
+        if page is not None:
+            start = int(self.query.get("cursor", ["0"])[0])
+            if start + page < len(entries):
+                query = f"recursive={self.query.get('recursive', ['false'])[0]}"
+                where = f"{self.state.url}{urlsplit(self.path).path}?{query}&cursor={start + page}"
+                headers["Link"] = f'<{where}>; rel="next"'
+            entries = entries[start : start + page]
+        return self._json(entries, headers)
+
+    def _paths_info(self, repo: Repository, commit: Commit) -> None:
+        wanted = [path for path in self.form.get("paths", []) if path in commit.files]
+        self._json([_file_entry(path, commit.files[path]) for path in wanted])
+
+    def _resolve(self, repo: Repository, commit: Commit) -> None:
+        blob = commit.files.get(self.file)
+        if blob is None:
+            return self._error(404, "EntryNotFound", f"no file {self.file!r} in {commit.id}")
+        if self.fault.redirect is not None:
+            host = self.state.url if self.fault.redirect == "same" else self.state.other_url
+            headers = {
+                "Location": f"{host}/_store/{repo.id}/{commit.id}/{quote(self.file)}",
+                "X-Repo-Commit": commit.id,
+                "X-Linked-Etag": f'"{blob.etag}"',
+                "X-Linked-Size": str(blob.size),
+            }
+            return self._send(302, headers, b"")
+        return self._file(commit, blob)
+
+    def _store(self, repo: Repository, commit: Commit) -> None:
+        self._file(commit, commit.files[self.file])
+
+    # How answers are sent.
+
+    def _file(self, commit: Commit, blob: Blob) -> None:
+        self.is_file = True
+        fault = self.fault
+        size = blob.size if fault.body is None else len(fault.body)
+        start, stop, status = 0, size, 200
+        wanted = None if fault.ignore_range else _parse_range(self.headers.get("Range"), size)
+        headers = {
+            "ETag": f'"{blob.etag}"',
+            "X-Repo-Commit": commit.id,
+            "Accept-Ranges": "bytes",
+            "Content-Type": "application/octet-stream",
+        }
+        if wanted is not None:
+            start, stop = wanted
+            if start >= stop:
+                return self._error(416, None, f"nothing at {self.headers['Range']} of {size} bytes")
+            status = 206
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        pieces = blob.read(start, stop) if fault.body is None else iter([fault.body[start:stop]])
+        return self._send(status, headers, pieces, stop - start)
+
+    def _json(self, data: Any, headers: dict[str, str] | None = None) -> None:
+        body = self.fault.body if self.fault.body is not None else json.dumps(data).encode()
+        self._send(200, {"Content-Type": "application/json", **(headers or {})}, body)
+
+    def _error(self, status: int, code: str | None, message: str) -> None:
+        headers = {"Content-Type": "application/json", "X-Error-Message": quote(message, " :'/")}
+        if code is not None:
+            headers["X-Error-Code"] = code
+        body = self.fault.body if self.fault.body is not None else b""
+        self._send(status, headers, body or json.dumps({"error": message}).encode())
+
+    def _send(
+        self,
+        status: int,
+        headers: dict[str, str],
+        body: bytes | Iterator[bytes],
+        length: int | None = None,
+    ) -> None:
+        if isinstance(body, bytes):
+            length, body = len(body), iter([body])
+        merged: dict[str, str | None] = {**headers, "Content-Length": str(length)}
+        merged.update(self.fault.headers)
+        if merged["Content-Length"] is None:
+            # Without a length the end of the connection is the end of the body.
+            merged["Connection"] = "close"
+        self.send_response(HTTPStatus(status))
+        for name, value in merged.items():
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self._send_body(body)
+
+    def _send_body(self, body: Iterable[bytes]) -> None:
+        left = self.fault.cut_after
+        for piece in self._slowed(body):
+            part = piece if left is None else piece[:left]
+            if self.is_file:
+                # Before the write: whoever has received a byte finds it counted.
+                self.state.count(len(part))
+            self.wfile.write(part)
+            if left is not None:
+                left -= len(part)
+                if left == 0:
+                    self.close_connection = True
+                    return
+
+    def _slowed(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        rate = self.fault.bytes_per_s
+        if rate is None:
+            yield from body
+            return
+        step = max(1, int(rate * _SLOW_STEP_S))
+        for piece in body:
+            for at in range(0, len(piece), step):
+                if self.state.closing.wait(_SLOW_STEP_S):
+                    self.close_connection = True
+                    return
+                yield piece[at : at + step]
+
+    def _request_body(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        return self.rfile.read(min(length, _LONGEST_REQUEST_BODY))
+
+
+@dataclass(frozen=True)
+class _Route:
+    methods: frozenset[str]
+    pattern: re.Pattern[str]
+    answer: Callable[[_Handler, Repository, Commit], None]
+
+
+def _route(methods: str, pattern: str, answer: Callable[..., None]) -> _Route:
+    repo = r"(?P<repo>[^/]+/[^/]+)"
+    return _Route(frozenset(methods.split()), re.compile(pattern.replace("<repo>", repo)), answer)
+
+
+# A route that changes a repository is one more row and one more answer.
+ROUTES: dict[str, _Route] = {
+    "info": _route("GET", r"/api/datasets/<repo>", _Handler._info),
+    "revision": _route("GET", r"/api/datasets/<repo>/revision/(?P<rev>[^/]+)", _Handler._info),
+    "tree": _route(
+        "GET", r"/api/datasets/<repo>/tree/(?P<rev>[^/]+)(?:/(?P<path>.+))?", _Handler._tree
+    ),
+    "paths-info": _route(
+        "POST", r"/api/datasets/<repo>/paths-info/(?P<rev>[^/]+)", _Handler._paths_info
+    ),
+    "resolve": _route(
+        "HEAD GET", r"/datasets/<repo>/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler._resolve
+    ),
+    "store": _route("HEAD GET", r"/_store/<repo>/(?P<rev>[^/]+)/(?P<path>.+)", _Handler._store),
+}
+
+
+def _find_route(method: str, path: str) -> tuple[str | None, dict[str, str]]:
+    # Matched while still encoded: an encoded slash belongs to a revision, not to the route.
+    for name, route in ROUTES.items():
+        match = route.pattern.fullmatch(path)
+        if match is not None and method in route.methods:
+            groups = match.groupdict()
+            return name, {key: unquote(value) for key, value in groups.items() if value}
+    return None, {}
+
+
+def _file_entry(path: str, blob: Blob) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": blob.size, "oid": blob.blob_id}
+    if blob.lfs:
+        entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": 127}
+    return entry
+
+
+def _tree_entries(commit: Commit, below: str, recursive: bool) -> list[dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for path, blob in commit.files.items():
+        if not path.startswith(below):
+            continue
+        parents = path[len(below) :].split("/")[:-1]
+        for depth in range(1, len(parents) + 1 if recursive else min(2, len(parents) + 1)):
+            folder = below + "/".join(parents[:depth])
+            entries[folder] = {"type": "directory", "path": folder, "size": 0, "oid": commit.id}
+        if recursive or not parents:
+            entries[path] = _file_entry(path, blob)
+    return [entries[path] for path in sorted(entries)]
+
+
+def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """Returns start and stop of a single byte range; None where there is none to honour."""
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "")
+    if match is None or match.group(0) == "bytes=-":
+        return None
+    first, last = match.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    return int(first), min(size, int(last) + 1) if last else size

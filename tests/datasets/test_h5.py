@@ -1,0 +1,284 @@
+"""Opening files of unknown origin: each is read right or refused by name."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import h5
+from replaykit.datasets.h5 import SIGNATURE, check_signature, open_h5
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty file"),
+        (POINTER, "Git LFS pointer, not the data"),
+        (b"\n <!DOCTYPE html><html>", "HTML page"),
+        (b"<html><body>404", "HTML page"),
+        (b'<?xml version="1.0"?><Error>', "XML"),
+        (b'{"error": "not found"}', "text that begins"),
+        (pickle.dumps({"Trial0": [1]}), "Python pickle"),
+        (pickle.dumps([1], protocol=2), "Python pickle"),
+        (b"PK\x03\x04rest", "zip archive"),
+        (b"\x1f\x8b\x08\x00", "gzip"),
+        (b"\x93NUMPY\x01\x00", "NumPy"),
+        (b"PAR1\x15\x04", "Parquet"),
+        (b"CDF\x01\x00", "NetCDF 3"),
+        (b"\x0e\x03\x13\x01", "HDF4"),
+        (b"\x00" * 4096, "filled with zeros"),
+        (b"\xde\xad\xbe\xef", "de ad be ef"),
+        (b"\x89HDF\r\n\x1a", "89 48 44 46"),
+    ],
+)
+def test_file_that_is_not_hdf5_is_named_for_what_it_is(tmp_path, content, said):
+    """V01: the message names the file, says what it is, and says what to do."""
+    path = tmp_path / "seed0_trace.h5"
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match=r"\[V01\]") as caught, open_h5(path):
+        pass
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+    assert ";" in str(caught.value)
+
+
+@pytest.mark.pitfall("DS16")
+def test_pickle_is_never_loaded(tmp_path):
+    marker = tmp_path / "executed"
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (marker,))
+
+    path = tmp_path / "trace.h5"
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CorpusError, match="pickle"):
+        check_signature(path)
+    assert not marker.exists()
+
+
+def test_missing_file_and_directory_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.h5"), open_h5(tmp_path / "absent.h5"):
+        pass
+    with pytest.raises(IsADirectoryError, match=str(tmp_path.name)), open_h5(tmp_path):
+        pass
+
+
+@pytest.mark.pitfall("DS16")
+def test_no_module_for_data_sets_can_load_a_pickle():
+    home = Path(h5.__file__).parent
+    text = {path.name: path.read_text() for path in home.rglob("*.py")}
+    assert len(text) > 10
+    for name, source in text.items():
+        for danger in ("import pickle", "allow_pickle", "trust_remote_code", "torch.load("):
+            assert danger not in source, name
+
+
+@pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.9, 0.999])
+def test_truncated_file_is_named(tmp_path, part):
+    path = tmp_path / "a.h5"
+    with RoboHiveWriter(path) as writer:
+        writer.add_trial(**make_trial(20))
+    content = path.read_bytes()
+    path.write_bytes(content[: max(9, int(len(content) * part))])
+    with pytest.raises(CorpusError, match="cut short or damaged") as caught, open_h5(path):
+        pass
+    assert str(path) in str(caught.value)
+
+
+def test_file_that_another_process_is_writing_is_named(tmp_path):
+    path = tmp_path / "a.h5"
+    code = "import h5py, sys; f = h5py.File(sys.argv[1], 'w'); print('ready', flush=True); input()"
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        path.write_bytes(SIGNATURE + path.read_bytes()[8:])
+        with pytest.raises(CorpusError, match="open for writing: close it"), open_h5(path):
+            pass
+        writer.communicate(b"\n")
+
+
+def test_unknown_compression_is_named(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("e/x", data=np.arange(50), chunks=(50,), compression="gzip")
+    # The number of a filter stands eight bytes before its name.
+    content = bytearray(path.read_bytes())
+    where = content.index(b"deflate") - 8
+    assert content[where : where + 2] == b"\x01\x00"
+    content[where : where + 2] = (32001).to_bytes(2, "little")
+    path.write_bytes(content)
+    with open_h5(path) as file, pytest.raises(CorpusError, match="hdf5plugin") as caught:
+        file.read("e/x", 0, 50)
+    assert f"{path}: e/x" in str(caught.value)
+
+
+def test_missing_h5py_is_an_import_error_with_advice(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ImportError, match="pip install h5py"), open_h5(tmp_path / "a.h5"):
+        pass
+
+
+def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
+    names = ["h5", "layout", "robohive", "sources", "plan", "convert", "publish", "opened", "split"]
+    code = (
+        "import sys\n"
+        + "".join(f"import replaykit.datasets.{name}\n" for name in names)
+        + "print([m for m in ('h5py', 'huggingface_hub', 'filelock') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_blocks_of_a_dataset_equal_what_h5py_reads(tmp_path):
+    values = np.random.default_rng(0).normal(size=(37, 3, 2))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["e/plain"] = values
+        file.create_dataset("e/chunked", data=values, chunks=(5, 2, 1), compression="gzip")
+        file["e/big_endian"] = values.astype(">f4")
+        file["e/flag"] = values[:, 0, 0] > 0
+        file["e/narrow"] = np.zeros((37, 0))
+    with h5py.File(tmp_path / "a.h5") as plain, open_h5(tmp_path / "a.h5") as file:
+        for name in plain["e"]:
+            for start, stop in [(0, 37), (0, 1), (4, 11), (36, 37), (7, 7)]:
+                found = file.read(f"e/{name}", start, stop)
+                np.testing.assert_array_equal(found, plain[f"e/{name}"][start:stop])
+                assert found.dtype == plain[f"e/{name}"].dtype.newbyteorder("=")
+                assert found.dtype.isnative
+        assert file.chunk_rows("e/chunked") == 5
+        assert file.chunk_rows("e/plain") == 1
+
+
+def test_leaves_declare_shape_dtype_and_what_is_no_number(tmp_path):
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["secret"] = np.arange(4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        group = file.create_group("e")
+        group["x/y"] = np.zeros((4, 2), np.float16)
+        group["text"] = ["a", "b"]
+        group["fields"] = np.zeros(3, [("a", "f4"), ("b", "i4")])
+        group["empty"] = h5py.Empty("f4")
+        group["wide"] = np.zeros(3, np.longdouble)
+        group["enum"] = np.zeros(3, h5py.enum_dtype({"a": 0, "b": 1}, "i2"))
+        group["external"] = h5py.ExternalLink("other.h5", "/secret")
+        group["soft"] = h5py.SoftLink("/e/x/y")
+        group.create_dataset("unwritten", (4,), "f8", chunks=(2,))
+        virtual = h5py.VirtualLayout((4,), "i8")
+        virtual[:] = h5py.VirtualSource("other.h5", "secret", (4,))
+        group.create_virtual_dataset("virtual", virtual)
+    with open_h5(tmp_path / "a.h5") as file:
+        found = {leaf.path: leaf for leaf in file.leaves("e")}
+    assert (found["x/y"].shape, found["x/y"].dtype) == ((4, 2), np.float16)
+    assert found["x/y"].problem is None
+    enum = found.pop("enum")
+    assert (enum.dtype, enum.problem) == (np.int16, None)
+    problems = {
+        "text": "text",
+        "fields": "named fields",
+        "empty": "no values",
+        "wide": "cannot be a column",
+        "external": "link out",
+        "soft": "link out",
+        "unwritten": "never written",
+        "virtual": "another file",
+    }
+    assert found.keys() == {"x/y", *problems}
+    for name, said in problems.items():
+        assert said in (found[name].problem or ""), name
+
+
+def test_groups_that_contain_themselves_end_in_an_error(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        group = file.create_group("e")
+        group["x"] = np.zeros(3)
+        group["again"] = group
+    with open_h5(path) as file, pytest.raises(CorpusError, match="nested without end") as caught:
+        file.leaves("e")
+    assert str(path) in str(caught.value)
+
+
+MUTATE = """
+import random, sys, warnings
+from pathlib import Path
+import h5py
+import numpy as np
+warnings.simplefilter("ignore")
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+source, work, start, stop = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+good = source.read_bytes()
+outcomes = {"converted": 0, "refused": 0}
+for seed in range(start, stop):
+    draw = random.Random(seed)
+    content = bytearray(good)
+    if draw.random() < 0.2:
+        content = content[: draw.randrange(len(content))]
+    for _ in range(draw.choice([1, 1, 2, 8, 64])):
+        if content:
+            content[draw.randrange(len(content))] = draw.randrange(256)
+    path = work / f"mutant{seed}.h5"
+    path.write_bytes(content)
+    target = work / f"out{seed}"
+    try:
+        found = ensure_dataset(target, get_sources=lambda: Sources.local([path]), layout=ROBOHIVE)
+    except (ValueError, OSError) as error:
+        if str(path) not in str(error) and "bytes are needed for" not in str(error):
+            sys.exit(f"{seed}: {error!r} does not name the file")
+        if target.exists() or [p for p in work.iterdir() if p.name.startswith(f".out{seed}.tmp")]:
+            sys.exit(f"{seed}: something is left after {error!r}")
+        outcomes["refused"] += 1
+    else:
+        with h5py.File(path) as plain:
+            for array in found.manifest.arrays:
+                if "source" in array.facts:
+                    leaves = [plain[f"{g}/{array.facts['source']}"][...] for g in found.groups()]
+                    shift = array.facts["shift"]
+                    wanted = np.concatenate([x[shift : len(x) - 1 + shift] for x in leaves])
+                    got = found.columns[array.key].numpy()
+                    if wanted.tobytes() != got.tobytes():
+                        sys.exit(f"{seed}: {array.key} differs")
+        outcomes["converted"] += 1
+    path.unlink()
+print(outcomes["converted"], outcomes["refused"])
+"""
+
+
+def test_mutated_files_are_converted_or_refused_by_name(tmp_path):
+    """Bytes flipped and files cut at random; in a process of its own, where a crash would show."""
+    source = tmp_path / "good.h5"
+    with RoboHiveWriter(source) as writer:
+        writer.add_trial(**make_trial(4, seed=1))
+        writer.add_trial(**make_trial(3, seed=2, terminated=True))
+    command = [sys.executable, "-c", MUTATE, str(source), str(tmp_path), "0", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    converted, refused = map(int, done.stdout.split())
+    assert converted + refused == 60
+    assert refused > 5
+
+
+def test_archive_is_told_from_hdf5_by_content_not_by_name(tmp_path):
+    path = tmp_path / "a.h5"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("seed0.h5", b"x")
+    with pytest.raises(CorpusError, match="zip archive; unpack it"), open_h5(path):
+        pass
+    good = tmp_path / "trace.bin"
+    with RoboHiveWriter(good) as writer:
+        writer.add_trial(**make_trial(3))
+    with open_h5(good) as file:
+        assert [member.name for member in file.members()] == ["Trial0"]

@@ -1,0 +1,481 @@
+"""Fetching from a loopback Hub with the real client, when nothing and when everything fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from replaykit.datasets.hub import HubListing, Progress, Retry, fetch, list_files
+from replaykit.errors import DownloadError
+from replaykit.testing import Fault, LoopbackHub, lfs_pointer
+
+REPO = "me/data"
+DOOR = "DAPG(expert)/door_v2d-v1"
+A, B, C = (f"{DOOR}/seed{seed}/door_v2d-v1_trace.h5" for seed in (0, 10, 2))
+DATA = {A: bytes(range(256)) * 37, B: b"second " * 999, C: b"third " * 777}
+OTHERS = {
+    f"{DOOR}_extra/seed0/x.h5": b"sibling",
+    f"{DOOR}.h5": b"beside",
+    f"{DOOR}/README.md": b"words",
+    f"{DOOR}/seed0/notes.txt": b"kept by git itself, not by LFS\n" * 9,
+    "DAPG(human)/door_v2d-v1/seed0/x.h5": b"other",
+    "nested/DAPG(expert)/door_v2d-v1/x.h5": b"deeper",
+}
+NOTES = f"{DOOR}/seed0/notes.txt"
+QUICK = Retry(attempts=3, first_wait_s=0.01, stall_s=20)
+# The client reads blocks of 10 MiB: a body cut beyond the first is continued by a range.
+BLOCK = 10 << 20
+BIG = f"{DOOR}/big.h5"
+BIG_DATA = hashlib.sha256(b"seed").digest() * (11 * (1 << 20) // 32)
+
+
+class Hub(LoopbackHub):
+    """A hub whose every request counts, those of the client for itself apart."""
+
+    def asked(self, method: str | None = None, route: str | None = None) -> list[Any]:
+        return [
+            request
+            for request in self.requests
+            if request.route and method in (None, request.method) and route in (None, request.route)
+        ]
+
+
+@pytest.fixture
+def hub(point_client_at: Callable[[LoopbackHub], None]) -> Iterator[Hub]:
+    with Hub({REPO: {**DATA, **OTHERS}}) as hub:
+        point_client_at(hub)
+        yield hub
+
+
+def listing_of(directory: str = DOOR, **options: Any) -> HubListing:
+    options = {"suffix": ".h5", "retry": QUICK, **options}
+    return list_files(REPO, directory=directory, **options)
+
+
+def only(listing: HubListing, path: str) -> HubListing:
+    files = tuple(file for file in listing.files if file.path == path)
+    return HubListing(listing.repo_id, listing.commit, listing.endpoint, files)
+
+
+def contents(paths: list[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in paths]
+
+
+def cached(tmp_path: Path, pattern: str = "**/*") -> list[Path]:
+    root = tmp_path / "hf" / "hub"
+    return [path for path in root.glob(pattern) if path.is_file() and ".locks" not in path.parts]
+
+
+def test_fetch_returns_the_files_in_order_and_then_asks_for_nothing(hub: Hub) -> None:
+    listing = listing_of()
+    paths = fetch(listing, retry=QUICK)
+    assert contents(paths) == [DATA[A], DATA[B], DATA[C]]
+    assert [path.as_posix().endswith(p) for path, p in zip(paths, DATA, strict=True)] == [True] * 3
+    assert hub.bytes_served == listing.nbytes
+    hub.clear_log()
+    assert fetch(listing, retry=QUICK) == paths
+    assert hub.asked() == []
+
+
+def test_a_complete_cache_needs_neither_server_nor_client(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = listing_of()
+    paths = fetch(listing, retry=QUICK)
+    hub.close()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert fetch(HubListing.from_json(listing.to_json())) == paths
+
+
+def test_without_huggingface_hub_the_error_says_what_to_install(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = listing_of()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match="pip install huggingface_hub"):
+        listing_of()
+    with pytest.raises(ImportError, match="pip install huggingface_hub"):
+        fetch(listing, retry=Retry(attempts=1))
+
+
+def test_equal_contents_are_fetched_once(hub: Hub) -> None:
+    hub.commit(REPO, {A: b"same", B: b"same", C: b"same"})
+    assert contents(fetch(listing_of(), retry=QUICK)) == [b"same"] * 3
+    assert len(hub.asked("GET", "resolve")) == 1
+
+
+def test_a_file_of_an_older_commit_is_not_fetched_again(hub: Hub) -> None:
+    fetch(listing_of(), retry=QUICK)
+    hub.commit(REPO, {A: b"new"})
+    hub.clear_log()
+    assert contents(fetch(listing_of(), retry=QUICK)) == [b"new", DATA[B], DATA[C]]
+    assert hub.bytes_served == len(b"new")
+
+
+def test_endpoint_and_cache_are_those_of_the_moment(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(listing_of(), retry=QUICK)
+    with Hub({REPO: {A: b"elsewhere"}}) as other:
+        monkeypatch.setenv("HF_ENDPOINT", other.url + "/")
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "second"))
+        listing = listing_of()
+        (path,) = fetch(listing, retry=QUICK)
+    assert listing.endpoint == other.url
+    assert path.read_bytes() == b"elsewhere"
+    assert tmp_path / "second" in path.parents
+
+
+@pytest.mark.parametrize("where", ["same", "other"])
+def test_redirects_are_followed(hub: Hub, where: str) -> None:
+    hub.faults.append(Fault(redirect=where))
+    assert contents(fetch(listing_of(), retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
+
+
+def test_progress_counts_bytes_and_files(hub: Hub) -> None:
+    hub.commit(REPO, {BIG: BIG_DATA})
+    hub.faults.append(Fault(path=BIG, method="GET", cut_after=5, times=2))
+    listing = listing_of()
+    seen: list[Progress] = []
+    fetch(listing, progress=seen.append, retry=QUICK)
+    total = listing.nbytes
+    assert seen[-1] == Progress(4, 4, total, total)
+    assert any(0 < state.bytes_done < total and state.files_done < 4 for state in seen)
+    assert [state.files_done for state in seen] == sorted(state.files_done for state in seen)
+    assert all(state.bytes_done <= total for state in seen)
+    seen.clear()
+    fetch(listing, progress=seen.append)  # all in the cache
+    assert seen[-1] == Progress(4, 4, total, total)
+
+
+def test_bytes_of_a_file_that_begins_again_count_once(hub: Hub) -> None:
+    hub.commit(REPO, {BIG: BIG_DATA})
+    hub.faults.append(Fault(path=BIG, method="GET", cut_after=BLOCK + 9, times=1))
+    hub.faults.append(Fault(path=BIG, method="GET", status=503, times=1))
+    seen: list[int] = []
+    fetch(only(listing_of(), BIG), progress=lambda now: seen.append(now.bytes_done), retry=QUICK)
+    assert seen[:2] == [BLOCK, BLOCK]
+    assert seen[-1] == len(BIG_DATA)
+
+
+def test_progress_bar_on_stderr(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    fetch(listing_of(), progress=True, retry=QUICK)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"Downloading {REPO}: 100%" in shown.err
+    assert "3/3 files" in shown.err
+    assert shown.err.count("Downloading") == shown.err.count(REPO)  # no bar of the client
+
+
+def test_what_the_progress_function_raises_ends_the_fetch(hub: Hub, tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(state: Progress) -> None:
+        raise Enough
+
+    with pytest.raises(Enough):
+        fetch(listing_of(), progress=stop, retry=QUICK)
+    assert cached(tmp_path, "**/*.incomplete") == []
+
+
+@pytest.mark.pitfall("DS12")
+def test_too_little_disk_is_said_before_the_first_request(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = listing_of()
+    fetch(HubListing(REPO, listing.commit, "", listing.files[:1]), retry=QUICK)
+    need = len(DATA[B]) + len(DATA[C])
+    hub.clear_log()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=need - 1))
+    with pytest.raises(OSError, match=rf"{need:,} bytes are missing, {need - 1:,} are free") as e:
+        fetch(listing, retry=QUICK)
+    assert e.value.errno == errno.ENOSPC
+    assert "HF_HUB_CACHE" in str(e.value)
+    assert hub.asked() == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=need))
+    fetch(listing, retry=QUICK)
+
+
+def test_a_disk_that_fills_up_is_not_tried_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def full(**options: Any) -> str:
+        calls.append(options["filename"])
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    listing = listing_of()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    with pytest.raises(OSError, match=r"could not store file .*HF_HUB_CACHE") as caught:
+        fetch(listing, max_workers=1, retry=QUICK)
+    assert (caught.value.errno, calls) == (errno.ENOSPC, [A])
+
+
+def test_offline_mode_of_the_moment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = listing_of()
+    paths = fetch(listing, retry=QUICK)
+    hub.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch(listing) == paths
+    with pytest.raises(FileNotFoundError, match=r"offline mode .*unset HF_HUB_OFFLINE"):
+        listing_of()
+    paths[0].unlink()
+    damaged = bytearray(DATA[C])
+    damaged[3] ^= 1
+    paths[2].write_bytes(damaged)
+    with pytest.raises(FileNotFoundError) as caught:
+        fetch(listing)
+    message = str(caught.value)
+    assert f"{A}: not in the cache" in message
+    assert f"{C}: expected sha256" in message
+    assert B not in message
+    assert f"hf download {REPO} --repo-type dataset --revision {listing.commit}" in message
+    assert "2 of 3" in message
+    assert paths[2].exists()  # nothing to replace it with
+    assert hub.asked() == []
+
+
+def test_offline_mode_since_the_client_was_imported(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = listing_of()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub.clear_log()
+    with pytest.raises(FileNotFoundError, match="offline mode forbids"):
+        listing_of()
+    with pytest.raises(FileNotFoundError, match="offline mode forbids"):
+        fetch(listing, retry=QUICK)
+    assert hub.asked() == []
+
+
+# Faults
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_body_cut_early_is_fetched_again(hub: Hub, times: int) -> None:
+    hub.faults.append(Fault(path=A, method="GET", cut_after=100, times=times))
+    assert contents(fetch(listing_of(), retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("ignore_range", [False, True])
+def test_a_body_cut_late_is_continued_or_begun_again(hub: Hub, ignore_range: bool) -> None:
+    hub.commit(REPO, {BIG: BIG_DATA})
+    hub.faults.append(Fault(path=BIG, method="GET", cut_after=BLOCK + 9, times=1))
+    hub.faults.append(Fault(path=BIG, ignore_range=ignore_range))
+    (path,) = fetch(only(listing_of(), BIG), retry=QUICK)
+    assert path.read_bytes() == BIG_DATA
+    assert [request.range for request in hub.asked("GET", "resolve")] == [None, f"bytes={BLOCK}-"]
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("cut", [0, 100])
+def test_a_body_that_is_always_cut_ends_in_one_error(hub: Hub, tmp_path: Path, cut: int) -> None:
+    hub.faults.append(Fault(path=B, method="GET", cut_after=cut))
+    listing = listing_of()
+    with pytest.raises(DownloadError, match=r"broke off") as caught:
+        fetch(listing, retry=Retry(attempts=2, first_wait_s=0))
+    for part in (B, REPO, listing.commit):
+        assert part in str(caught.value)
+    assert caught.value.__cause__ is not None
+    assert hub.faults[0].used == 12  # the client makes 6 requests, in each of 2 attempts
+    assert not any(
+        path.name == Path(B).name and "seed10" in path.parts for path in cached(tmp_path)
+    )
+    assert cached(tmp_path, "**/*.incomplete") == []
+    hub.faults.clear()
+    hub.clear_log()
+    assert contents(fetch(listing, retry=QUICK))[1] == DATA[B]
+    assert {request.path.rpartition("resolve/")[2] for request in hub.asked()} >= {
+        f"{listing.commit}/{B}"
+    }
+
+
+def test_a_body_that_begins_again_for_ever_is_given_up(hub: Hub) -> None:
+    """The client alone would go on without end: each block received resets its count."""
+    hub.commit(REPO, {BIG: BIG_DATA})
+    hub.faults.append(Fault(path=BIG, method="GET", cut_after=BLOCK + 1, ignore_range=True))
+    with pytest.raises(DownloadError, match="and no end"):
+        fetch(only(listing_of(), BIG), retry=Retry(attempts=1))
+    assert hub.faults[0].used < 30
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (b"x" * len(DATA[A]), "expected sha256 "),
+        (DATA[A][:-1], f"expected {len(DATA[A]):,} bytes, got {len(DATA[A]) - 1:,}"),
+        (DATA[A] + b"x", f"got {len(DATA[A]) + 1:,}"),
+        (b"", "got 0"),
+        (b"<!DOCTYPE html>\n<p>log in", r"begins with the text '<!DOCTYPE html>'"),
+        (lfs_pointer(DATA[A]), r"begins with the text 'version https://git-lfs"),
+    ],
+)
+def test_wrong_bytes_are_never_returned(hub: Hub, tmp_path: Path, wrong: bytes, said: str) -> None:
+    listing = listing_of()
+    hub.faults.append(Fault(path=A, body=wrong))
+    with pytest.raises(DownloadError, match=said) as caught:
+        fetch(listing, retry=QUICK)
+    for part in (A, REPO, listing.commit):
+        assert part in str(caught.value)
+    assert len([request for request in hub.asked("HEAD") if request.path.endswith(A)]) == 2
+    # Neither entry nor blob stays: the client would serve them for ever.
+    assert all(path.read_bytes() != wrong for path in cached(tmp_path))
+    hub.faults.clear()
+    assert contents(fetch(listing, retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("wrong", [b"x" * len(DATA[A]), DATA[A][:-1]])
+def test_wrong_bytes_once_are_fetched_again(hub: Hub, wrong: bytes) -> None:
+    hub.faults.append(Fault(path=A, body=wrong, times=2))  # HEAD and GET
+    assert contents(fetch(listing_of(), retry=QUICK))[0] == DATA[A]
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("symlinks", [True, False])
+@pytest.mark.parametrize("path", [A, NOTES])
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_file_damaged_in_the_cache_is_replaced(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, symlinks: bool, path: str, shorter: int
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", not symlinks)
+    listing = only(listing_of(suffix=""), path)
+    right = {**DATA, **OTHERS}[path]
+    (entry,) = fetch(listing, retry=QUICK)
+    assert entry.is_symlink() is symlinks
+    entry.write_bytes(b"x" * (len(right) - shorter))
+    hub.clear_log()
+    assert contents(fetch(listing, retry=QUICK)) == [right]
+    assert hub.bytes_served == len(right)
+
+
+def test_a_damaged_blob_that_an_older_commit_left_is_replaced(hub: Hub) -> None:
+    (entry,) = fetch(only(listing_of(), A), retry=QUICK)
+    entry.write_bytes(b"x" * len(DATA[A]))
+    hub.commit(REPO, {B: b"new"})
+    assert contents(fetch(only(listing_of(), A), retry=QUICK)) == [DATA[A]]
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "0"}])
+def test_a_busy_server_is_asked_again_for_a_file(
+    hub: Hub, method: str, status: int, headers: dict[str, str]
+) -> None:
+    hub.faults.append(Fault(path=A, method=method, status=status, headers=headers, times=2))
+    assert contents(fetch(listing_of(), retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
+    assert hub.faults[0].used == 2
+
+
+@pytest.mark.parametrize(("method", "most"), [("HEAD", 21), ("GET", 3)])
+def test_a_server_that_stays_busy_for_a_file_ends_in_one_error(
+    hub: Hub, method: str, most: int
+) -> None:
+    hub.faults.append(Fault(path=A, method=method, status=503))
+    with pytest.raises(DownloadError, match="HTTP 503; try again later") as caught:
+        fetch(listing_of(), retry=QUICK)
+    assert A in str(caught.value)
+    assert hub.faults[0].used <= most
+
+
+def test_retry_after_is_honoured_and_bounded(hub: Hub) -> None:
+    listing = listing_of()
+    busy = {"path": A, "method": "GET", "status": 503, "times": 1}
+    hub.faults.append(Fault(headers={"Retry-After": "1"}, **busy))  # type: ignore[arg-type]
+    start = time.monotonic()
+    fetch(listing, retry=Retry(attempts=2, first_wait_s=0))
+    assert time.monotonic() - start >= 1
+    hub.faults[:] = [Fault(route="revision", status=503, headers={"Retry-After": "3600"})]
+    with pytest.raises(DownloadError, match="try again in 3600 s"):
+        listing_of()
+    assert hub.faults[0].used == 1
+    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 7200))
+    hub.faults[:] = [Fault(route="revision", status=429, headers={"Retry-After": later})]
+    with pytest.raises(DownloadError, match=r"try again in (7200|71\d\d) s"):
+        listing_of()
+
+
+@pytest.mark.parametrize("name", ["ETag", "X-Repo-Commit"])
+def test_an_answer_without_a_mandatory_header(hub: Hub, name: str) -> None:
+    hub.faults.append(Fault(path=A, headers={name: None}))
+    with pytest.raises(DownloadError, match=r"not that of a Hub.*proxy"):
+        fetch(listing_of(), retry=QUICK)
+
+
+@pytest.mark.parametrize("cut", [None, 100])
+def test_without_a_length_the_listing_decides(hub: Hub, cut: int | None) -> None:
+    hub.faults.append(Fault(path=A, headers={"Content-Length": None}, cut_after=cut))
+    listing = listing_of()
+    if cut is None:
+        assert contents(fetch(listing, retry=QUICK))[0] == DATA[A]
+    else:
+        with pytest.raises(DownloadError, match=f"bytes, got {cut}"):
+            fetch(listing, retry=QUICK)
+
+
+def test_gate_that_closes_after_the_listing(hub: Hub) -> None:
+    listing = listing_of()
+    hub.faults.append(Fault(status=403, error_code="GatedRepo"))
+    with pytest.raises(PermissionError, match="gated"):
+        fetch(listing, retry=QUICK)
+    assert len(hub.asked("HEAD")) <= 4  # one per worker: no use in asking again
+
+
+def test_a_file_that_fails_keeps_the_others(hub: Hub) -> None:
+    listing = listing_of()
+    hub.faults.append(Fault(path=C, status=404, error_code="EntryNotFound"))
+    with pytest.raises(FileNotFoundError, match="seed2"):
+        fetch(listing, max_workers=1, retry=QUICK)
+    hub.faults.clear()
+    hub.clear_log()
+    fetch(listing, retry=QUICK)
+    assert hub.bytes_served == len(DATA[C])
+
+
+def test_a_body_that_stalls_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
+    listing = listing_of()
+    hub.faults.append(Fault(path=A, method="GET", delay_s=5))
+    with pytest.raises(DownloadError, match=r"no answer in time.*HF_HUB_DOWNLOAD_TIMEOUT"):
+        fetch(listing, retry=Retry(attempts=1))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("'NoneType' object has no attribute 'request'"),
+        RuntimeError("Cannot send a request, as the client has been closed."),
+        LocalEntryNotFoundError("An error happened"),
+    ],
+)
+def test_what_the_client_raises_when_another_thread_lost_its_connection(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It closes the session that all threads share; one of its versions tries HEAD only once."""
+    left = [error] * 2
+    real = huggingface_hub.hf_hub_download
+
+    def download(tqdm_class: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop() from ConnectionRefusedError("nobody there")
+        return real(**options)
+
+    listing = only(listing_of(), A)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert contents(fetch(listing, retry=QUICK)) == [DATA[A]]
+    left += [error] * 9
+    with pytest.raises(DownloadError, match="the server cannot be reached"):
+        fetch(only(listing_of(), B), retry=QUICK)

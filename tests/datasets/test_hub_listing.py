@@ -1,0 +1,250 @@
+"""Listing a repository on a loopback Hub with the real client, and listings as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaykit.datasets.hub import HubFile, HubListing, Retry, fetch, list_files
+from replaykit.errors import DownloadError
+from replaykit.testing import Fault, LoopbackHub
+
+REPO = "me/data"
+DOOR = "DAPG(expert)/door_v2d-v1"
+A, B, C = (f"{DOOR}/seed{seed}/door_v2d-v1_trace.h5" for seed in (0, 10, 2))
+DATA = {A: bytes(range(256)) * 37, B: b"second " * 999, C: b"third " * 777}
+OTHERS = {
+    f"{DOOR}_extra/seed0/x.h5": b"sibling",
+    f"{DOOR}.h5": b"beside",
+    f"{DOOR}/README.md": b"words",
+    f"{DOOR}/seed0/notes.txt": b"kept by git itself, not by LFS\n" * 9,
+    "DAPG(human)/door_v2d-v1/seed0/x.h5": b"other",
+    "nested/DAPG(expert)/door_v2d-v1/x.h5": b"deeper",
+}
+QUICK = Retry(attempts=3, first_wait_s=0.01, stall_s=20)
+
+
+class Hub(LoopbackHub):
+    """A hub whose every request counts, those of the client for itself apart."""
+
+    def asked(self, method: str | None = None, route: str | None = None) -> list[Any]:
+        return [
+            request
+            for request in self.requests
+            if request.route and method in (None, request.method) and route in (None, request.route)
+        ]
+
+
+@pytest.fixture
+def hub(point_client_at: Callable[[LoopbackHub], None]) -> Iterator[Hub]:
+    with Hub({REPO: {**DATA, **OTHERS}}) as hub:
+        point_client_at(hub)
+        yield hub
+
+
+def listing_of(directory: str = DOOR, **options: Any) -> HubListing:
+    options = {"suffix": ".h5", "retry": QUICK, **options}
+    return list_files(REPO, directory=directory, **options)
+
+
+def contents(paths: list[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in paths]
+
+
+@pytest.mark.pitfall("DS5")
+@pytest.mark.parametrize("directory", [DOOR, DOOR + "/", "/" + DOOR])
+def test_lists_the_files_below_a_directory_in_string_order(hub: Hub, directory: str) -> None:
+    listing = listing_of(directory)
+    assert [file.path for file in listing.files] == [A, B, C]  # seed0, seed10, seed2
+    assert (listing.repo_id, listing.commit) == (REPO, hub.head(REPO))
+    assert listing.endpoint == hub.url
+    for file in listing.files:
+        assert file.size == len(DATA[file.path])
+        assert file.sha256 == hashlib.sha256(DATA[file.path]).hexdigest()
+    assert listing.nbytes == sum(map(len, DATA.values()))
+
+
+def test_the_order_of_the_server_does_not_matter(hub: Hub) -> None:
+    right = listing_of()
+    entries = [
+        {"type": "file", "path": file.path, "size": file.size, "oid": "0" * 40}
+        for file in reversed(right.files)
+    ]
+    hub.faults.append(Fault(route="tree", body=json.dumps(entries).encode()))
+    assert [file.path for file in listing_of().files] == [A, B, C]
+
+
+def test_lists_a_whole_repository(hub: Hub) -> None:
+    listing = listing_of("", suffix="")
+    assert [file.path for file in listing.files] == sorted({**DATA, **OTHERS})
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 7])
+def test_a_listing_in_pages_is_complete(hub: Hub, page_size: int) -> None:
+    hub.page_size = page_size
+    assert [file.path for file in listing_of().files] == [A, B, C]
+    assert len(hub.asked("GET", "tree")) > 1
+
+
+def test_every_kind_of_revision_is_resolved_to_its_commit(hub: Hub) -> None:
+    old = hub.head(REPO)
+    hub.tag(REPO, "v1", old)
+    new = hub.commit(REPO, {A: b"new"})
+    hub.commit(REPO, {A: b"side"}, branch="side")
+    assert listing_of().commit == new
+    for revision in ("v1", old[:8], old):
+        assert listing_of(revision=revision).commit == old
+    assert listing_of(revision="side").commit == hub.head(REPO, "side")
+
+
+def test_after_the_first_request_only_the_commit_is_asked_for(hub: Hub) -> None:
+    commit = hub.head(REPO)
+    fetch(listing_of(), retry=QUICK)
+    first, *rest = hub.asked()
+    assert first.route == "revision"
+    assert rest
+    assert all(f"/{commit}" in request.path for request in rest)
+
+
+@pytest.mark.pitfall("DS18")
+def test_main_moves_between_listing_and_fetch(hub: Hub) -> None:
+    listing = listing_of()
+    hub.commit(REPO, {A: b"new", B: None, f"{DOOR}/seed3/x.h5": b"more"})
+    assert contents(fetch(listing, retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
+    again = listing_of()
+    assert [file.path for file in again.files] == [A, C, f"{DOOR}/seed3/x.h5"]
+    assert contents(fetch(again, retry=QUICK)) == [b"new", DATA[C], b"more"]
+
+
+def test_no_file_below_the_directory(hub: Hub) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        listing_of("DAPG(expert)/door")
+    for part in (REPO, hub.head(REPO), "DAPG(expert)/door/", f"{DOOR}/seed0", "*.h5"):
+        assert part in str(caught.value)
+
+
+def test_missing_repository_revision_and_gate_say_different_things(hub: Hub) -> None:
+    messages = []
+    with pytest.raises(FileNotFoundError, match="there is no dataset repository 'me/none'") as e:
+        list_files("me/none", directory="", suffix="", retry=QUICK)
+    messages.append(str(e.value))
+    with pytest.raises(FileNotFoundError, match="there is no revision 'v9'") as e:
+        listing_of(revision="v9")
+    messages.append(str(e.value))
+    with pytest.raises(FileNotFoundError, match="no revision 'ffff"):
+        listing_of(revision="f" * 40)
+    for status in (401, 403):
+        hub.faults[:] = [Fault(route="revision", status=status, error_code="GatedRepo")]
+        with pytest.raises(PermissionError, match=r"gated: accept .* HF_TOKEN") as gate:
+            listing_of()
+        hub.faults[:] = [Fault(route="revision", status=status)]
+        with pytest.raises(PermissionError, match=rf"refused \(HTTP {status}\).*HF_TOKEN") as shut:
+            listing_of()
+    messages += [str(gate.value), str(shut.value)]
+    hub.faults.clear()
+    listing = listing_of()
+    hub.faults[:] = [Fault(path=B, status=404, error_code="EntryNotFound")]
+    with pytest.raises(FileNotFoundError, match="though it was listed") as e:
+        fetch(listing, retry=QUICK)
+    assert B in str(e.value)
+    messages.append(str(e.value))
+    assert len(set(messages)) == 5
+    assert all(hub.url in message and "me/" in message for message in messages)
+
+
+@pytest.mark.parametrize("route", ["revision", "tree"])
+def test_a_web_page_in_place_of_a_listing(hub: Hub, route: str) -> None:
+    hub.faults.append(Fault(route=route, body=b"<html>Please log in to the wifi</html>"))
+    with pytest.raises(DownloadError, match="not that of a Hub; check HF_ENDPOINT"):
+        listing_of()
+    assert hub.faults[0].used == 1  # no use in asking again
+
+
+def test_a_path_that_leaves_the_repository_is_refused(hub: Hub) -> None:
+    entry = {"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" * 40}
+    hub.faults.append(Fault(route="tree", body=json.dumps([entry]).encode()))
+    with pytest.raises(DownloadError, match="expected a relative path"):
+        listing_of()
+
+
+@pytest.mark.parametrize("route", ["revision", "tree"])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again(hub: Hub, route: str, status: int) -> None:
+    hub.faults.append(Fault(route=route, status=status, times=2))
+    assert len(listing_of().files) == 3
+    assert hub.faults[0].used == 2
+
+
+def test_a_server_that_stays_busy_ends_in_one_error(hub: Hub) -> None:
+    hub.faults.append(Fault(route="revision", status=503))
+    with pytest.raises(DownloadError, match=rf"me/data.*{hub.url}.*HTTP 503"):
+        listing_of()
+    assert hub.faults[0].used == QUICK.attempts
+
+
+def test_a_listing_that_hangs_is_given_up(hub: Hub) -> None:
+    hub.faults.append(Fault(route="tree", delay_s=60))
+    start = time.monotonic()
+    with pytest.raises(DownloadError, match="no answer in time"):
+        listing_of(retry=Retry(attempts=2, first_wait_s=0, stall_s=0.2))
+    assert time.monotonic() - start < 5
+    assert hub.faults[0].used == 1  # no use in asking again
+    # The thread that has been left behind must not meddle with the next test.
+    hub.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("replaykit-hub"):
+            thread.join(30)
+
+
+def test_server_down(hub: Hub) -> None:
+    listing = listing_of()
+    hub.close()
+    with pytest.raises(DownloadError, match=r"cannot be reached; check .* HF_ENDPOINT"):
+        listing_of()
+    with pytest.raises(DownloadError, match=r"cannot be reached; check .* HF_ENDPOINT") as caught:
+        fetch(listing, max_workers=1, retry=QUICK)
+    assert A in str(caught.value)
+    assert listing.commit in str(caught.value)
+
+
+def test_listing_survives_json() -> None:
+    files = (HubFile("a/x.h5", 3, "a" * 64, "b" * 40), HubFile("a/y.h5", 0, None, None))
+    listing = HubListing(REPO, "c" * 40, "http://127.0.0.1:1", files)
+    assert HubListing.from_json(json.loads(json.dumps(listing.to_json()))) == listing
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"commit": "main"}, "commit: expected 40 hexadecimal"),
+        ({"repo_id": "../.."}, "repo_id"),
+        ({"files": None}, "JSON of a Hub listing"),
+        ({"files": [{"path": "a"}]}, "JSON of a Hub listing"),
+        ({"files": [{"path": "/a", "size": 1, "sha256": None, "blob_id": None}]}, "path"),
+        ({"files": [{"path": "a", "size": -1, "sha256": None, "blob_id": None}]}, "size"),
+        ({"files": [{"path": "a", "size": 1, "sha256": "x", "blob_id": None}]}, "sha256"),
+        ({"files": [{"path": "a", "size": 1, "sha256": None, "blob_id": None}] * 2}, "twice"),
+    ],
+)
+def test_json_of_something_else_is_refused(change: dict[str, Any], message: str) -> None:
+    right = HubListing(REPO, "c" * 40, "http://127.0.0.1:1", ()).to_json()
+    with pytest.raises(ValueError, match=message):
+        HubListing.from_json({**right, **change})
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="owner/name"):
+        list_files("../x", directory="", suffix="")
+    with pytest.raises(ValueError, match="max_workers"):
+        fetch(HubListing(REPO, "c" * 40, "", ()), max_workers=0)
+    with pytest.raises(ValueError, match="attempts"):
+        Retry(attempts=0)
+    with pytest.raises(ValueError, match="waits"):
+        Retry(first_wait_s=-1)

@@ -1,0 +1,295 @@
+"""Mapping every row of a data set into new columns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from replaykit import ReplayBuffer, TensorStorage
+from replaykit.datasets import BaseDatasetExperienceReplay
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.transforms import CatTensors, Compose
+
+ROWS = 3 + 7 + 2 + 5
+
+
+@tensorclass
+class Pair:
+    observation: torch.Tensor
+    action: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: Any) -> BaseDatasetExperienceReplay:
+    folder = tmp_path_factory.mktemp("preprocess")
+    path = folder / "a.h5"
+    with RoboHiveWriter(path) as writer:
+        for seed, records in enumerate((4, 8, 3, 6)):
+            writer.add_trial(**make_trial(records, seed=seed))
+
+    class Mine(BaseDatasetExperienceReplay):
+        available_datasets = ["all"]  # noqa: RUF012
+        corpus = "mine"
+        layout = ROBOHIVE
+
+        def sources(self) -> Sources:
+            return Sources.local([path])
+
+    return Mine("all", 4, root=folder / "root")
+
+
+def double(row: TensorDict) -> TensorDict:
+    return TensorDict({"x": row["observation"] * 2, "at": row["time"]}, [])
+
+
+def expected(data: ReplayBuffer) -> dict[str, torch.Tensor]:
+    return {"x": data["observation"] * 2, "at": data["time"]}
+
+
+def assert_doubled(storage: TensorStorage, data: ReplayBuffer, rows: int = ROWS) -> None:
+    assert len(storage) == rows
+    stored = storage[:]
+    for key, value in expected(data).items():
+        assert stored[key].equal(value[:rows])
+
+
+WAYS = [
+    {"num_workers": 0},
+    {"num_workers": 2, "mp_start_method": "fork"},
+    {"num_workers": 2, "mp_start_method": "spawn", "chunksize": 9},
+    {"num_workers": 1, "mp_start_method": "fork", "max_tasks_per_child": 1, "chunksize": 8},
+    {"num_workers": 0, "chunksize": 0},
+    {"num_workers": 0, "num_chunks": 4, "index_with_generator": True},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_every_way_of_working_gives_the_same_rows(data, tmp_path, way):
+    storage = data.preprocess(double, dest=tmp_path / "out", **way)
+    assert_doubled(storage, data)
+
+
+def test_documented_example_runs_with_only_the_imports_changed(data):
+    t = Compose(
+        CatTensors(in_keys=["observation", "action"], out_key="obs"),
+        CatTensors(in_keys=[("next", "observation")], out_key=("next", "obs")),
+    )
+
+    def func(td):
+        td = td.select(
+            "action",
+            "episode",
+            ("next", "done"),
+            ("next", "observation"),
+            ("next", "reward"),
+            ("next", "terminated"),
+            ("next", "truncated"),
+            "observation",
+        )
+        td = t(td)
+        return td  # noqa: RET504 - as users write it
+
+    with TemporaryDirectory() as tmpdir:
+        new_storage = data.preprocess(
+            func, num_workers=2, pbar=True, mp_start_method="fork", dest=tmpdir
+        )
+        rb = ReplayBuffer(storage=new_storage)
+        assert rb["obs"].equal(torch.cat([data["observation"], data["action"]], -1))
+        assert rb["next", "obs"].equal(data["next", "observation"])
+        assert rb["episode"].equal(data["episode"])
+        assert "TensorStorage" in repr(rb)
+
+
+def test_the_function_sees_single_rows(data, tmp_path):
+    def shape(row: TensorDict) -> TensorDict:
+        assert row.batch_size == torch.Size([])
+        assert row["next"].batch_size == torch.Size([])
+        return TensorDict({"dims": torch.tensor(row["observation"].ndim)}, [])
+
+    storage = data.preprocess(shape, num_workers=0, dest=tmp_path / "out")
+    assert storage[:]["dims"].tolist() == [1] * ROWS
+
+
+def test_the_source_does_not_change(data, tmp_path):
+    before = data[:].clone()
+
+    def spoil(row: TensorDict) -> TensorDict:
+        row["observation"].zero_()
+        return row.select("observation")
+
+    data.preprocess(spoil, num_workers=0, dest=tmp_path / "out")
+    data.preprocess(spoil, num_workers=1, mp_start_method="fork", dest=tmp_path / "out2")
+    assert (data[:] == before).all()
+
+
+def test_only_the_first_frames_on_request(data, tmp_path):
+    calls = []
+
+    def counted(row: TensorDict) -> TensorDict:
+        calls.append(1)
+        return double(row)
+
+    storage = data.preprocess(counted, num_workers=0, num_frames=5, dest=tmp_path / "out")
+    assert_doubled(storage, data, 5)
+    assert len(calls) == 5 + 1  # one more for the layout
+
+
+@pytest.mark.parametrize("result", ["tensordict", "tensorclass", "tensor", "nested"])
+def test_results_of_every_kind(data, tmp_path, result):
+    makers: dict[str, Callable[[TensorDict], Any]] = {
+        "tensordict": double,
+        "tensorclass": lambda row: Pair(row["observation"], row["action"], batch_size=[]),
+        "tensor": lambda row: row["observation"][:2].float(),
+        "nested": lambda row: row.select(("info", "obs_dict", "rest"), ("next", "done")),
+    }
+    storage = data.preprocess(makers[result], num_workers=0, dest=tmp_path / "out")
+    rows = storage[:]
+    if result == "tensorclass":
+        assert isinstance(rows, Pair)
+        assert rows.action.equal(data["action"])
+    elif result == "tensor":
+        assert rows.equal(data["observation"][:, :2].float())
+    elif result == "nested":
+        assert rows["info", "obs_dict", "rest"].equal(data["info", "obs_dict", "rest"])
+        assert rows["next", "done"].equal(data["next", "done"])
+    else:
+        assert_doubled(storage, data)
+
+
+def test_result_is_mapped_from_dest_and_writable(data, tmp_path):
+    dest = tmp_path / "out"
+    storage = data.preprocess(double, num_workers=0, dest=dest)
+    assert TensorDict.load_memmap(dest)["x"].equal(expected(data)["x"])
+    ReplayBuffer(storage=storage)["x"].fill_(7)
+    assert (TensorDict.load_memmap(dest)["x"] == 7).all()
+
+
+def test_split_trajectories_are_mapped_episode_by_episode(data, tmp_path):
+    split = type(data)("all", 2, root=data.root, split_trajs=True)
+
+    def total(episode: TensorDict) -> TensorDict:
+        assert episode.batch_size == torch.Size([7])
+        return TensorDict({"sum": episode["next", "reward"].sum(), "n": episode["mask"].sum()}, [])
+
+    storage = split.preprocess(total, num_workers=0, dest=tmp_path / "out")
+    assert storage[:]["n"].tolist() == [3, 7, 2, 5]
+    by_step = split.preprocess(
+        lambda column: column.select("mask"), dim=1, num_workers=0, dest=tmp_path / "out2"
+    )
+    assert by_step[:]["mask"].equal(split["mask"].T)
+
+
+def noise(row: TensorDict) -> TensorDict:
+    return TensorDict({"x": torch.rand(3)}, [])
+
+
+def test_random_results_depend_on_the_seed_and_not_on_the_workers(data, tmp_path):
+    def run(name: str, seed: int, **options: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        dest = tmp_path / name
+        return data.preprocess(noise, generator=generator, dest=dest, **options)[:]["x"].clone()
+
+    state = torch.get_rng_state()
+    here = run("a", 1, num_workers=0, chunksize=4)
+    forked = run("b", 1, num_workers=2, chunksize=4, mp_start_method="fork")
+    other = run("c", 2, num_workers=0, chunksize=4)
+    assert here.equal(forked)
+    assert not here.equal(other)
+    assert len(here.unique()) == here.numel()
+    assert torch.get_rng_state().equal(state)
+
+
+def test_a_pool_of_the_users_is_used_and_left_alone(data, tmp_path):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        storage = data.preprocess(double, pool=pool, chunksize=5, dest=tmp_path / "out")
+        assert_doubled(storage, data)
+        assert pool.apply(abs, (-3,)) == 3
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def nothing_left(folder: Path) -> bool:
+    return list(folder.iterdir()) == []
+
+
+def test_dest_that_is_not_empty_is_refused(data, tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(FileExistsError, match="neither"):
+        data.preprocess(double, num_workers=0, dest=tmp_path)
+    with pytest.raises(FileExistsError):
+        data.preprocess(double, num_workers=0, dest=tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_of_another_layout_is_refused_by_number_and_nothing_is_left(data, tmp_path, workers):
+    def odd(row: TensorDict) -> TensorDict:
+        value = row["observation"]
+        return TensorDict({"x": value[:2] if row["time"] == row["time"].new_tensor(0.4) else value})
+
+    late = (data["time"] == 0.4).nonzero()[0].item()
+    with pytest.raises(ValueError, match=rf"row {late} .*'x': expected float64 \[5\], got .*\[2\]"):
+        data.preprocess(odd, num_workers=workers, mp_start_method="fork", dest=tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_function_is_raised_and_nothing_is_left(data, tmp_path, workers):
+    def fail(row: TensorDict) -> TensorDict:
+        if row["episode"] == 2:
+            raise ZeroDivisionError("on purpose")
+        return double(row)
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        data.preprocess(fail, num_workers=workers, mp_start_method="fork", dest=tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_a_killed_worker_is_noticed(data, tmp_path):
+    here = os.getpid()
+
+    def die(row: TensorDict) -> TensorDict:
+        if row["episode"] == 2 and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return double(row)
+
+    with pytest.raises(RuntimeError, match="worker died"):
+        data.preprocess(die, num_workers=1, mp_start_method="fork", dest=tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"num_frames": 0}, ValueError, "num_frames"),
+        ({"num_frames": 18}, ValueError, "num_frames"),
+        ({"chunksize": -1}, ValueError, "chunksize"),
+        ({"chunksize": 2, "num_chunks": 2}, ValueError, "both"),
+        ({"num_chunks": 0}, ValueError, "num_chunks"),
+        ({"dim": 1}, ValueError, "dim"),
+        ({"num_workers": -1}, ValueError, "num_workers"),
+    ],
+)
+def test_bad_options_are_refused(data, tmp_path, options, error, words):
+    with pytest.raises(error, match=words):
+        data.preprocess(double, dest=tmp_path / "out", **{"num_workers": 0, **options})
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("result", "error"), [(None, TypeError), (TensorDict({}), ValueError)])
+def test_results_that_cannot_be_stored_are_refused(data, tmp_path, result, error):
+    with pytest.raises(error):
+        data.preprocess(lambda row: result, num_workers=0, dest=tmp_path / "out")
+    assert nothing_left(tmp_path)

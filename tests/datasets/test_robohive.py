@@ -1,0 +1,310 @@
+"""The rules of the RoboHive trial layout, each on the smallest file that shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.h5 import Member
+from replaykit.datasets.layout import DropLeaves, Notes, Place, Window
+from replaykit.datasets.opened import Published
+from replaykit.datasets.robohive import ROBOHIVE, natural_key
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+HERE = Place(Path("/data/a.h5"), "a.h5", "Trial3")
+
+
+def convert(tmp_path: Path, named: dict[str, dict[str, Any]]) -> Published:
+    path = tmp_path / "a.h5"
+    with RoboHiveWriter(path, float_dtype=None) as writer:
+        for name, trial in named.items():
+            writer.add_trial(**trial, name=name)
+    return ensure_dataset(
+        tmp_path / "data", get_sources=lambda: Sources.local([path]), layout=ROBOHIVE
+    )
+
+
+def group(name: str, *children: str) -> Member:
+    return Member(name, True, children or ("actions", "observations"))
+
+
+# -- names and numbers -------------------------------------------------------------------------
+
+
+def test_natural_order_of_the_names_of_the_reference():
+    names = ["Trial10", "Trial0-1", "Trial2", "Trial0", "Trial1", "Trial0-0"]
+    ordered = ["Trial0", "Trial0-0", "Trial0-1", "Trial1", "Trial2", "Trial10"]
+    assert sorted(names, key=natural_key) == ordered
+
+
+@given(st.lists(st.integers(0, 10**30), unique=True))
+def test_natural_order_is_the_order_of_the_numbers(numbers):
+    names = sorted((f"Trial{number}" for number in numbers), key=natural_key)
+    assert names == [f"Trial{number}" for number in sorted(numbers)]
+
+
+@given(st.lists(st.text("ab019-", max_size=6), unique=True))
+def test_natural_order_is_total(names):
+    ordered = sorted(names, key=natural_key)
+    backwards = names[::-1]
+    assert ordered == sorted(backwards, key=natural_key)
+    assert len({natural_key(name) for name in names}) == len(names)
+
+
+def test_very_long_number_is_ordered_without_being_parsed():
+    assert natural_key("Trial" + "9" * 6000) > natural_key("Trial" + "1" * 6000)
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers", "by_order"),
+    [
+        (["Trial0", "Trial1", "Trial10", "Trial2"], [0, 1, 2, 10], False),
+        (["Trial60"], [60], False),
+        (["Trial7", "Trial3b", "Trial5-0"], [3, 5, 7], False),
+        (["Trial0-0", "Trial0-1", "Trial1-0"], [0, 1, 2], True),
+        (["Trial1", "Trial01"], [0, 1], True),
+        (["demo_4", "demo_2"], [0, 1], True),
+        (["Trial", "Trial3"], [0, 1], True),
+        (["Trial3", "trial4"], [0, 1], True),
+        (["Trial99999999999999999999", "Trial1"], [0, 1], True),
+    ],
+)
+def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numbers, by_order):
+    """N9: no name is parsed with a fixed cast; V33: numbers are unique in a file."""
+    found = ROBOHIVE.find([group(name) for name in names], HERE)
+    assert [episode.group for episode in found.episodes] == sorted(names, key=natural_key)
+    assert [episode.number for episode in found.episodes] == numbers
+    assert (found.numbering is not None) == by_order
+    assert found.strangers == []
+
+
+def test_members_that_are_no_trials_are_reported(tmp_path):
+    members = [Member("log", False), group("Trial0"), group("Trial1", "observations")]
+    found = ROBOHIVE.find(members, HERE)
+    assert [episode.group for episode in found.episodes] == ["Trial0"]
+    assert [name for name, _ in found.strangers] == ["log", "Trial1"]
+
+
+@pytest.mark.parametrize(
+    "members", [[], [Member("actions", False)], [group("data", "demo_0", "demo_1")]]
+)
+def test_file_without_a_trial_is_another_layout(members):
+    with pytest.raises(CorpusError, match="no trial of the layout 'robohive-trials'") as caught:
+        ROBOHIVE.find(members, HERE)
+    assert "the root holds" in str(caught.value)
+    assert str(HERE.file) in str(caught.value)
+
+
+def test_unusual_names_reach_rows_and_table(tmp_path):
+    trials = {
+        "Trial0-1": make_trial(3, seed=1),
+        "Trial0-0": make_trial(4),
+        "Trial10": make_trial(2),
+    }
+    found = convert(tmp_path, trials)
+    assert found.groups() == ["Trial0-0", "Trial0-1", "Trial10"]
+    assert found.columns["episode",].tolist() == [0, 0, 0, 1, 1, 2]
+    assert found.manifest.report["numbering"] == [
+        {"file": "a.h5", "why": "episodes are numbered by their order, since the group names do "
+         "not give each a number of its own"}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("FK1-v4(expert)/FK1_Knob1OnRandom_v2d-v4/seed10/FK1_trace.h5", 10),
+        ("seed2/a.h5", 2),
+        ("a/seed3.h5", -1),
+        ("seeds/a.h5", -1),
+        ("FK1_RelaxFixed_v2d-v4_60_20230506-111653_trace.h5", -1),
+        ("seed99999999999999999999/a.h5", -1),
+    ],
+)
+def test_training_seed_is_read_from_the_directory(name, seed):
+    """N10: it is a fact of the episode table; the leaf `seed` is the position of the file."""
+    assert ROBOHIVE.source_seed(name) == seed
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+NAN_ROW = np.full((1, 2), np.nan)
+
+
+@pytest.mark.parametrize(
+    ("done", "action", "terminated", "truncated"),
+    [
+        ([0, 0, 0, 0], NAN_ROW, [0, 0, 0], [0, 0, 1]),
+        ([0, 0, 0, 1], NAN_ROW, [0, 0, 1], [0, 0, 0]),
+        ([0, 0, 0, 0], np.zeros((1, 2)), [0, 0, 0], [0, 0, 1]),
+        ([0, 0, 0, 1], np.zeros((1, 2)), [0, 0, 1], [0, 0, 1]),
+        ([0, 0, 0, 0], np.zeros((1, 2), np.int64), [0, 0, 0], [0, 0, 1]),
+        ([0, 1], NAN_ROW, [1], [0]),
+        ([0, 0], NAN_ROW, [0], [1]),
+    ],
+)
+def test_flags_of_an_episode(done, action, terminated, truncated):
+    """N4, N5: done is of the state that was arrived at; a time limit leaves no flag in the file."""
+    flags = ROBOHIVE.flags(np.array(done, bool), {"actions": action}, HERE, Notes())
+    np.testing.assert_array_equal(flags.terminated, np.array(terminated, bool))
+    np.testing.assert_array_equal(flags.truncated, np.array(truncated, bool))
+
+
+def test_untailed_trial_is_noted_quietly():
+    notes = Notes()
+    ROBOHIVE.flags(np.zeros(4, bool), {"actions": np.zeros((1, 2))}, HERE, notes)
+    assert [(note.rule, note.quiet, note.first) for note in notes] == [
+        ("V50", True, "a.h5: Trial3")
+    ]
+    tailed = Notes()
+    ROBOHIVE.flags(np.zeros(4, bool), {"actions": NAN_ROW}, HERE, tailed)
+    assert list(tailed) == []
+
+
+@pytest.mark.parametrize("record", [0, 1, 2])
+def test_done_before_the_last_record_is_an_error(record):
+    done = np.zeros(4, bool)
+    done[record] = True
+    with pytest.raises(CorpusError, match=rf"Trial3/done, record {record}: .*\[V53\]"):
+        ROBOHIVE.flags(done, {"actions": NAN_ROW}, HERE, Notes())
+
+
+def test_partly_nan_last_action_is_an_error():
+    action = np.array([[np.nan, 0.0]])
+    with pytest.raises(CorpusError, match=r"Trial3/actions, record 3: .*partly NaN \[V50\]"):
+        ROBOHIVE.flags(np.zeros(4, bool), {"actions": action}, HERE, Notes())
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.float64])
+def test_done_of_any_number_type_becomes_bool(tmp_path, dtype):
+    trial = make_trial(4, infos=False, terminated=True)
+    trial["done"] = trial["done"].astype(dtype).reshape(4, 1)
+    trial["rewards"] = trial["rewards"].reshape(4, 1)
+    found = convert(tmp_path, {"Trial0": trial})
+    assert found.columns["next", "terminated"].tolist() == [[False], [False], [True]]
+    assert found.columns["next", "reward"].tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_rewards_of_both_ranks_are_one_column(tmp_path):
+    """N37: [T] and [T, 1] never meet in a broadcast."""
+    second = make_trial(3, seed=1, infos=False)
+    second["rewards"] = second["rewards"].reshape(3, 1)
+    found = convert(tmp_path, {"Trial0": make_trial(4, infos=False), "Trial1": second})
+    assert found.columns["next", "reward"].shape == (5, 1)
+    assert found.columns["next", "reward"].flatten().tolist() == [1.0, 2.0, 3.0, 101.0, 102.0]
+
+
+# -- what the infos say of the alignment -----------------------------------------------------------
+
+
+def window(arrays: dict[str, np.ndarray], memory: dict[str, Any] | None = None) -> Window:
+    notes = Notes()
+    records = len(arrays["observations"])
+    return Window(arrays, records, HERE, notes, {} if memory is None else memory)
+
+
+def arrays_of(trial: dict[str, Any], shift: int = 0) -> dict[str, np.ndarray]:
+    infos = trial["env_infos"]
+    obs_dict = {
+        f"env_infos/obs_dict/{name}": np.concatenate([values[shift:], values[-1:].repeat(shift, 0)])
+        for name, values in infos["obs_dict"].items()
+    }
+    return {
+        "observations": trial["observations"],
+        "rewards": trial["rewards"],
+        "env_infos/rwd_dense": infos["rwd_dense"],
+        "env_infos/rwd_sparse": infos["rwd_sparse"],
+        **obs_dict,
+    }
+
+
+def test_infos_of_the_same_state_are_accepted():
+    seen = window(arrays_of(make_trial(6)))
+    ROBOHIVE.examine(seen)
+    assert list(seen.notes) == []
+    assert seen.memory["columns"] == {"env_infos/obs_dict/position": 0}
+    # The place found is only a hint: another trial may have it elsewhere.
+    swapped = make_trial(6, seed=1)
+    swapped["observations"] = np.roll(swapped["observations"], 1, axis=1)
+    again = window(arrays_of(swapped), {"columns": seen.memory["columns"]})
+    ROBOHIVE.examine(again)
+    assert list(again.notes) == []
+
+
+@pytest.mark.parametrize("memory", [{}, {"columns": {"env_infos/obs_dict/position": 0}}])
+@pytest.mark.parametrize("records", [3, 6])
+def test_infos_of_the_next_state_are_refused(records, memory):
+    """Also when an earlier trial of the file was right: every trial is judged."""
+    with pytest.raises(CorpusError, match=r"describe the state after the action.*\[V51\]"):
+        ROBOHIVE.examine(window(arrays_of(make_trial(records), shift=1), memory))
+
+
+def test_one_equal_number_is_no_evidence_for_the_next_state():
+    """Two records with a leaf that happens to be the observation after them: not refused."""
+    arrays = arrays_of(make_trial(2))
+    for name in [n for n in arrays if "obs_dict" in n]:
+        del arrays[name]
+    arrays["env_infos/obs_dict/x"] = np.array([arrays["observations"][1, 0], 7.0])
+    seen = window(arrays)
+    ROBOHIVE.examine(seen)
+    assert [note.rule for note in seen.notes] == ["V51"]
+
+
+def test_infos_that_never_change_are_dropped():
+    arrays = arrays_of(make_trial(5))
+    for name in [n for n in arrays if "obs_dict" in n]:
+        arrays[name] = np.broadcast_to(arrays[name][:1], arrays[name].shape)
+    with pytest.raises(DropLeaves, match="env_infos/"):
+        ROBOHIVE.examine(window(arrays))
+
+
+def test_infos_of_a_still_environment_are_kept():
+    arrays = arrays_of(make_trial(5))
+    for name in [n for n in arrays if "obs" in n]:
+        arrays[name] = np.broadcast_to(arrays[name][:1], arrays[name].shape)
+    ROBOHIVE.examine(window(arrays))
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "both"])
+def test_which_reward_is_recorded_per_file(tmp_path, kind):
+    trials = {f"Trial{k}": make_trial(4, seed=k) for k in range(2)}
+    for trial in trials.values():
+        infos = trial["env_infos"]
+        if kind == "sparse":
+            trial["rewards"] = infos["rwd_sparse"]
+        elif kind == "both":
+            infos["rwd_sparse"] = infos["rwd_dense"]
+    found = convert(tmp_path, trials)
+    names = ["dense", "sparse"] if kind == "both" else [kind]
+    assert found.manifest.report["files"] == [{"file": "a.h5", "reward": names}]
+
+
+def test_rewards_of_two_kinds_in_one_file_are_an_error(tmp_path):
+    second = make_trial(4, seed=1)
+    second["rewards"] = second["env_infos"]["rwd_sparse"]
+    with pytest.raises(CorpusError, match=r"\['sparse'\] here and \['dense'\].*\[V52\]"):
+        convert(tmp_path, {"Trial0": make_trial(4), "Trial1": second})
+
+
+def test_rewards_that_are_neither_are_an_error():
+    arrays = arrays_of(make_trial(4))
+    arrays["rewards"] = arrays["rewards"] * 2
+    with pytest.raises(CorpusError, match=r"Trial3/rewards: .*none of \['dense', 'sparse'\]"):
+        ROBOHIVE.examine(window(arrays))
+
+
+def test_rewards_that_cannot_be_compared_are_noted():
+    arrays = arrays_of(make_trial(4))
+    del arrays["env_infos/rwd_dense"], arrays["env_infos/rwd_sparse"]
+    seen = window(arrays)
+    ROBOHIVE.examine(seen)
+    assert [(note.rule, note.quiet) for note in seen.notes] == [("V52", True)]

@@ -1,0 +1,224 @@
+"""The split form of a data set: one padded row per episode, the same transitions."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit.datasets import split as split_module
+from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.opened import Published
+from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.datasets.split import ensure_split
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+
+def flat(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Published:
+    """A published data set of episodes of so many rows; odd ones end terminated."""
+    file = path.with_name(f"{path.name}.h5")
+    with RoboHiveWriter(file, float_dtype=None) as writer:
+        for k, length in enumerate(lengths):
+            trial = make_trial(length + 1, seed=seed + k, terminated=k % 2 == 1)
+            trial["env_infos"]["pixels"] = np.full((length + 1, 2, 3), k + 1, np.uint8)
+            trial["env_infos"]["nothing"] = np.zeros((length + 1, 0))
+            writer.add_trial(**trial)
+    return ensure_dataset(
+        path, get_sources=lambda: Sources.local([file]), layout=ROBOHIVE, **options
+    )
+
+
+def assert_same_transitions(split: Published, table: Published) -> None:
+    """Every entry: of its episode where the mask is set, zero elsewhere."""
+    lengths = table.episodes["length"].tolist()
+    episodes, width = len(lengths), max(lengths)
+    assert split.batch_size == (episodes, width)
+    assert split.columns.keys() == {*table.columns, ("mask",), ("traj_ids",)}
+    mask, ids = split.columns["mask",], split.columns["traj_ids",]
+    assert (mask.shape, mask.dtype) == ((episodes, width), torch.bool)
+    assert (ids.shape, ids.dtype) == ((episodes, width), torch.int64)
+    start = 0
+    for e, length in enumerate(lengths):
+        assert mask[e].tolist() == [True] * length + [False] * (width - length)
+        assert ids[e].tolist() == [e] * length + [0] * (width - length)
+        for key, column in table.columns.items():
+            ours = split.columns[key]
+            assert (ours.dtype, ours.shape[2:]) == (column.dtype, column.shape[1:])
+            assert torch.equal(ours[e, :length], column[start : start + length]), key
+            assert not ours[e, length:].any(), key
+        start += length
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 1000, 1 << 24])
+@pytest.mark.parametrize("lengths", [(4, 7, 1, 5), (3,), (1, 1), (2, 50)])
+def test_both_forms_hold_the_same_transitions(tmp_path, block_bytes, lengths):
+    table = flat(tmp_path / "data", *lengths)
+    options = ConvertOptions(block_bytes=block_bytes)
+    split = ensure_split(tmp_path / "data", tmp_path / "data_split", options=options)
+    assert_same_transitions(split, table)
+    verify_published(tmp_path / "data_split")
+    verify_published(tmp_path / "data")
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 600))
+def test_any_lengths_in_any_blocks(tmp_path, lengths, block_bytes):
+    table = flat(tmp_path / "data", *lengths, force=True)
+    options = ConvertOptions(block_bytes=block_bytes)
+    split = ensure_split(tmp_path / "data", tmp_path / "split", options=options)
+    assert_same_transitions(split, table)
+
+
+def test_result_is_readable_by_tensordict_with_its_batch_size(tmp_path):
+    flat(tmp_path / "data", 4, 2)
+    split = ensure_split(tmp_path / "data", tmp_path / "split")
+    loaded = TensorDict.load_memmap(tmp_path / "split")
+    data = split.tensordict()
+    assert loaded.batch_size == data.batch_size == (2, 4)
+    assert data["info"].batch_size == data["next", "info"].batch_size == (2, 4)
+    assert (loaded == data).all()
+    assert split.groups() == ["Trial0", "Trial1"]
+    assert split.episodes["length"].tolist() == [4, 2]
+    assert split.manifest.identity["form"] == "split trajectories"
+
+
+def test_flags_are_false_behind_the_end(tmp_path):
+    flat(tmp_path / "data", 3, 1)
+    split = ensure_split(tmp_path / "data", tmp_path / "split")
+    assert split.columns["next", "truncated"].squeeze(-1).tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert split.columns["next", "terminated"].squeeze(-1).tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert split.columns["next", "done"].squeeze(-1).tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
+@pytest.mark.pitfall("DS6")
+def test_split_of_an_older_version_is_made_again_and_a_current_one_kept(tmp_path):
+    flat(tmp_path / "data", 4, 2)
+    first = ensure_split(tmp_path / "data", tmp_path / "split")
+    made = first.manifest.made
+    # The same files again: another conversion, the same content, nothing to do.
+    flat(tmp_path / "data", 4, 2, force=True)
+    inode = (tmp_path / "split").stat().st_ino
+    assert ensure_split(tmp_path / "data", tmp_path / "split").manifest.made == made
+    assert (tmp_path / "split").stat().st_ino == inode
+    table = flat(tmp_path / "data", 4, 2, seed=5, force=True)
+    again = ensure_split(tmp_path / "data", tmp_path / "split")
+    assert_same_transitions(again, table)
+    # Who had mapped the stale one keeps it.
+    assert float(first.columns["next", "reward"][0, 0]) == 1.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".data.lock", ".split.lock", "data", "data.h5", "split",
+    ]  # fmt: skip
+
+
+def test_other_directories_are_not_overwritten(tmp_path):
+    flat(tmp_path / "data", 4)
+    flat(tmp_path / "other", 3)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RuntimeError, match="whose form is None, but 'split trajectories'"):
+        ensure_split(tmp_path / "data", tmp_path / "other")
+    with pytest.raises(RuntimeError, match="mine is not a complete data set"):
+        ensure_split(tmp_path / "data", tmp_path / "mine")
+    with pytest.raises(FileNotFoundError, match="absent"):
+        ensure_split(tmp_path / "absent", tmp_path / "split")
+    ensure_split(tmp_path / "data", tmp_path / "split")
+    with pytest.raises(ValueError, match="split already"):
+        ensure_split(tmp_path / "split", tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
+    assert open_published(tmp_path / "other").rows == 3
+
+
+def test_key_of_the_same_name_is_refused(tmp_path):
+    table = flat(tmp_path / "data", 4)
+    path = tmp_path / "data" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["arrays"].append({**manifest["arrays"][0], "key": ["mask"]})
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="has a key 'mask' of its own"):
+        ensure_split(table.path, tmp_path / "split")
+    assert not (tmp_path / "split").exists()
+
+
+def test_failure_leaves_nothing(tmp_path, monkeypatch):
+    flat(tmp_path / "data", 4, 3)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        with pytest.raises(OSError, match=r"bytes are needed for .*split"):
+            ensure_split(tmp_path / "data", tmp_path / "split")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".data.lock", ".split.lock", "data", "data.h5",
+    ]  # fmt: skip
+    assert ensure_split(tmp_path / "data", tmp_path / "split").rows == 2
+
+
+def test_edits_of_the_opened_flat_form_do_not_reach_the_split(tmp_path):
+    table = flat(tmp_path / "data", 4, 3)
+    table.columns["action",].zero_()
+    split = ensure_split(tmp_path / "data", tmp_path / "split")
+    assert_same_transitions(split, open_published(tmp_path / "data"))
+
+
+def test_flat_form_that_is_replaced_meanwhile_is_split_as_it_is_then(tmp_path, monkeypatch):
+    flat(tmp_path / "data", 4, 3)
+    real = split_module.target_lock
+
+    def replaced_before(path: Path) -> Any:
+        flat(tmp_path / "data", 2, 2, 6, seed=9, force=True)
+        return real(path)
+
+    monkeypatch.setattr(split_module, "target_lock", replaced_before)
+    split = ensure_split(tmp_path / "data", tmp_path / "split")
+    assert_same_transitions(split, open_published(tmp_path / "data"))
+
+
+PEAK = """
+import sys
+from replaykit.datasets import split as split_module
+from replaykit.datasets.convert import ConvertOptions
+from replaykit.datasets.split import ensure_split
+def peak():
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
+small, large = sys.argv[1:3]
+options = ConvertOptions(block_bytes=1 << 20)
+ensure_split(small, small + "_split", options=options)
+before = peak()
+ensure_split(large, large + "_split", options=options)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_the_data(tmp_path):
+    """64 MB of columns, one episode alone 24 MB; 8 MB of slack over blocks of 1 MiB."""
+    flat(tmp_path / "small", 3)
+    file = tmp_path / "large.h5"
+    with RoboHiveWriter(file) as writer:
+        for seed, records in enumerate([121, 20, 3]):
+            trial = make_trial(records, seed=seed, infos=False)
+            trial["env_infos"] = {"image": np.full((records, 200_000), seed, np.uint8)}
+            writer.add_trial(**trial)
+    ensure_dataset(tmp_path / "large", get_sources=lambda: Sources.local([file]), layout=ROBOHIVE)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 1024
+    split = open_published(tmp_path / "large_split")
+    assert split.columns["info", "image"].shape == (3, 120, 200_000)
+    assert split.columns["info", "image"][:, 1, 5].tolist() == [0, 1, 2]
+    assert split.columns["info", "image"][2, 2:].sum() == 0
