@@ -104,7 +104,7 @@ class Ours:
         return batch["index"], {key: batch[key] for key in make_leaves(1)}
 
     def sampler(self) -> Callable[[], Any]:
-        return self.buffer.sample  # type: ignore[no-any-return]
+        return self.buffer.sample
 
     def writer(self, count: int, leaves: Leaves) -> Callable[[], Any]:
         data = as_tensordict(leaves)

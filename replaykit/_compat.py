@@ -19,10 +19,12 @@ __all__ = [
     "LazyStackedTensorDict",
     "TensorDict",
     "TensorDictBase",
+    "clone",
     "dtype_by_name",
     "dtype_name",
     "is_non_tensor",
     "is_tensordict",
+    "lookup",
     "new_tensorclass",
     "new_tensordict",
     "tensorclass_parts",
@@ -63,6 +65,23 @@ def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
 
 def _has_non_tensor(tensordict: TensorDictBase) -> bool:
     return any(is_non_tensor(value) for value in tensordict.values())
+
+
+def clone(data: Any) -> Any:
+    """Returns a copy of a tensor, TensorDict or tensorclass."""
+    try:
+        return data.clone()
+    except NotImplementedError:
+        # tensordict copies by adding 0, which torch does not have for all dtypes.
+        return data.apply(torch.clone)
+
+
+def lookup(data: Any, key: tuple[str, ...]) -> Any:
+    """Returns the value of a nested key; None where there is none, also below a tensor."""
+    for part in key:
+        known = is_tensordict(data) or is_tensorclass(data)
+        data = data.get(part, None) if known else None
+    return data
 
 
 def new_tensorclass(cls: type, tensordict: TensorDictBase, constants: Mapping[str, Any]) -> Any:

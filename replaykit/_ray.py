@@ -26,4 +26,4 @@ def actor_class(cls: type, remote_config: dict[str, Any] | None = None) -> Any:
             f"remote buffers need ray ({error}); install it with: pip install 'replaykit[ray]'"
         ) from None
     config = DEFAULT_REMOTE_CLASS_CONFIG if remote_config is None else remote_config
-    return ray.remote(**config)(cls)
+    return ray.remote(**config)(cls) if config else ray.remote(cls)

@@ -10,12 +10,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.errors import SchemaError
-from replaykit.structure import Branch, Leaf, Node, Path, Rules, flatten, from_json, leaf_paths
+from replaykit.structure import (
+    Branch,
+    Leaf,
+    Node,
+    Path,
+    Rules,
+    flatten,
+    from_json,
+    from_numpy,
+    leaf_paths,
+)
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
 
 __all__ = ["Rows", "Schema", "take_apart"]
@@ -71,7 +82,7 @@ class Schema:
         if expected_kind != got_kind:
             raise SchemaError(f"expected {expected_kind} records, got {got_kind}")
         problems = [] if got == self.leaves else self._differences(got)
-        problems += _constant_differences(self.root, root, ())
+        problems += _container_differences(self.root, root, ())
         if problems:
             raise SchemaError("; ".join(problems))
 
@@ -110,11 +121,14 @@ def _kind(node: Node) -> str:
     return node.cls.__qualname__
 
 
-def _constant_differences(expected: Node, got: Node, path: Path) -> list[str]:
+def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
+    """What differs apart from the leaves: kinds of containers, fields that are no tensors."""
     if not (isinstance(expected, Branch) and isinstance(got, Branch)):
         return []
+    if _kind(expected) != _kind(got):
+        return [f"key {_at(path)}: expected a {_kind(expected)}, got a {_kind(got)}"]
     problems = []
-    if expected.kind == got.kind == "tensorclass":
+    if expected.kind == "tensorclass":
         for name in sorted(expected.constants.keys() | got.constants.keys()):
             want, have = expected.constants.get(name), got.constants.get(name)
             if type(want) is not type(have) or want != have:
@@ -125,7 +139,7 @@ def _constant_differences(expected: Node, got: Node, path: Path) -> list[str]:
     others = dict(got.children)
     for part, child in expected.children:
         if part in others:
-            problems += _constant_differences(child, others[part], (*path, part))
+            problems += _container_differences(child, others[part], (*path, part))
     return problems
 
 
@@ -158,7 +172,7 @@ def take_apart(
             that differ in layout.
     """
     drop = frozenset(path for path in optional if schema is not None and path not in schema.leaves)
-    if isinstance(data, list) and not single:
+    if isinstance(data, list) and not single and ndim:
         return _stack(
             [
                 take_apart(
@@ -175,13 +189,22 @@ def take_apart(
         rules = Rules(drop | _RESERVED_PATHS, FLAG_KEYS, data.batch_dims)
     root, leaves = flatten(data, ndim - single, rules)
     if not leaves:
+        if is_tensordict(data) and not single and not data.batch_size[:ndim].numel():
+            return Rows(root, {}, torch.Size([0, *data.batch_size[1:ndim]]))
         raise SchemaError(f"expected at least one tensor, got an empty {type(data).__name__}")
     if single:
         leaves = {path: leaf.unsqueeze(0) for path, leaf in leaves.items()}
-    return Rows(root, leaves, _common_batch(leaves, ndim))
+    batch = _common_batch(leaves, ndim)
+    if ndim > 1 and batch[0] and not batch.numel():
+        # Time steps without a lane are no rows.
+        batch = torch.Size([0, *batch[1:]])
+        leaves = {path: leaf[:0] for path, leaf in leaves.items()}
+    return Rows(root, leaves, batch)
 
 
 def _exchange(data: Any, time_dim: int, single: bool) -> Any:
+    if isinstance(data, np.ndarray):
+        data = from_numpy(data)
     if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
         if single:
             data = data.unsqueeze(time_dim)

@@ -39,6 +39,7 @@ __all__ = [
     "build",
     "flatten",
     "from_json",
+    "from_numpy",
     "leaf_paths",
     "map_leaves",
 ]
@@ -138,17 +139,18 @@ def _flatten(
     data: Any, ndim: int, path: Path, leaves: dict[Path, torch.Tensor], rules: Rules
 ) -> Node:
     if isinstance(data, np.ndarray):
-        data = _from_numpy(data, path)
+        data = from_numpy(data, path)
     if isinstance(data, torch.Tensor):
+        if data.layout is not torch.strided or data.is_quantized or data.is_nested or data.is_meta:
+            kind = "a nested tensor" if data.is_nested else f"layout {data.layout}"
+            raise TypeError(
+                f"key {_at(path)}: expected a dense tensor with values, got {kind}, "
+                f"dtype {data.dtype}, device {data.device}"
+            )
         if data.ndim < ndim:
             raise SchemaError(
                 f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
                 f"got shape {list(data.shape)}"
-            )
-        if data.layout is not torch.strided or data.is_quantized:
-            raise TypeError(
-                f"key {_at(path)}: expected a dense tensor, got layout {data.layout}, "
-                f"dtype {data.dtype}"
             )
         # A lazy conjugate or negative has other bytes than it has values.
         leaf = data.detach().resolve_conj().resolve_neg()
@@ -233,10 +235,16 @@ def _check_lazy_stack(data: LazyStackedTensorDict, path: Path) -> None:
             )
 
 
-def _from_numpy(data: np.ndarray, path: Path) -> torch.Tensor:
+def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
+    """Returns a tensor over the array, or over a copy where torch cannot look at it.
+
+    Raises:
+        TypeError: the array does not hold numbers that torch has.
+    """
+    plain = data.flags.writeable and all(stride >= 0 for stride in data.strides)
     try:
-        return torch.from_numpy(data if data.flags.writeable else data.copy())
-    except TypeError:
+        return torch.from_numpy(data if plain else data.copy())
+    except (TypeError, ValueError):
         raise TypeError(
             f"key {_at(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
         ) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -47,16 +48,41 @@ class Components(BufferCore):
             (0, 2)
         """
         _check_type("storage", storage, Storage)
-        with self._locked() as previous, storage.lock:
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
+        with self._both_locked(storage) as previous:
+            dim_extend, sampler = self._time_dim(storage), self._sampler
             self._writer.register_storage(storage)
+            before = sampler.state_dict()
+            try:
+                sampler.empty()
+                sampler.attach(storage)
+            except BaseException:
+                self._writer.register_storage(previous)
+                sampler.attach(previous)
+                sampler.load_state_dict(before)
+                raise
             self._take_prepared()
             previous.detach(cast(Any, self))
-            self._storage = storage
-            self._collate_fn = collate_fn
+            self._storage, self._collate_fn = storage, collate_fn
+            self._dim_extend = self._writer.time_dim = dim_extend
             storage.attach(cast(Any, self))
-            self._sampler.empty()
-            self._sampler.attach(storage)
         return previous
+
+    @contextlib.contextmanager
+    def _both_locked(self, other: Storage) -> Iterator[Storage]:
+        """Holds the locks of the buffer's storage and of another; gives the buffer's.
+
+        Always in the same order: two buffers may exchange their storages at the same time.
+        """
+        self._ready()
+        while True:
+            storage = self._storage
+            first, second = sorted((storage, other), key=id)
+            with first.lock, second.lock:
+                if storage is self._storage:
+                    yield storage
+                    return
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Takes another sampler, which sees the stored rows at once; returns the previous one.
@@ -74,10 +100,11 @@ class Components(BufferCore):
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
-            self._take_prepared()
-            previous, self._sampler = self._sampler, sampler
-            sampler.generator = self._generator
             sampler.attach(storage)
+            sampler.generator = self._generator
+            previous = self._sampler
+            previous.put_back(self._take_prepared_anchors(), storage)
+            self._sampler = sampler
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -97,7 +124,7 @@ class Components(BufferCore):
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
             previous, self._writer = self._writer, writer
-            self._sampler.put_back(self._take_prepared_index(), storage)
+            self._sampler.put_back(self._take_prepared_anchors(), storage)
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -105,7 +132,7 @@ class Components(BufferCore):
         if generator is not None:
             _check_type("generator", generator, torch.Generator)
         with self._locked() as storage:
-            self._sampler.put_back(self._take_prepared_index(), storage)
+            self._sampler.put_back(self._take_prepared_anchors(), storage)
             self._generator = generator
             self._sampler.generator = generator
 
@@ -127,8 +154,7 @@ class Components(BufferCore):
             >>> rb[:]
             tensor([1., 1.])
         """
-        self._ready()
-        return self.insert_transform(len(self._chain), transform, invert=invert)
+        return self._insert(None, transform, invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Any:
         """Adds a transform before position ``index`` of the chain; returns the buffer.
@@ -139,16 +165,19 @@ class Components(BufferCore):
             RuntimeError: neither callable nor an object with ``forward`` or ``inv``.
             IndexError: no such position.
         """
+        return self._insert(index, transform, invert)
+
+    def _insert(self, index: int | None, transform: Any, invert: bool) -> Any:
         with self._locked():
             chain = self._chain.copy()
-            chain.insert(index, transform, invert=invert)
+            chain.insert(len(chain) if index is None else index, transform, invert=invert)
             self._chain = chain
             # The rows are read again: the old chain may have edited what was read.
             self._pending.extend(self._take_prepared())
         return self
 
-    def _take_prepared_index(self) -> list[torch.Tensor]:
-        return [drawn.index for drawn in self._take_prepared()]
+    def _take_prepared_anchors(self) -> list[torch.Tensor]:
+        return [drawn.anchors for drawn in self._take_prepared()]
 
 
 def _check_type(name: str, given: object, kind: type) -> None:

@@ -13,7 +13,7 @@ from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.columns import carried
 from replaykit.structure import Path, flatten
-from replaykit.ted import format_key, unravel
+from replaykit.ted import FLAG_KEYS, format_key, unravel
 from replaykit.writers import Writer
 
 __all__ = ["Conditional", "ConditionalUpdateResult"]
@@ -105,26 +105,22 @@ class Conditional(BufferCore):
         """
         if (version_key is None) != (version is None):
             raise ValueError("expected version_key and version together, got one of them")
-        count = len(index)
-        if generation.shape != (count,):
-            raise ValueError(f"expected {count} generations, got {list(generation.shape)}")
         with self._locked() as storage:
             columns = _patchable(storage, self._writer)
+            handles, generation = _checked_handles(storage, index, generation)
+            count = len(handles)
             values = _checked_patch(columns, patch, count)
-            index = index.to(torch.int64).cpu()
-            slots = index[:, 0] if storage.ndim > 1 else index
-            current = storage.ledger.generations(slots.clamp(min=0))
-            live = (slots >= 0) & (generation.cpu() >= 0) & (current == generation.cpu())
-            handles = index if storage.ndim > 1 else index[:, None]
+            live = ((handles >= 0) & (handles < torch.tensor(columns.shape))).all(-1)
+            slots = torch.where(live, handles[:, 0], 0)
+            live &= (generation >= 0) & (storage.ledger.generations(slots) == generation)
             rejected = None
             if version_key is not None:
                 path, versions = _checked_version(columns, version_key, version, count, values)
                 accepted = _newer(columns, path, handles, live, versions, require_newer)
                 accepted &= _best(handles, versions, accepted)
                 rejected, live = live & ~accepted, accepted
-                column = columns.column(path)
-                shape = (count, *column.shape[storage.ndim :])
-                values[path] = versions.to(column.dtype).view(shape)
+                shape = (count, *columns.column(path).shape[storage.ndim :])
+                values[path] = versions.view(shape)
             winners = _best(handles, torch.arange(count), live)
             for path, value in values.items():
                 column = columns.column(path)
@@ -143,6 +139,23 @@ def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
     return storage
 
 
+def _checked_handles(
+    storage: Storage, index: Any, generation: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the coordinates of the records ``[K, ndim]`` and their generations ``[K]``."""
+    index, generation = (torch.as_tensor(item).cpu() for item in (index, generation))
+    for name, item in (("index", index), ("generation", generation)):
+        if item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
+            raise ValueError(f"expected {name} as integers, got {dtype_name(item.dtype)}")
+    wanted = "[K]" if storage.ndim == 1 else f"[K, {storage.ndim}]"
+    if index.ndim != min(storage.ndim, 2) or (storage.ndim > 1 and index.shape[1] != storage.ndim):
+        raise ValueError(f"expected an index of shape {wanted}, got {list(index.shape)}")
+    if generation.shape != index.shape[:1]:
+        raise ValueError(f"expected {len(index)} generations, got {list(generation.shape)}")
+    index = index.to(torch.int64)
+    return (index if storage.ndim > 1 else index[:, None]), generation.to(torch.int64)
+
+
 def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path, torch.Tensor]:
     values: dict[Path, torch.Tensor] = {}
     for key, item in patch.items():
@@ -151,6 +164,8 @@ def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path,
     for path, value in values.items():
         column = storage.column(path)
         shape = [count, *column.shape[storage.ndim :]]
+        if path in FLAG_KEYS and [*value.shape, 1] == shape:
+            values[path] = value = value.unsqueeze(-1)
         if value.dtype != column.dtype or list(value.shape) != shape:
             raise SchemaError(
                 f"key {format_key(path)}: expected {dtype_name(column.dtype)} {shape}, "
@@ -167,12 +182,19 @@ def _checked_version(
     path = unravel(key)
     if path in values:
         raise ValueError(f"expected the version key {format_key(path)} not to be in the patch")
-    if storage.column(path).shape[storage.ndim :].numel() != 1:
+    column = storage.column(path)
+    if column.shape[storage.ndim :].numel() != 1:
         raise ValueError(f"expected one version per record under {format_key(path)}")
-    versions = torch.as_tensor(version).cpu()
-    if versions.numel() == 1:
-        return path, versions.reshape(1).expand(count).clone()
-    if versions.numel() != count or versions.shape[0] != count:
+    given = torch.as_tensor(version).cpu()
+    versions = given.to(column.dtype)
+    if not bool((versions.to(given.dtype) == given).all()):
+        raise ValueError(
+            f"expected versions that {dtype_name(column.dtype)} can hold under "
+            f"{format_key(path)}, got {given.tolist()}"
+        )
+    if versions.ndim == 0:
+        return path, versions.expand(count).clone()
+    if versions.shape[0] != count or versions.numel() != count:
         raise ValueError(f"expected 1 or {count} versions, got shape {list(versions.shape)}")
     return path, versions.reshape(count)
 

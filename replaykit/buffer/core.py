@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -71,6 +72,7 @@ class BufferCore:
         if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
             raise ValueError(f"expected dim_extend as an int of at least 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
+        self._follows_storage = dim_extend is None
         self._sample_unit = Transition() if sample_unit is None else sample_unit
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
@@ -79,9 +81,10 @@ class BufferCore:
         self._prefetch_depth = depth
         self._prefetcher: Prefetcher | None = None
         self._pending: deque[Drawn] = deque()
-        self._iterator: Iterator[Any] | None = None
+        self._pass_ended = False
         self._closed = False
         self._initialized = False
+        self._making = threading.RLock()
         self._makers = (storage, sampler, writer, transform, transform_factory)
         if delayed_init is None:
             delayed_init = transform_factory is not None
@@ -91,31 +94,44 @@ class BufferCore:
     def _initialize(self) -> None:
         """Makes the components; if one cannot be made, none is kept and it may be tried again."""
         storage_maker, sampler_maker, writer_maker, transform, transform_factory = self._makers
-        storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
+        chain = _chain(transform if transform_factory is None else transform_factory())
         sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
         writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
-        chain = _chain(transform if transform_factory is None else transform_factory())
         if not isinstance(getattr(sampler, "drop_last", False), bool) or (
             getattr(sampler, "drop_last", False) and self._batch_size is None
         ):
             raise ValueError("a sampler with drop_last=True needs the buffer to have a batch_size")
+        # Last, since making a storage may be long work: all else has been checked by then.
+        storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
+        dim_extend = self._time_dim(storage)
         writer.register_storage(storage)
-        if self._dim_extend is None:
-            self._dim_extend = storage.ndim - 1
-        writer.time_dim = self._dim_extend
         sampler.generator = self._generator
+        sampler.attach(storage)
+        self._dim_extend = writer.time_dim = dim_extend
         self._storage, self._sampler, self._writer = storage, sampler, writer
         self._chain = chain
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         storage.attach(cast(Any, self))
-        sampler.attach(storage)
-        self._initialized = True
         self._makers = (None, None, None, None, None)
+        self._initialized = True
 
     def _ready(self) -> None:
         if not self._initialized:
-            self._initialize()
+            with self._making:
+                if not self._initialized:
+                    self._initialize()
+
+    def _time_dim(self, storage: Storage) -> int:
+        """Dimension of written data that is time: what was asked for, else the storage's last."""
+        if self._dim_extend is None or self._follows_storage:
+            return storage.ndim - 1
+        if storage.ndim > 1 and self._dim_extend >= storage.ndim:
+            raise ValueError(
+                f"expected dim_extend below the {storage.ndim} dimensions of the storage's rows, "
+                f"got {self._dim_extend}"
+            )
+        return self._dim_extend
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Storage]:
@@ -230,9 +246,9 @@ class BufferCore:
     def _take_prepared(self) -> list[Drawn]:
         """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
         drawn = [] if self._prefetcher is None else self._prefetcher.clear()
-        drawn = [*self._pending, *drawn]
+        # The queue is fed from what was kept, so what is left of that comes after it.
+        drawn = [*drawn, *self._pending]
         self._pending.clear()
-        self._iterator = None
         return drawn
 
 

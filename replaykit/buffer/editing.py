@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import is_tensorclass
 
@@ -12,7 +13,7 @@ from replaykit._compat import is_tensordict
 from replaykit.buffer.core import BufferCore
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import flatten
-from replaykit.ted import RESERVED_KEYS, unravel
+from replaykit.ted import RESERVED_KEYS, format_key, unravel
 
 __all__ = ["Editing"]
 
@@ -45,21 +46,20 @@ class Editing(BufferCore):
                 rows = self._columns().view_at(index, time_dim=self.dim_extend)
             else:
                 rows = storage.get(index)
-        single = isinstance(index, int) and storage.ndim == 1
-        if not single:
+            single = storage.ndim == 1 and _is_single(index)
             collate = storage.collate if self._collate_fn is None else self._collate_fn
+        if not single:
             rows = collate(rows)
         return self._chain.forward(_own(rows)) if len(self._chain) else rows
 
     @staticmethod
     def _column(rows: Any, key: Any) -> Any:
-        value = rows.get(unravel(key), None) if is_tensordict(rows) else None
-        if value is None and isinstance(rows, dict):
-            value = rows
-            for part in unravel(key):
-                value = value.get(part) if isinstance(value, dict) else None
+        value = rows
+        for part in unravel(key):
+            known = is_tensordict(value) or is_tensorclass(value) or isinstance(value, dict)
+            value = value.get(part, None) if known else None
         if value is None:
-            raise KeyError(f"no key {key!r}")
+            raise KeyError(f"no key {format_key(unravel(key))}")
         return value
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -116,14 +116,18 @@ class Editing(BufferCore):
             tensor([7, 8, 2])
         """
         if end is None:
-            end = data.shape[0] if hasattr(data, "shape") else len(data)
+            end = _count(data)
+        if len(self.transform):
+            data = self._chain.inv(data)
+            if data is None:
+                return
         with self._locked() as storage:
             stored = len(storage)
             if storage.ndim > 1:
                 stored = self._columns().visible_shape(self.dim_extend)[0]
-            if end > stored:
+            if not 0 <= end <= stored:
                 raise IndexError(f"expected at most the {stored} stored rows, got {end}")
-            self[:end] = data
+            storage.edit(slice(0, end), data, time_dim=self._layout(storage))
 
     def set_(self, key: Any, value: torch.Tensor) -> Any:
         """Replaces a whole column; returns the buffer. Transforms do not apply.
@@ -176,7 +180,8 @@ class Editing(BufferCore):
         Args:
             input_dict_or_td: nested mapping or TensorDict of columns ``[N, *F]``.
             clone: copy the values first; needed where they are views of the buffer's own columns.
-            keys_to_update: only these; those that the input does not have are ignored.
+            keys_to_update: only these, with all that is nested below them; those that the input
+                does not have are ignored.
 
         Raises:
             KeyError, SchemaError: as ``set_``; nothing has changed.
@@ -191,12 +196,12 @@ class Editing(BufferCore):
             >>> rb["a"], rb["b"]
             (tensor([1.]), tensor([0.]))
         """
-        _, values = flatten(input_dict_or_td, 0)
-        chosen = None if keys_to_update is None else {unravel(key) for key in keys_to_update}
+        _, leaves = flatten(input_dict_or_td, 0)
+        chosen = [()] if keys_to_update is None else [unravel(key) for key in keys_to_update]
         values = {
             path: value.clone() if clone else value
-            for path, value in values.items()
-            if path[0] not in RESERVED_KEYS and (chosen is None or path in chosen)
+            for path, value in ((unravel(path), value) for path, value in leaves.items())
+            if path[0] not in RESERVED_KEYS and any(path[: len(key)] == key for key in chosen)
         }
         with self._locked() as storage:
             self._columns().edit_columns(values, time_dim=self._layout(storage))
@@ -219,6 +224,20 @@ def _is_key(index: Any) -> bool:
     if isinstance(index, tuple):
         return bool(index) and all(_is_key(part) for part in index)
     return isinstance(index, str)
+
+
+def _is_single(index: Any) -> bool:
+    """Whether an index stands for one row rather than a batch."""
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return index.ndim == 0
+    return isinstance(index, (int, np.integer))
+
+
+def _count(data: Any) -> int:
+    """Number of rows of data: of its first tensor, if it is a mapping of them."""
+    while isinstance(data, (dict, tuple)) and len(data):
+        data = next(iter(data.values())) if isinstance(data, dict) else data[0]
+    return data.shape[0] if hasattr(data, "shape") else len(data)
 
 
 def _own(rows: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,21 +17,35 @@ __all__ = ["Drawn", "Prefetcher"]
 
 @dataclass
 class Drawn:
-    """A draw: the index, what is known of it, whether it ended a pass, and the rows read."""
+    """A draw: the index, what is known of it, whether it ended a pass, and the rows read.
+
+    ``anchors`` is the index as the sampler gave it, before the sample unit. ``collate`` and
+    ``stack_dim`` belong to the storage that the rows were read from.
+    """
 
     index: torch.Tensor
-    info: dict[str, Any]
+    info: dict[Any, Any]
     ran_out: bool
+    anchors: torch.Tensor
     rows: Any = None
+    collate: Callable[[Any], Any] | None = None
+    stack_dim: int = 0
 
 
 @dataclass
 class _Entry:
-    """A batch under way. ``drawn`` is set with the storage's lock held."""
+    """A batch under way. ``drawn`` and ``written`` are set with the storage's lock held.
+
+    ``written``: how far the storage was written when the draw was tried.
+    ``void``: not drawn, because a draw before it had ended a pass; ``release`` is then the number
+    of the release that it waits for.
+    """
 
     era: int
     claimed: bool = False
     void: bool = False
+    release: int = 0
+    written: int = 0
     drawn: Drawn | None = None
     future: Future[Any] = field(default_factory=Future)
 
@@ -39,6 +54,8 @@ class _Source(Protocol):
     def _draw_ahead(self, entry: Any) -> Drawn | None: ...
 
     def _finish(self, drawn: Drawn) -> Any: ...
+
+    def _written(self) -> int: ...
 
 
 class Prefetcher:
@@ -60,6 +77,7 @@ class Prefetcher:
         self._tickets = 0
         self._turn = 0
         self._halted = False
+        self._releases = 0
         self._closed = False
         self._pool = ThreadPoolExecutor(depth, thread_name_prefix="replaykit-prefetch")
 
@@ -81,24 +99,43 @@ class Prefetcher:
                 self._top_up(self.depth)
             try:
                 result = entry.future.result()
-            except BaseException:
+            except BaseException as error:
                 self._release(entry.drawn is None or entry.drawn.ran_out)
+                if isinstance(error, Exception) and self._outdated(entry):
+                    continue
                 raise
             if not entry.void:
                 assert entry.drawn is not None
                 self._release(entry.drawn.ran_out)
                 return entry.drawn, result
-            with self._changed:
-                # Another thread is about to deliver the batch that ended the pass.
-                self._changed.wait_for(lambda: not self._halted or self._closed)
+            self._await_release(entry.release)
+
+    def _outdated(self, entry: _Entry) -> bool:
+        """Whether a draw failed ahead of time, and rows have been written since."""
+        source = self._source()
+        return entry.drawn is None and source is not None and source._written() != entry.written
+
+    def _await_release(self, number: int) -> None:
+        """Waits until another thread has delivered the batch that ended a pass.
+
+        Later passes may have ended by the time this thread is awake: it waits for one only.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._releases >= number or self._closed)
 
     def _release(self, ended: bool) -> None:
         if ended:
             with self._changed:
-                self._halted = False
+                self._go_on()
                 while self._entries and self._entries[0].void:
                     self._entries.popleft()
-                self._changed.notify_all()
+                if not self._closed:
+                    self._top_up(self.depth)
+
+    def _go_on(self) -> None:
+        self._halted = False
+        self._releases += 1
+        self._changed.notify_all()
 
     def _top_up(self, depth: int) -> None:
         if self._closed:
@@ -112,7 +149,7 @@ class Prefetcher:
     def _draw(self, entry: _Entry, ticket: int) -> Drawn | None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == ticket)
-            entry.void = self._halted
+            entry.void, entry.release = self._halted, self._releases + 1
         try:
             source = self._source()
             if entry.void or source is None:
@@ -126,7 +163,8 @@ class Prefetcher:
             raise
         finally:
             with self._changed:
-                if not entry.void:
+                # A batch that was given up meanwhile is never delivered, so never released.
+                if not entry.void and (entry.claimed or entry.era == self._era):
                     self._halted = self._halted or ended
                 self._turn += 1
                 self._changed.notify_all()
@@ -150,8 +188,7 @@ class Prefetcher:
             undelivered = [entry.drawn for entry in self._entries if entry.drawn is not None]
             self._entries.clear()
             self._era += 1
-            self._halted = False
-            self._changed.notify_all()
+            self._go_on()
         return undelivered
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.core import BufferCore
@@ -61,7 +62,10 @@ class Priorities(BufferCore):
             )
             return
         values = torch.as_tensor(priority)
-        if self._storage.ndim > 1 and values.ndim > 1:
+        if values.ndim > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
+            values = values.reshape(-1)
+        elif self._storage.ndim > 1 and values.ndim == self._storage.ndim:
+            # Laid out like written data; the index that `extend` gave for it has time first.
             values = values.transpose(0, self.dim_extend).reshape(-1)
         with self._locked() as storage:
             self._sampler.update_priority(index, values, storage=storage, generation=generation)
@@ -89,38 +93,72 @@ class Priorities(BufferCore):
         for key, found in ((self._priority_key, value), (("index",), index)):
             if found is None:
                 raise KeyError(f"expected {format_key(key)} in the data; got none")
-        rows = index.shape[0]
+        if data.batch_dims == 0:
+            data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
         with self._locked() as storage:
-            sampler.update_priority(
-                index.reshape(rows, -1, *index.shape[data.batch_dims :])[:, 0],
-                reduced_priority(value, rows, sampler, self._priority_key),
-                storage=storage,
-                generation=data.get("index_generation", None),
+            # Rows that are trajectories repeat what is known of them over their own dimensions.
+            dim = storage.stack_dim if self._collate_fn is None else 0
+            dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
+            index, generation = (
+                _per_row(item, dim, data.batch_dims)
+                for item in (index, data.get("index_generation", None))
             )
+            value = reduced_priority(
+                value.movedim(dim, 0), index.shape[0], sampler, self._priority_key
+            )
+            sampler.update_priority(index, value, storage=storage, generation=generation)
+
+
+def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:
+    """One entry a row, of what is the same all over the other batch dimensions."""
+    if value is None or batch_dims == 1:
+        return value
+    value = value.movedim(dim, 0)
+    return value.flatten(1, batch_dims - 1)[:, 0]
 
 
 def written_priorities(
-    data: Any, key: Key, sampler: Sampler, rows: int, single: bool, time_dim: int
+    data: Any,
+    key: Key,
+    sampler: Sampler,
+    rows: int,
+    *,
+    single: bool,
+    time_dim: int,
+    ndim: int,
 ) -> torch.Tensor | None:
     """Returns the priorities that written data carries, one per element; None if it has none.
+
+    Args:
+        rows: number of rows (time slots, where there are lanes).
+        single, time_dim: as in ``schema.take_apart``.
+        ndim: batch dimensions of the storage; each of their cells has a priority of its own.
 
     Raises:
         ValueError: not one per row, or one that is NaN, negative or infinite.
     """
-    if isinstance(data, list) and data and all(is_tensordict(row) for row in data):
-        found = [row.get(key, None) for row in data]
-        if any(value is None for value in found):
+    batches = data if isinstance(data, (list, tuple)) and not single else [data]
+    values = []
+    for batch in batches:
+        found = _found(batch, key)
+        if found is None:
             return None
-        return reduced_priority(torch.stack(found), rows, sampler, key)
-    value = data.get(key, None) if is_tensordict(data) else None
-    if not isinstance(value, torch.Tensor):
+        alone = single or batches is data
+        value = (found.unsqueeze(time_dim) if alone else found).transpose(0, time_dim)
+        if value.ndim < ndim or (batches is not data and value.shape[0] != rows):
+            raise ValueError(
+                f"expected {rows} priorities under {format_key(key)}, got shape {list(found.shape)}"
+            )
+        cells = value.shape[:ndim].numel()
+        values.append(reduced_priority(value.flatten(0, ndim - 1), cells, sampler, key))
+    return torch.cat(values) if values else None
+
+
+def _found(data: Any, key: Key) -> torch.Tensor | None:
+    if not (is_tensordict(data) or is_tensorclass(data)):
         return None
-    if single:
-        value = value.unsqueeze(time_dim)
-    lanes = data.batch_size.numel() // max(1, 1 if single else rows) if time_dim else 1
-    if time_dim:
-        value = value.transpose(0, time_dim).flatten(0, time_dim)
-    return reduced_priority(value, rows * lanes, sampler, key)
+    value = data.get(key, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key) -> torch.Tensor:
@@ -129,7 +167,7 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
     Raises:
         ValueError: not one per row, or one that is NaN, negative or infinite.
     """
-    if value.ndim == 0 or value.shape[0] != rows:
+    if value.ndim == 0 or value.shape[0] != rows or (rows and not value.numel()):
         raise ValueError(
             f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing.context
 import os
+import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, cast
 
 from replaykit.buffer.core import BufferCore
@@ -20,6 +23,7 @@ from replaykit.buffer.state import (
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.base import Hook
+from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.content import Content
 from replaykit.storages.saved import content_after_load, content_to_save
 
@@ -107,7 +111,7 @@ class Saving(BufferCore):
         self._ready()
         with Checkpoint(path) as saved:
             saved.verify()
-            head = saved.part("storage", in_rows=True)
+            head = saved.part("storage", mapped=["groups"])
             with self._locked() as storage:
                 try:
                     content = Content.from_state(head)
@@ -182,7 +186,7 @@ class Saving(BufferCore):
                 "_storage": storage.state_dict(),
                 "_sampler": self._sampler.state_dict(),
                 "_writer": self._writer.state_dict(),
-                "_transforms": self._chain.state_dict(),
+                "_transforms": copy.deepcopy(self._chain.state_dict()),
                 "_batch_size": self._batch_size,
                 "_consume_after_n_samples": None,
                 "_rng": generator_state(self._generator),
@@ -199,12 +203,14 @@ class Saving(BufferCore):
         missing = [name for name in names if name not in state_dict]
         if missing:
             raise ValueError(f"expected the entries {list(names)}, missing {missing}")
+        rows = state_dict["_storage"]
+        if not isinstance(rows, Mapping):
+            raise ValueError(f"expected the state of a storage, got {type(rows).__name__}")
         with self._locked() as storage:
-            rows = state_dict["_storage"]
             apply_state(
                 self,
                 BufferState(
-                    storage.content_of(rows),
+                    storage.content_of(dict(rows)),
                     rows,
                     state_dict["_writer"],
                     state_dict["_sampler"],
@@ -218,7 +224,8 @@ class Saving(BufferCore):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._initialized:
-            return {**self.__dict__, "_generator": generator_state(self._generator)}
+            generator = by_value(generator_state(self._generator))
+            return {**self.__dict__, "_generator": generator, "_making": None}
         if multiprocessing.context.get_spawning_popen() is not None and (
             self._writer.kind != "immutable"
         ):
@@ -227,22 +234,25 @@ class Saving(BufferCore):
                 "process would have a copy of its own, and rows would be lost; save it with "
                 "dumps() and load it there, or hand over a read-only data set"
             )
-        with self._locked():
+        with self._locked() as storage:
             state = dict(self.__dict__)
-            state["_prefetcher"] = state["_iterator"] = None
-            state["_generator"] = generator_state(self._generator)
-            state["_pending"] = prepared_state(self)
+            state["_prefetcher"] = state["_making"] = None
+            # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
+            # that are taken along is taken now.
+            state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
+            state["_generator"] = by_value(generator_state(self._generator))
+            state["_pending"] = by_value(prepared_state(self))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._generator = saved_generator(state["_generator"])
+        self._making = threading.RLock()
+        self._generator = saved_generator(from_value(state["_generator"]))
         if not self._initialized:
             return
-        self._pending = deque(checked_prepared(state["_pending"]))
+        self._pending = deque(checked_prepared(from_value(state["_pending"])))
         self._sampler.generator = self._generator
         self._writer.register_storage(self._storage)
         self._storage.attach(cast(Any, self))
-        self._sampler.attach(self._storage)
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -56,8 +57,13 @@ def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
     """Returns the draws made ahead and not delivered, without their rows. The lock is held."""
     ahead = [] if buffer._prefetcher is None else buffer._prefetcher.pending()
     return [
-        {"index": drawn.index.clone(), "info": copy.deepcopy(drawn.info), "ran_out": drawn.ran_out}
-        for drawn in (*buffer._pending, *ahead)
+        {
+            "index": drawn.index.clone(),
+            "anchors": drawn.anchors.clone(),
+            "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
+            "ran_out": drawn.ran_out,
+        }
+        for drawn in (*ahead, *buffer._pending)
     ]
 
 
@@ -74,31 +80,35 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
     target, rows = _place(buffer, state)
+    _check_rows(prepared, state)
 
     chain_before = copy.deepcopy(buffer._chain.state_dict())
-    sampler_before = sampler.state_dict()
+    sampler_before = copy.deepcopy(sampler.state_dict())
     try:
-        buffer._chain.load_state_dict(state.transforms)
+        # User code first; then the storage, which takes memory before it changes anything.
+        buffer._chain.load_state_dict(copy.deepcopy(state.transforms))
         sampler.load_state_dict(state.sampler)
+        if state.content is None:
+            storage.load_state_dict(dict(state.storage or {}))
+        else:
+            storage.load_content(state.content, target, rows)
     except BaseException:
-        buffer._chain.load_state_dict(chain_before)
-        sampler.load_state_dict(sampler_before)
+        with contextlib.suppress(Exception):
+            buffer._chain.load_state_dict(chain_before)
+        with contextlib.suppress(Exception):
+            sampler.load_state_dict(sampler_before)
         raise
     buffer._take_prepared()
-    if state.content is None:
-        storage.load_state_dict(dict(state.storage or {}))
-    else:
-        storage.load_content(state.content, target, rows)
+    buffer._pass_ended = False
     writer.restore(state.writer, rows)
-    sampler.attach(storage)
     _take_generator(buffer, generator)
     # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
     # have another size now, they go back to the sampler, so that a pass still sees each row once.
-    sizes = {len(drawn.index) for drawn in prepared if not drawn.ran_out}
+    sizes = {len(drawn.anchors) for drawn in prepared if not drawn.ran_out}
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
         buffer._pending = deque(prepared)
     else:
-        sampler.put_back([drawn.index for drawn in prepared], storage)
+        sampler.put_back([drawn.anchors for drawn in prepared], storage)
     if rows is not None:
         sampler.moved(rows, storage)
 
@@ -122,7 +132,7 @@ def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | 
     if slots == ledger["slots"]:
         return target, None
     rows = buffer._writer.survivors(slots, state.writer)
-    warn_left_out(state.content.rows - len(rows))
+    warn_left_out(state.content.rows - len(rows), stacklevel=5)
     return target, rows
 
 
@@ -150,16 +160,43 @@ def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
         buffer._generator = buffer._sampler.generator = saved
 
 
+def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
+    """Raises ValueError where a draw made ahead is not one of the saved rows."""
+    if state.content is None:
+        return
+    shape = torch.tensor([state.content.rows, *state.content.lanes])
+    for drawn in prepared:
+        for index in (drawn.index, drawn.anchors):
+            cells = index if index.ndim > 1 else index[:, None]
+            if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
+                raise ValueError(
+                    f"expected draws among the {shape.tolist()} saved rows, got {index.tolist()}"
+                )
+
+
 def checked_prepared(saved: object) -> list[Drawn]:
     """Returns saved draws; ValueError where they are none."""
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
-    prepared = []
-    for record in saved:
-        index = record.get("index") if isinstance(record, Mapping) else None
-        if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
-            raise ValueError(f"expected a prepared draw, got {record!r}")
-        prepared.append(
-            Drawn(index.clone(), copy.deepcopy(dict(record["info"])), bool(record["ran_out"]))
-        )
-    return prepared
+    return [_checked_draw(record) for record in saved]
+
+
+def _checked_draw(record: object) -> Drawn:
+    fields = record if isinstance(record, Mapping) else {}
+    index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
+    info = fields.get("info")
+    if not (
+        _is_index(index)
+        and _is_index(anchors)
+        and isinstance(ran_out, bool)
+        and isinstance(info, list)
+        and all(isinstance(item, list) and len(item) == 2 for item in info)
+        and all(isinstance(key, (str, tuple)) for key, _ in info)
+    ):
+        raise ValueError(f"expected a prepared draw, got {record!r}")
+    known = {key: copy.deepcopy(value) for key, value in info}
+    return Drawn(index.clone(), known, ran_out, anchors.clone())
+
+
+def _is_index(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim in (1, 2)

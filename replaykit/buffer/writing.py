@@ -104,7 +104,13 @@ class Writing(BufferCore):
         priorities = None
         if self._sampler.prioritized and update_priority is not False:
             priorities = written_priorities(
-                data, self._priority_key, self._sampler, len(rows), single, self.dim_extend
+                data,
+                self._priority_key,
+                self._sampler,
+                len(rows),
+                single=single,
+                time_dim=self.dim_extend,
+                ndim=self._storage.ndim,
             )
         with self._locked() as storage:
             index = self._writer.write(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import zlib
@@ -75,8 +77,8 @@ class ChunkWriter:
                 return offset
             self._close()
         self._name = f"data-{self.token}-{len(self.files):05d}.bin"
-        self.files[self._name] = {"size": 0, "crc32": 0}
         self._open = open(self.folder / self._name, "xb")  # noqa: SIM115 - closed by finish
+        self.files[self._name] = {"size": 0, "crc32": 0}
         return 0
 
     def _append(self, data: Any) -> None:
@@ -100,10 +102,12 @@ class ChunkWriter:
     def discard(self) -> None:
         """Removes every file that was written."""
         if self._open is not None:
-            self._open.close()
+            with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk
+                self._open.close()
             self._open = None
         for name in self.files:
-            (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
 
 
 def chunk_bytes(total: int) -> int:
@@ -126,8 +130,8 @@ def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[memoryview]:
 class RowChunks:
     """The rows of one tensor in several mapped files, read piece by piece.
 
-    Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, and indexing by int,
-    slice and int64 ``[K]``, which copies just those rows.
+    Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, ``device``, and indexing
+    by int, slice (forward) and int64 ``[K]``, which copies just those rows.
     """
 
     def __init__(self, pieces: list[torch.Tensor]) -> None:
@@ -137,6 +141,7 @@ class RowChunks:
             self.starts.append(self.starts[-1] + len(piece))
         self.shape = torch.Size([self.starts[-1], *pieces[0].shape[1:]])
         self.dtype = pieces[0].dtype
+        self.device = pieces[0].device
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -156,7 +161,7 @@ class RowChunks:
 
     def _span(self, start: int, stop: int, step: int) -> torch.Tensor:
         if step != 1:
-            return self[torch.arange(start, stop, step)]
+            return self[torch.arange(start, max(start, stop), step)]
         rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype)
         for piece, first in zip(self.pieces, self.starts, strict=False):
             low, high = max(start, first), min(stop, first + len(piece))
@@ -182,18 +187,18 @@ def map_tensor(
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"expected a shape, got {shape!r}")
     row_shape = shape[1:]
-    row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
+    row_bytes = math.prod(row_shape) * dtype.itemsize
     pieces = []
     for file, offset, rows in record["pieces"]:
-        nbytes = rows * row_bytes
         mapping = mappings[file]
         if not (type(offset) is int and type(rows) is int and offset >= 0 and rows >= 0):
             raise ValueError(f"expected an offset and a number of rows, got {offset}, {rows}")
+        nbytes = rows * row_bytes
         if nbytes == 0:
             pieces.append(torch.empty([rows, *row_shape], dtype=dtype))
             continue
-        if mapping is None or offset + nbytes > len(mapping):
-            raise ValueError(f"expected {offset + nbytes} bytes in {file}")
+        if offset % ALIGNMENT or mapping is None or offset + nbytes > len(mapping):
+            raise ValueError(f"expected {nbytes} bytes at a multiple of {ALIGNMENT} in {file}")
         raw = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=offset)
         pieces.append(raw.view(dtype).view([rows, *row_shape]))
     total = sum(len(piece) for piece in pieces)

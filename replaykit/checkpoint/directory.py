@@ -1,9 +1,9 @@
 """One directory on disk: published by one atomic replace, or not at all.
 
-``manifest.json`` names every file with size and checksum; data lies in ``data-*.bin``. New files
-are written beside the old ones and synced; replacing the manifest publishes them; files that it
-does not name are then removed. Whoever reads opens all files of one manifest first, so that a
-save going on beside it cannot mix two states.
+``manifest.json`` names every file with size and checksum, and ends with its own; data lies in
+``data-*.bin``. New files are written beside the old ones and synced; replacing the manifest
+publishes them; files that it does not name are then removed. Whoever reads opens all files of one
+manifest first, so that a save going on beside it cannot mix two states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ FORMAT = "replaykit-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
+_CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
 _ATTEMPTS = 20
 
 
@@ -55,8 +56,9 @@ def save_checkpoint(
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = {name: encode(state, name, tensors) for name, state in parts.items()}
+    head = {name: encode(value, name, {}) for name, value in document.items()}
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with _exclusive(folder):
         _check_own(folder)
         token = uuid.uuid4().hex[:12]
@@ -71,7 +73,7 @@ def save_checkpoint(
                 "format_version": FORMAT_VERSION,
                 "library_version": __version__,
                 "save": token,
-                **document,
+                **head,
                 "files": writer.files,
                 "tensors": writer.tensors,
                 "parts": encoded,
@@ -84,8 +86,21 @@ def save_checkpoint(
         _remove_unnamed(folder, set(writer.files))
 
 
+def _make(folder: Path) -> None:
+    """Makes a directory with its parents, and has the disk know their names."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
 def _publish(folder: Path, manifest: dict[str, Any], token: str) -> None:
     text = json.dumps(manifest, allow_nan=False)
+    # The last entry is the checksum of the text without it.
+    text = f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
     draft = folder / f".{MANIFEST}.{token}"
     try:
         with open(draft, "x", encoding="utf-8") as file:
@@ -96,7 +111,8 @@ def _publish(folder: Path, manifest: dict[str, Any], token: str) -> None:
         os.replace(draft, folder / MANIFEST)
         _sync_folder(folder)
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def _published(folder: Path, token: str) -> bool:
@@ -122,7 +138,7 @@ def _remove_unnamed(folder: Path, named: set[str]) -> None:
     for entry in os.scandir(folder):
         stale = _DATA_FILE.fullmatch(entry.name) and entry.name not in named
         if stale or entry.name.startswith(f".{MANIFEST}."):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # the next save tries again
                 os.unlink(entry.path)
 
 
@@ -143,10 +159,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path, *, check: bool = False) -> dict[str, Any]:
     file = folder / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no checkpoint in {folder}") from None
     except NotADirectoryError:
@@ -155,6 +172,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file} is damaged: it holds no record")
+    if check:
+        _check(manifest, text, file)
     return manifest
 
 
@@ -176,7 +195,7 @@ class Checkpoint:
         self.folder = Path(path)
         self._mappings: dict[str, mmap.mmap | None] = {}
         for attempt in range(_ATTEMPTS):
-            self.manifest = _checked(_read_manifest(self.folder), self.folder / MANIFEST)
+            self.manifest = _read_manifest(self.folder, check=True)
             try:
                 self._mappings = {
                     name: self._map(name, record["size"])
@@ -213,10 +232,11 @@ class Checkpoint:
                     f"{self.folder / name} is damaged: expected crc32 {expected}, got {found}"
                 )
 
-    def part(self, name: str, *, in_rows: bool = False) -> Any:
+    def part(self, name: str, *, mapped: Collection[str] = ()) -> Any:
         """Returns the state of a part.
 
-        Tensors are copies in memory; with ``in_rows`` they are mapped, large ones as RowChunks.
+        Tensors are copies in memory. Those under an entry named in ``mapped`` stay in the files,
+        large ones as RowChunks; they are meant to be read and let go.
 
         Raises:
             CheckpointError: no such part, or a record that is damaged.
@@ -224,19 +244,25 @@ class Checkpoint:
         parts = self.manifest["parts"]
         if name not in parts:
             raise CheckpointError(f"{self.folder / MANIFEST} has no part {name!r}")
-
-        def load(tensor: str) -> Any:
-            found = map_tensor(self.manifest["tensors"][tensor], self._mappings)
-            if in_rows:
-                return found
-            return found[:] if isinstance(found, RowChunks) else found.clone()
-
+        record = parts[name]
         try:
-            return decode(parts[name], load)
-        except (ValueError, KeyError, TypeError) as error:
+            if not mapped:
+                return decode(record, self._copied)
+            return {
+                key: decode(item, self._mapped if key in mapped else self._copied)
+                for key, item in record.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.folder / MANIFEST} is damaged: part {name!r}: {error}"
             ) from None
+
+    def _mapped(self, tensor: str) -> torch.Tensor | RowChunks:
+        return map_tensor(self.manifest["tensors"][tensor], self._mappings)
+
+    def _copied(self, tensor: str) -> torch.Tensor:
+        found = self._mapped(tensor)
+        return found[:] if isinstance(found, RowChunks) else found.clone()
 
     def close(self) -> None:
         """Lets go of the files; tensors that are still in use keep their mapping."""
@@ -249,7 +275,8 @@ class Checkpoint:
         self.close()
 
 
-def _checked(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
+    """Raises CheckpointError where the manifest is not one that can be read now."""
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not a checkpoint's (format {manifest.get('format')!r})")
     version = manifest.get("format_version")
@@ -260,6 +287,9 @@ def _checked(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
             f"{file} has format version {version}, this version of replaykit reads up to "
             f"{FORMAT_VERSION}; it was written by replaykit {manifest.get('library_version')}"
         )
+    end = _CHECKSUM.search(text)
+    if end is None or zlib.crc32(f"{text[: end.start()]}}}".encode()) != int(end[1]):
+        raise CheckpointError(f"{file} is damaged: its checksum is not that of its content")
     for name in ("files", "tensors", "parts"):
         if not isinstance(manifest.get(name), dict):
             raise CheckpointError(f"{file} is damaged: no {name}")
@@ -271,4 +301,3 @@ def _checked(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
             type(record.get(key)) is int and record[key] >= 0 for key in ("size", "crc32")
         ):
             raise CheckpointError(f"{file} is damaged: record of {name}: {record!r}")
-    return manifest

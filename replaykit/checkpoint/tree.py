@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,16 @@ from replaykit.structure import Path, build, flatten, from_json, leaf_paths
 
 __all__ = ["decode", "encode"]
 
+_DEEPEST = 120
+_INT64 = 2**63
 
-def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
 
     Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, TensorDicts,
-    tensorclasses, torch sizes, dtypes and devices, and lists, tuples and dicts of these.
+    tensorclasses, torch sizes, dtypes and devices, and lists, tuples and dicts of these, up to 120
+    levels deep.
 
     Args:
         where: what the value is, for error messages.
@@ -36,26 +41,26 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if type(value) is int:
-        return value
+        return value if -_INT64 <= value < _INT64 else {"$": "int", "value": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    if depth >= _DEEPEST:
+        raise TypeError(f"{where}: expected at most {_DEEPEST} levels of nesting, got more")
     if isinstance(value, torch.Size):
         return {"$": "size", "items": list(value)}
-    if isinstance(value, tuple):
-        items = [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
-        return {"$": "tuple", "items": items}
-    if isinstance(value, Mapping) and not is_tensordict(value):
-        return _encode_mapping(value, where, tensors)
+    if type(value) in (list, tuple):
+        items = [encode(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
+        return items if type(value) is list else {"$": "tuple", "items": items}
+    if type(value) in (dict, OrderedDict):
+        return _encode_mapping(value, where, tensors, depth)
     if isinstance(value, torch.Tensor):
-        return {"$": "tensor", "name": _name(value.detach(), tensors)}
+        return {"$": "tensor", "name": _name(_dense(value, where), tensors)}
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "ndarray" if isinstance(value, np.ndarray) else "number"
         return {"$": kind, "name": _name(_from_numpy(np.asarray(value), where), tensors)}
     if is_tensordict(value) or is_tensorclass(value):
-        return _encode_container(value, where, tensors)
-    if isinstance(value, bytes):
+        return _encode_container(value, where, tensors, depth)
+    if type(value) is bytes:
         return {"$": "bytes", "value": base64.b64encode(value).decode("ascii")}
     if isinstance(value, torch.dtype):
         return {"$": "dtype", "value": dtype_name(value)}
@@ -67,23 +72,28 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_mapping(
+    value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor], depth: int
+) -> Any:
     for key in value:
         if not isinstance(key, (str, int)):
             raise TypeError(f"{where}: expected str keys, got {type(key).__name__} {key!r}")
-    encoded = {key: encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+    encoded = {
+        key: encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()
+    }
     if "$" not in encoded and all(type(key) is str for key in encoded):
         return encoded
     return {"$": "dict", "items": [[key, item] for key, item in encoded.items()]}
 
 
-def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     try:
         node, leaves = flatten(value, 0)
     except TypeError as error:
         raise TypeError(f"{where}: {error}") from None
     names = [_name(leaf, tensors) for leaf in leaves.values()]
-    return {"$": "container", "node": node.to_json(), "leaves": names}
+    layout = encode(node.to_json(), where, tensors, depth + 1)
+    return {"$": "container", "node": layout, "leaves": names}
 
 
 def _name(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
@@ -92,10 +102,18 @@ def _name(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
     return name
 
 
+def _dense(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"{where}: expected a dense tensor, got layout {tensor.layout}, dtype {tensor.dtype}"
+        )
+    return tensor.detach()
+
+
 def _from_numpy(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"{where}: expected an array of numbers, got NumPy dtype {array.dtype}"
         ) from None
@@ -116,7 +134,7 @@ def decode(record: Any, load: Callable[[str], Any]) -> Any:
         return {key: decode(item, load) for key, item in record.items()}
     try:
         return _DECODERS[kind](record, load)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"cannot read a value of kind {kind!r}: {error!r}") from None
 
 
@@ -124,8 +142,14 @@ def _decode_float(record: dict[str, Any], load: Callable[[str], Any]) -> float:
     return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[record["value"]]
 
 
+def _decode_size(items: Any) -> torch.Size:
+    if not isinstance(items, list) or not all(type(n) is int and 0 <= n < _INT64 for n in items):
+        raise ValueError(f"expected a list of sizes, got {items!r}")
+    return torch.Size(items)
+
+
 def _decode_container(record: dict[str, Any], load: Callable[[str], Any]) -> Any:
-    node = from_json(record["node"])
+    node = from_json(decode(record["node"], load))
     leaves: dict[Path, torch.Tensor] = {}
     for (path, leaf), name in zip(leaf_paths(node), record["leaves"], strict=True):
         tensor = load(name)
@@ -145,6 +169,7 @@ def _decode_tuple(record: dict[str, Any], load: Callable[[str], Any]) -> tuple[A
 
 _DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
     "float": _decode_float,
+    "int": lambda record, load: int(record["value"], 16),
     "tuple": _decode_tuple,
     "dict": _decode_dict,
     "container": _decode_container,
@@ -152,7 +177,7 @@ _DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
     "ndarray": lambda record, load: load(record["name"]).numpy().copy(),
     "number": lambda record, load: load(record["name"]).numpy().copy()[()],
     "bytes": lambda record, load: base64.b64decode(record["value"], validate=True),
-    "size": lambda record, load: torch.Size(record["items"]),
+    "size": lambda record, load: _decode_size(record["items"]),
     "dtype": lambda record, load: dtype_by_name(record["value"]),
     "device": lambda record, load: torch.device(record["value"]),
 }

@@ -14,23 +14,25 @@ Example:
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replaykit.native import fallback
 
 __all__ = ["HAS_CORE", "WHY_NOT", "RankHeap"]
 
 
-def _load() -> tuple[object | None, str | None]:
+def _load() -> tuple[Any, str | None]:
     if os.environ.get("REPLAYKIT_NATIVE", "1").strip().lower() in ("0", "false", "off", "no"):
         return None, "the environment variable REPLAYKIT_NATIVE turns it off"
+    name = "replaykit.native._core"
     try:
-        from replaykit.native import _core
-    except ModuleNotFoundError:
-        return None, "this installation was built without it"
+        core = importlib.import_module(name)
     except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return None, "this installation was built without it"
         # A core that is there and does not load is a broken installation, not a choice.
         warnings.warn(
             f"the compiled core cannot be loaded, the slower path is used: {error}",
@@ -38,7 +40,7 @@ def _load() -> tuple[object | None, str | None]:
             stacklevel=2,
         )
         return None, str(error)
-    return _core, None
+    return core, None
 
 
 _core, WHY_NOT = _load()

@@ -36,8 +36,8 @@ class RankHeap:
         Cost: O(log capacity) a record that is accepted; those that cannot be are sorted out
         before in one vectorised step.
         """
-        _check_ranks(ranks)
         _check_length("slots", len(slots), len(ranks))
+        _check_ranks(ranks)
         heap, room = self._heap, self.capacity - len(self._heap)
         slots[:] = -1
         for i in range(min(room, len(ranks))):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
+from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
+from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.indexing import unravel_index
 
 __all__ = ["Sampler"]
@@ -24,12 +27,26 @@ class Sampler(ABC):
     Attributes:
         generator: where randomness comes from; None: torch's global generator. Set by the buffer.
         prioritized: whether records have priorities.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> class Newest(Sampler):
+        ...     def sample(self, storage, batch_size):
+        ...         return storage.ledger.write_order()[-1].expand(batch_size), {}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=Newest())
+        >>> _ = rb.extend(torch.arange(5))
+        >>> rb.sample(2)
+        tensor([4, 4])
     """
 
     kind = "custom"
     """Samplers of one kind take each other's saved state; one's own class is a kind of its own."""
 
     prioritized = False
+
+    _shown: bool | None = None
+    """What ``ran_out`` says while a buffer draws ahead of what it has delivered."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,7 +80,7 @@ class Sampler(ABC):
     @property
     def ran_out(self) -> bool:
         """Whether the last batch ended a pass over the records."""
-        return self._ran_out
+        return self._ran_out if self._shown is None else self._shown
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
@@ -137,11 +154,29 @@ class Sampler(ABC):
                 f"expected the state of a {self.kind!r} sampler, got {state_dict.get('_kind')!r}"
             )
 
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves the sampler's state into a directory of its own, all or nothing."""
+        save_checkpoint(path, {"sampler": self.state_dict()}, {"sampler": type(self).__name__})
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over a state that ``dumps`` of a sampler of the same kind saved.
+
+        Raises:
+            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
+            ValueError: another kind of sampler. Nothing has changed then.
+        """
+        with Checkpoint(path) as saved:
+            saved.verify()
+            self.load_state_dict(saved.part("sampler"))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "generator": None}
+        return by_value({**self.__dict__, "generator": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(from_value(state))
 
 
 def require_rows(storage: Storage) -> int:

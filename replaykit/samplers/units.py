@@ -13,7 +13,19 @@ __all__ = ["SampleUnit", "Transition"]
 
 
 class SampleUnit(ABC):
-    """Turns the records that a sampler drew into the records of the batch."""
+    """Turns the records that a sampler drew into the records of the batch.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> class Twice(SampleUnit):
+        ...     def expand(self, index, info, storage):
+        ...         return index.repeat_interleave(2), {}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sample_unit=Twice())
+        >>> _ = rb.extend(torch.tensor([7]))
+        >>> rb.sample(2)
+        tensor([7, 7, 7, 7])
+    """
 
     @abstractmethod
     def expand(

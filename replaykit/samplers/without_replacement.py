@@ -94,6 +94,10 @@ class SamplerWithoutReplacement(Sampler):
         if self._remaining is None:
             return
         lanes = storage.lanes.numel()
+        if len(rows) and int(rows.max()) >= self._length // lanes:
+            # Records came after this pass had begun: the next draw begins another one anyway.
+            self._remaining = None
+            return
         now = torch.full((self._length // lanes,), -1)
         now[rows] = torch.arange(len(rows))
         remaining = self._remaining.cpu()
@@ -113,18 +117,11 @@ class SamplerWithoutReplacement(Sampler):
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         super().check_state(state_dict, storage)
-        remaining, length = state_dict.get("_remaining"), state_dict.get("_length")
-        if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
-            raise ValueError(f"expected a length and ran_out, got {state_dict}")
-        if remaining is None:
-            return
-        if not isinstance(remaining, torch.Tensor) or remaining.dtype != torch.int64:
-            raise ValueError(f"expected the remaining records as int64, got {remaining!r}")
-        if len(remaining) and not 0 <= int(remaining.min()) <= int(remaining.max()) < length:
-            raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")
+        _check_pass(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        _check_pass(state_dict)
         remaining = state_dict["_remaining"]
         self._remaining = None if remaining is None else remaining.clone()
         self._length = state_dict["_length"]
@@ -132,3 +129,15 @@ class SamplerWithoutReplacement(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+
+def _check_pass(state_dict: dict[str, Any]) -> None:
+    remaining, length = state_dict.get("_remaining"), state_dict.get("_length")
+    if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
+        raise ValueError(f"expected a length and ran_out, got {state_dict}")
+    if remaining is None:
+        return
+    if not isinstance(remaining, torch.Tensor) or remaining.dtype != torch.int64:
+        raise ValueError(f"expected the remaining records as int64, got {remaining!r}")
+    if len(remaining) and not 0 <= int(remaining.min()) <= int(remaining.max()) < length:
+        raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")

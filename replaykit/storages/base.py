@@ -129,6 +129,10 @@ class Storage(ABC):
         """
         return [data] if single else data
 
+    def slots_for(self, rows: Any) -> int:
+        """Number of slots that there will be once these prepared rows are accepted."""
+        return self.ledger.slots
+
     def accept(self, rows: Any) -> None:
         """Makes ready for prepared rows: checks them once more and takes memory if there is none.
 
@@ -155,7 +159,17 @@ class Storage(ABC):
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; length, cursor, positions and generations stay."""
-        self[index] = value
+        self.set(index, value, set_cursor=False)
+
+    def flatten(self) -> Storage:
+        """Returns a storage with ``ndim == 1`` over the same rows: here, itself.
+
+        Raises:
+            RuntimeError: nothing was written yet.
+        """
+        if not self.ledger.next_position:
+            raise RuntimeError("nothing is stored yet")
+        return self
 
     def collate(self, rows: Any) -> Any:
         """What a buffer over this storage does with rows by default: nothing."""
@@ -236,7 +250,7 @@ class Storage(ABC):
         """
         with Checkpoint(path) as saved, self.lock:
             saved.verify()
-            content = Content.from_state(saved.part("storage", in_rows=True))
+            content = Content.from_state(saved.part("storage", mapped=["groups"]))
             content = content_after_load(self, content)
             restore_rows(self, content, Ledger.check(saved.part("ledger")))
 
@@ -249,9 +263,11 @@ class Storage(ABC):
         return self.get(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.set(index, value, set_cursor=False)
+        """Replaces stored rows, addressed as for reading; nothing else changes."""
+        self.edit(index, value)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yields the stored rows (elements, where there are lanes) in physical order."""
         for row in range(len(self)):
             yield self.get(row)
 
@@ -285,13 +301,13 @@ def restore_rows(storage: Storage, content: Content, state: dict[str, Any]) -> N
     storage.ledger.restore(state, rows)
 
 
-def warn_left_out(count: int) -> None:
+def warn_left_out(count: int, stacklevel: int = 4) -> None:
     """Says how many rows did not fit into a smaller capacity."""
     if count:
         warnings.warn(
             f"{count} rows do not fit into the smaller capacity and were left out",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

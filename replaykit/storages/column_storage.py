@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from replaykit.storages.allocation import allocate
 from replaykit.storages.base import Storage
 from replaykit.storages.columns import Columns, carried
 from replaykit.storages.indexing import (
+    as_cells,
     as_index,
     as_slots,
     check_cells,
@@ -21,8 +22,9 @@ from replaykit.storages.indexing import (
     check_range,
     indexed_shape,
     last_occurrences,
-    mask_to_positions,
+    unravel_index,
     with_lanes,
+    without_repeats,
 )
 from replaykit.structure import Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
@@ -121,9 +123,14 @@ class ColumnStorage(Storage):
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         device = self._device
         if device == "auto":
-            device = next(iter(rows.leaves.values())).device if rows else torch.device("cpu")
+            device = torch.device("cpu")
+            if rows is not None:
+                device = next(iter(rows.leaves.values())).device
         slots = self._slots_for(lanes)
         return Columns(schema, allocate(schema, slots, lanes, device), self.ndim)
+
+    def slots_for(self, rows: Rows) -> int:
+        return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])
 
     def _slots_for(self, lanes: torch.Size) -> int:
         return -(-self.max_size // lanes.numel())
@@ -142,8 +149,7 @@ class ColumnStorage(Storage):
         """
         rows = self.prepare(data, single=isinstance(cursor, int))
         with self.lock:
-            limit = self.ledger.slots if self._columns else self._slots_for(rows.batch[1:])
-            slots = as_slots(cursor, limit)
+            slots = as_slots(cursor, self.slots_for(rows))
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             if not len(slots):
@@ -168,15 +174,36 @@ class ColumnStorage(Storage):
         """
         with self.lock:
             columns = self.require()
-            at = self._edit_index(index)
-            views = self._visible(time_dim)
-            batch = indexed_shape(self.visible_shape(time_dim), at)
+            at, batch = self._edit_index(index, time_dim)
             rows = take_apart(value, len(batch))
             columns.schema.check(rows.root)
             if rows.batch != batch:
                 raise SchemaError(f"expected rows of shape {list(batch)}, got {list(rows.batch)}")
-            for path, view in views.items():
-                carried(view)[at] = carried(rows.leaves[path]).to(view.device)
+            self._assign(self._visible(time_dim), rows.leaves, at, batch)
+
+    def _assign(
+        self,
+        views: Mapping[Path, torch.Tensor],
+        leaves: Mapping[Path, torch.Tensor],
+        at: Any,
+        batch: torch.Size,
+    ) -> None:
+        """Writes leaves into views of columns; of rows that are named twice the last one counts."""
+        if not views:
+            return
+        columns = self.require()
+        columns.check_writable()
+        shape = next(iter(views.values())).shape[: self.ndim]
+        if (once := without_repeats(at, shape)) is not None:
+            at, last = once
+            leaves = {
+                path: carried(leaf).flatten(0, len(batch) - 1)[last].view(leaf.dtype)
+                for path, leaf in leaves.items()
+            }
+        # All values are at hand, in memory of their own, before the first one is written.
+        sources = {path: columns.own(carried(leaves[path])) for path in views}
+        for path, view in views.items():
+            carried(view)[at] = sources[path]
 
     def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
         """Returns a view of the stored rows of one leaf.
@@ -202,18 +229,23 @@ class ColumnStorage(Storage):
                 shape or dtype. Nothing has changed then.
         """
         with self.lock:
-            at = slice(None) if index is None else self._edit_index(index)
-            batch = indexed_shape(self.visible_shape(time_dim), at)
-            checked = []
+            at, batch = slice(None), self.visible_shape(time_dim)
+            if index is not None:
+                at, batch = self._edit_index(index, time_dim)
+            views, leaves = {}, {}
             for path, value in values.items():
-                column = self.column(path, time_dim=time_dim)
+                views[path] = column = self.column(path, time_dim=time_dim)
                 shape = torch.Size([*batch, *column.shape[self.ndim :]])
-                checked.append((column, _fitting(path, value, column.dtype, shape)))
-            for column, value in checked:
-                carried(column)[at] = carried(value).to(column.device)
+                leaves[path] = _fitting(path, value, column.dtype, shape)
+            self._assign(views, leaves, at, batch)
 
-    def _edit_index(self, index: Any) -> Any:
-        return as_index(index, len(self)) if self.ndim == 1 else mask_to_positions(index)
+    def _edit_index(self, index: Any, time_dim: int) -> tuple[Any, torch.Size]:
+        """The index of rows to edit, and the shape of the rows that it selects."""
+        shape = self.visible_shape(time_dim)
+        if self.ndim > 1:
+            return as_cells(index, shape)
+        at = as_index(index, len(self))
+        return at, indexed_shape(shape, at)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -255,9 +287,8 @@ class ColumnStorage(Storage):
             flat = columns.gather(index.reshape(-1, self.ndim))
             leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
             return self._build(leaves, index.shape[:-1])
-        index = mask_to_positions(index)
-        leaves = columns.view(self.ledger.length, index)
-        return self._build(leaves, indexed_shape(self.visible_shape(), index))
+        index, batch = as_cells(index, self.visible_shape())
+        return self._build(columns.view(self.ledger.length, index), batch)
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         with self.lock:
@@ -279,15 +310,23 @@ class ColumnStorage(Storage):
             views, shape = self._visible(time_dim), self.visible_shape(time_dim)
             if index is None:
                 return self._build(views, shape)
-            at = mask_to_positions(index)
+            at, batch = as_cells(index, shape)
             leaves = {p: carried(v)[at].view(v.dtype) for p, v in views.items()}
-            return self._build(leaves, indexed_shape(shape, at))
+            return self._build(leaves, batch)
 
     def _visible(self, time_dim: int) -> dict[Path, torch.Tensor]:
         views = self.require().view(self.ledger.length)
         if time_dim:
             return {path: view.transpose(0, time_dim) for path, view in views.items()}
         return views
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.ndim == 1:
+            yield from super().__iter__()
+            return
+        for row in range(len(self)):
+            cell = unravel_index(torch.tensor(row), self.lanes)
+            yield self.get(tuple(cell.tolist()))
 
     def visible_shape(self, time_dim: int = 0) -> torch.Size:
         """Shape of the stored rows with time along ``time_dim``."""

@@ -11,6 +11,7 @@ import torch
 from replaykit.schema import Schema
 from replaykit.storages.indexing import ravel
 from replaykit.structure import Path
+from replaykit.ted import format_key
 
 __all__ = ["Columns", "carried"]
 
@@ -46,6 +47,8 @@ class Columns:
         self.slots = first.shape[0]
         self.lanes = first.shape[1:ndim]
         self.device = first.device
+        self._overlapping = [p for p, tensor in self.tensors.items() if _overlaps(tensor)]
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
@@ -93,28 +96,67 @@ class Columns:
         """
         if not len(slots):
             return
+        self.check_writable()
+        runs = _runs(slots)
+        if runs is None:
+            slots = slots.to(self.device)
+        # All values are at hand, in memory of their own, before the first one is written: what can
+        # fail, fails here, and rows that are views of these columns are not overwritten on the way.
+        sources = {path: self.own(_picked(leaves[path], kept)) for path in self.tensors}
         try:
-            self._scatter(slots, leaves, kept)
+            self._scatter(slots, runs, sources)
         except KeyboardInterrupt:
-            self._scatter(slots, leaves, kept)
+            self._scatter(slots, runs, sources)
             raise
+
+    def check_writable(self) -> None:
+        """Raises RuntimeError where rows of a wrapped tensor share memory: one write would change
+        several of them."""
+        if self._overlapping:
+            key = format_key(self._overlapping[0] or ("(root)",))
+            raise RuntimeError(
+                f"expected rows with memory of their own, got an expanded or overlapping tensor "
+                f"under {key}; clone() it to write to it"
+            )
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values on the columns' device, copied if they lie in the columns' memory."""
+        if values.untyped_storage().data_ptr() in self._memory:
+            return values.clone()
+        return values.to(self.device)
 
     def _scatter(
         self,
         slots: torch.Tensor,
-        leaves: Mapping[Path, torch.Tensor],
-        kept: torch.Tensor | slice,
+        runs: list[tuple[int, int, int]] | None,
+        sources: Mapping[Path, torch.Tensor],
     ) -> None:
-        runs = _runs(slots)
-        if runs is None:
-            slots = slots.to(self.device)
         for path, column in self.tensors.items():
-            target, source = carried(column), carried(leaves[path])[kept]
+            target, source = carried(column), sources[path]
             if runs is None:
-                target[slots] = source.to(self.device)
+                target[slots] = source
                 continue
             for first, start, stop in runs:
                 target[first : first + stop - start].copy_(source[start:stop])
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two places of the tensor may be one in memory."""
+    if not tensor.numel():
+        return False
+    needed = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < needed:
+                return True
+            needed = stride * size
+    return False
+
+
+def _picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+    if isinstance(rows, torch.Tensor):
+        return carried(rows)[kept]
+    return carried(rows[kept])  # rows in files
 
 
 def _runs(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:

@@ -72,7 +72,8 @@ class Content:
     @classmethod
     def of_items(cls, items: list[Any]) -> Content:
         """Sorts rows by layout: tensors and containers of them into groups, the others plain."""
-        groups: dict[str, tuple[Node, list[dict[Path, torch.Tensor]]]] = {}
+        numbers: dict[str, int] = {}
+        groups: list[tuple[Node, list[dict[Path, torch.Tensor]]]] = []
         order: list[int] = []
         plain: list[Any] = []
         for item in items:
@@ -80,15 +81,23 @@ class Content:
                 plain.append(item)
                 order.append(-1)
                 continue
-            rows = take_apart(item, 1, single=True)
-            name = repr(rows.root)
-            groups.setdefault(name, (rows.root, []))[1].append(rows.leaves)
-            order.append(list(groups).index(name))
+            try:
+                rows = take_apart(item, 1, single=True)
+            except (TypeError, SchemaError):
+                plain.append(item)  # told apart, or refused with its position, when it is saved
+                order.append(-1)
+                continue
+            # Of one group are rows of one layout, in the order in which it first occurs.
+            number = numbers.setdefault(repr(rows.root), len(groups))
+            if number == len(groups):
+                groups.append((rows.root, []))
+            groups[number][1].append(rows.leaves)
+            order.append(number)
         mixed = bool(plain) or len(groups) > 1
         return cls(
             len(order),
             torch.Size(),
-            tuple(_stacked(root, leaves) for root, leaves in groups.values()),
+            tuple(_stacked(root, leaves) for root, leaves in groups),
             torch.tensor(order, dtype=torch.int64) if mixed else None,
             tuple(plain),
         )
@@ -100,7 +109,15 @@ class Content:
         return [next(streams[number + 1]) for number in order]
 
     def to_state(self) -> dict[str, Any]:
-        """Returns plain values and tensors; the columns are the same objects, not copies."""
+        """Returns plain values and tensors; the columns are the same objects, not copies.
+
+        Raises:
+            TypeError: a key of a pytree that is neither a string nor a number.
+        """
+        for group in self.groups:
+            for path in group.schema.leaves:
+                if not all(isinstance(part, (str, int)) for part in path):
+                    raise TypeError(f"expected keys that are strings or ints, got {path}")
         return {
             "rows": self.rows,
             "lanes": list(self.lanes),
@@ -109,8 +126,12 @@ class Content:
                 for group in self.groups
             ],
             "order": self.order,
-            "plain": list(self.plain),
+            # By position, which the message names if one cannot be represented.
+            "plain": dict(zip(self._plain_rows(), self.plain, strict=True)),
         }
+
+    def _plain_rows(self) -> list[int]:
+        return [] if self.order is None else (self.order == -1).nonzero().flatten().tolist()
 
     @classmethod
     def from_state(cls, state: object) -> Content:
@@ -130,9 +151,9 @@ class Content:
         if not isinstance(records, list):
             raise ValueError(f"expected a list of groups, got {records!r}")
         groups = tuple(_group_from_state(record, torch.Size(lanes)) for record in records)
-        order, plain = state.get("order"), state.get("plain", [])
-        if not isinstance(plain, list):
-            raise ValueError(f"expected a list of plain rows, got {plain!r}")
+        order, plain = state.get("order"), state.get("plain")
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"expected the plain rows by position, got {plain!r}")
         sizes = [len(plain), *(len(group.columns[0]) for group in groups)]
         if order is None:
             counts = [0, rows] if rows or groups else [0]
@@ -143,7 +164,10 @@ class Content:
             raise ValueError(f"expected the group of each of {rows} rows, got {order!r}")
         if counts != sizes:
             raise ValueError(f"expected groups of {counts} rows, got {sizes}")
-        return cls(rows, torch.Size(lanes), groups, order, tuple(plain))
+        content = cls(rows, torch.Size(lanes), groups, order, tuple(plain.values()))
+        if content._plain_rows() != list(plain):
+            raise ValueError(f"expected plain rows {content._plain_rows()}, got {list(plain)}")
+        return content
 
 
 def _group_from_state(record: object, lanes: torch.Size) -> Group:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "as_cells",
     "as_index",
     "as_slots",
     "check_cells",
@@ -16,10 +17,10 @@ __all__ = [
     "check_range",
     "indexed_shape",
     "last_occurrences",
-    "mask_to_positions",
     "ravel",
     "unravel_index",
     "with_lanes",
+    "without_repeats",
 ]
 
 
@@ -43,7 +44,11 @@ def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
     if index is Ellipsis:
         return slice(0, rows, 1)
     if isinstance(index, slice):
-        return slice(*index.indices(rows)) if (index.step or 1) > 0 else _reversed(index, rows)
+        span = range(*index.indices(rows))
+        if span.step > 0:
+            return slice(span.start, span.stop, span.step)
+        # torch has no slices that run backwards.
+        return torch.arange(span.start, span.stop, span.step) if span else torch.arange(0)
     tensor = _as_tensor(index)
     if tensor.dtype == torch.bool:
         if tensor.shape != (rows,):
@@ -56,18 +61,16 @@ def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
     return torch.where(tensor < 0, tensor + rows, tensor)
 
 
-def _reversed(index: slice, rows: int) -> torch.Tensor:
-    return torch.arange(rows)[list(range(*index.indices(rows)))]
-
-
 def _as_tensor(index: Any) -> torch.Tensor:
     if isinstance(index, torch.Tensor):
         tensor = index
     elif isinstance(index, (list, range, np.ndarray)) or (
         isinstance(index, Sequence) and not isinstance(index, (str, bytes, tuple))
     ):
-        tensor = torch.as_tensor(np.asarray(index) if len(index) else [], dtype=None)
-        tensor = tensor.to(torch.int64) if not len(index) else tensor
+        # NumPy takes any sequence, but not one of tensors.
+        of_tensors = isinstance(index, list) and any(isinstance(i, torch.Tensor) for i in index)
+        numbers = index if of_tensors else np.asarray(index)
+        tensor = torch.as_tensor(numbers) if len(index) else torch.arange(0)
     else:
         raise TypeError(
             f"expected an int, slice, list, LongTensor or bool mask, got {type(index).__name__}"
@@ -81,7 +84,7 @@ def as_slots(cursor: Any, limit: int) -> torch.Tensor:
     """Brings the positions of a low-level write to an int64 vector within ``[0, limit)``.
 
     Raises:
-        IndexError: a position outside ``[0, limit)``.
+        IndexError: a position outside ``[0, limit)``. TypeError: not integers; a mask is none.
     """
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(limit))
@@ -89,7 +92,10 @@ def as_slots(cursor: Any, limit: int) -> torch.Tensor:
         cursor = [int(cursor)]
     if isinstance(cursor, tuple):
         cursor = list(cursor)
-    slots = _as_tensor(cursor).to(torch.int64).reshape(-1).cpu()
+    positions = _as_tensor(cursor)
+    if positions.dtype == torch.bool:
+        raise TypeError("expected integer positions, got a bool mask; mask.nonzero() gives them")
+    slots = positions.to(torch.int64).reshape(-1).cpu()
     check_range(slots, 0, limit)
     return slots
 
@@ -149,6 +155,31 @@ def check_no_hole(slots: torch.Tensor, length: int) -> None:
         )
 
 
+def without_repeats(
+    index: Any, shape: torch.Size
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
+    """Of an index that selects some rows more than once, what selects each of them once.
+
+    Which of the values of one row is stored would be chance, and another one for every column.
+
+    Returns:
+        The index, one tensor a dimension, and which of the selected rows (flattened, in order) it
+        stands for: the last one of each. None where no row is selected twice.
+    """
+    if _on_meta(index):
+        return None
+    flat = torch.zeros(1, dtype=torch.int64).expand(shape)[index]
+    for dim, size in enumerate(shape):
+        # An expanded vector: indexing it takes memory for what is selected only.
+        coordinate = torch.arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        flat = flat * size + coordinate[index]
+    flat = flat.reshape(-1)
+    last = last_occurrences(flat)
+    if isinstance(last, slice):
+        return None
+    return unravel_index(flat[last], shape[1:]).unbind(-1), last
+
+
 def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
     """Where each distinct slot occurs last, rising; a full slice if none occurs twice."""
     values, inverse = slots.unique(return_inverse=True)
@@ -160,19 +191,47 @@ def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
     return last.sort().values
 
 
-def mask_to_positions(index: Any) -> Any:
-    """Replaces bool masks of a multi-dimensional index by the positions they select."""
+def as_cells(index: Any, shape: torch.Size) -> tuple[Any, torch.Size]:
+    """Brings an index of rows of several dimensions to what torch indexes every column with.
+
+    Lists, ranges and NumPy arrays become tensors, masks the positions that they select: once, not
+    for every column. Returns it with the shape that it selects.
+
+    Raises:
+        IndexError: a position outside the shape, or a mask of another one.
+    """
+    parts = [_as_part(part) for part in (index if isinstance(index, tuple) else (index,))]
     if isinstance(index, tuple):
-        parts: list[Any] = []
-        for part in index:
-            replaced = mask_to_positions(part)
-            parts.extend(replaced if isinstance(replaced, tuple) else (replaced,))
-        return tuple(parts)
-    if isinstance(index, (list, range, np.ndarray)):
-        index = _as_tensor(index)
-    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
-        return index.nonzero(as_tuple=True)
-    return index
+        parts = _without_ellipsis(parts, len(shape))
+    index = tuple(parts) if isinstance(index, tuple) else parts[0]
+    selected = indexed_shape(shape, index)
+    if not any(_is_mask(part) for part in parts):
+        return index, selected
+    positions: list[Any] = []
+    for part in parts:
+        positions.extend(part.nonzero(as_tuple=True) if _is_mask(part) else (part,))
+    return tuple(positions), selected
+
+
+def _as_part(part: Any) -> Any:
+    if not isinstance(part, (torch.Tensor, list, range, np.ndarray)):
+        return part
+    tensor = _as_tensor(part)
+    # Bytes are numbers here; torch would take them for a mask.
+    return tensor if tensor.dtype == torch.bool else tensor.to(torch.int64)
+
+
+def _without_ellipsis(parts: list[Any], dims: int) -> list[Any]:
+    """Writes an Ellipsis out: columns have dimensions of their own behind those of the rows."""
+    at = [i for i, part in enumerate(parts) if part is Ellipsis]
+    if len(at) != 1:
+        return parts
+    taken = sum(p.ndim if _is_mask(p) else p is not None and p is not Ellipsis for p in parts)
+    return [*parts[: at[0]], *[slice(None)] * (dims - taken), *parts[at[0] + 1 :]]
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype == torch.bool
 
 
 def indexed_shape(shape: torch.Size, index: Any) -> torch.Size:

@@ -57,10 +57,13 @@ class Ledger:
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """How often each of ``slots`` was written, from 0; -1 where it never was."""
         if self._generations is None:
-            return torch.div(self.next_position - 1 - slots, self.slots, rounding_mode="floor")
+            found = torch.div(self.next_position - 1 - slots, self.slots, rounding_mode="floor")
+            return torch.where((slots >= 0) & (slots < self.slots), found, -1)
+        if not len(self._generations):
+            return torch.full_like(slots, -1)
         table = self._generations.to(slots.device)
-        known = slots < len(table)
-        return torch.where(known, table[slots.clamp(max=len(table) - 1)], -1)
+        known = (slots >= 0) & (slots < len(table))
+        return torch.where(known, table[slots.clamp(0, len(table) - 1)], -1)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -76,8 +79,9 @@ class Ledger:
             last = (torch.arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
             self._positions[last] = torch.arange(kept) + self.next_position + count - kept
+        # Not length + count: records placed elsewhere may lie beyond the cursor.
+        self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
-        self.length = min(self.slots, self.length + count)
         self.next_position += count
 
     def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
@@ -137,21 +141,26 @@ class Ledger:
             raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
         for name in ("slots", "length", "cursor", "next_position"):
             value = state.get(name)
-            if type(value) is not int or value < (name == "slots"):
+            # Numbers beyond this are no counts, and would not fit into int64 a little later.
+            most = 2**63 - 1 if name == "slots" else 2**62
+            if type(value) is not int or not (name == "slots") <= value <= most:
                 raise ValueError(f"expected a count for {name!r}, got {value!r}")
         slots, length, written = state["slots"], state["length"], state["next_position"]
-        if not (length <= min(slots, written) and state["cursor"] < slots):
+        if not (length <= min(slots, written) and state["cursor"] <= min(length, slots - 1)):
             raise ValueError(
-                f"expected length <= slots, length <= next_position and cursor < slots, got {state}"
+                "expected length <= slots, length <= next_position and a cursor at one of the "
+                f"stored records or after them, got {state}"
             )
-        for name, size in (("positions", length), ("generations", None)):
-            table = state.get(name)
-            if table is None:
-                continue
-            if not isinstance(table, torch.Tensor) or table.dtype != torch.int64 or table.ndim != 1:
-                raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
-            if size is not None and len(table) != size:
-                raise ValueError(f"expected {size} entries in {name!r}, got {len(table)}")
+        positions = _checked_table(state, "positions", length, length)
+        if positions is not None and length:
+            known = positions.unique()  # rising
+            if len(known) != length or int(known[0]) < 0 or int(known[-1]) >= written:
+                raise ValueError(f"expected distinct 'positions' below {written}, got {positions}")
+        if positions is None and state["cursor"] != length % slots and length < slots:
+            raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")
+        generations = _checked_table(state, "generations", length, slots)
+        if generations is not None and bool((generations[:length] < 0).any()):
+            raise ValueError(f"expected 'generations' of all {length} stored records")
         return state
 
     def restore(self, state: dict[str, Any], rows: torch.Tensor | None) -> None:
@@ -159,8 +168,8 @@ class Ledger:
 
         Args:
             state: what ``state`` gave, of a ledger with any number of slots.
-            rows: ``None`` to keep every record in its slot; else the old slots, oldest first, of
-                the records that now lie in slots ``0, 1, ...``.
+            rows: ``None`` to keep every record in its slot, in as many slots; else the old slots,
+                oldest first, of the records that now lie in slots ``0, 1, ...``.
 
         A ledger that was in use keeps its promise: positions go on above those it gave out, and
         no slot and generation that it gave out name another record now.
@@ -171,21 +180,24 @@ class Ledger:
         source.next_position = state["next_position"]
         source._positions, source._generations = state["positions"], state["generations"]
         if rows is None:
+            assert source.slots == self.slots
             self.cursor, self.length = source.cursor, source.length
             self._positions = _copy(source._positions)
             self._generations = _copy(source._generations)
-            if self._generations is None and source.slots != self.slots:
-                self._generations = source._generation_table()
         else:
             self.length = len(rows)
             self.cursor = self.length % self.slots
-            # In a ring the kept records are the newest and hence numbered without a gap.
-            ring = source._positions is None
-            self._positions = None if ring else source.positions(rows)
+            newest = torch.arange(self.length) + (source.next_position - self.length)
+            positions = source.positions(rows)
+            # The newest records, in order: their positions follow from the counters again.
+            self._positions = None if torch.equal(positions, newest) else positions
             self._generations = source.generations(rows)
         self.next_position = source.next_position
         if used:
-            shift = max(0, used - source.next_position + self.length)
+            lowest = self.next_position - self.length
+            if self._positions is not None and self.length:
+                lowest = int(self._positions.min())
+            shift = max(0, used - lowest)
             self.next_position += shift
             if self._positions is not None:
                 self._positions += shift
@@ -222,6 +234,17 @@ class Ledger:
     def _grow_generations(self, size: int) -> None:
         assert self._generations is not None
         self._generations = _grown(self._generations, size, self.slots)
+
+
+def _checked_table(state: dict[str, Any], name: str, fewest: int, most: int) -> torch.Tensor | None:
+    table = state.get(name)
+    if table is None:
+        return None
+    if not isinstance(table, torch.Tensor) or table.dtype != torch.int64 or table.ndim != 1:
+        raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
+    if not fewest <= len(table) <= most:
+        raise ValueError(f"expected {fewest} to {most} entries in {name!r}, got {len(table)}")
+    return table
 
 
 def _copy(table: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDictBase, is_tensordict
+from replaykit._compat import TensorDictBase, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
 from replaykit.storages.base import Storage
 from replaykit.storages.content import Content
@@ -91,9 +91,7 @@ class ListStorage(Storage):
             item = _normalised(item)
         elif not (is_tensorclass(item) or isinstance(item, torch.Tensor)):
             return item.copy() if isinstance(item, np.ndarray) else item
-        if isinstance(item, torch.Tensor):
-            item = item.detach()
-        copied = item.clone()
+        copied = clone(item.detach())
         return copied if self._device is None else copied.to(self._device)
 
     def write(self, slots: torch.Tensor, rows: list[Any], kept: torch.Tensor | slice) -> None:
@@ -168,9 +166,11 @@ class ListStorage(Storage):
         """Stacks rows that are tensors, TensorDicts, arrays or numbers.
 
         Raises:
-            TypeError: rows of other types; ValueError: rows that cannot be stacked.
+            TypeError: rows of other types; ValueError: rows that cannot be stacked, or none.
         """
-        first = rows[0] if rows else None
+        if not len(rows):
+            raise ValueError("expected at least one row to stack, got none")
+        first = rows[0]
         if isinstance(first, torch.Tensor) or is_tensordict(first) or is_tensorclass(first):
             try:
                 return torch.stack(rows)
@@ -179,9 +179,9 @@ class ListStorage(Storage):
                     f"the rows differ and cannot be stacked ({error}); use LazyStackStorage, or "
                     "give the buffer a collate_fn"
                 ) from None
-        if rows and all(isinstance(row, Number) for row in rows):
+        if all(isinstance(row, Number) for row in rows):
             return torch.as_tensor(rows)
-        if rows and all(isinstance(row, np.ndarray) for row in rows):
+        if all(isinstance(row, np.ndarray) for row in rows):
             return torch.from_numpy(np.stack(rows))
         raise TypeError(
             "expected rows that are tensors, TensorDicts, arrays or numbers, got "
@@ -191,7 +191,11 @@ class ListStorage(Storage):
     def contains(self, item: Any) -> bool | torch.Tensor:
         if isinstance(item, int) and not isinstance(item, bool):
             return -len(self) <= item < len(self)
-        if isinstance(item, torch.Tensor) and not item.is_floating_point():
+        if (
+            isinstance(item, torch.Tensor)
+            and item.dtype != torch.bool
+            and not item.is_floating_point()
+        ):
             return (item >= 0) & (item < len(self))
         raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
 
@@ -230,7 +234,9 @@ class ListStorage(Storage):
         if len(items) != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
         order = torch.full((len(items),), -1)
-        return Content(len(items), torch.Size(), (), order, tuple(items))
+        # Tensors are copied when they are taken over, what holds some is not.
+        plain = (copy_item(i) if isinstance(i, (dict, list, tuple)) else i for i in items)
+        return Content(len(items), torch.Size(), (), order, tuple(plain))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         content = self.content_of(state_dict)
@@ -258,7 +264,7 @@ def _normalised(item: TensorDictBase) -> TensorDictBase:
     flat = [
         path
         for path in FLAG_KEYS
-        if isinstance(flag := item.get(path, None), torch.Tensor) and flag.ndim == item.batch_dims
+        if isinstance(flag := lookup(item, path), torch.Tensor) and flag.ndim == item.batch_dims
     ]
     if reserved:
         item = item.exclude(*reserved)
@@ -270,7 +276,12 @@ def _normalised(item: TensorDictBase) -> TensorDictBase:
 
 
 def copy_item(item: Any) -> Any:
-    """Returns a copy of a tensor, TensorDict or array; any other object as it is."""
+    """Returns a copy of tensors, TensorDicts and arrays, also inside of lists, tuples and dicts;
+    any other object as it is."""
     if isinstance(item, torch.Tensor) or is_tensordict(item) or is_tensorclass(item):
-        return item.clone()
+        return clone(item)
+    if type(item) is dict:
+        return {key: copy_item(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(copy_item(value) for value in item)
     return item.copy() if isinstance(item, np.ndarray) else item

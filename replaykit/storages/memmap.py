@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import unicodedata
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -81,30 +81,40 @@ class LazyMemmapStorage(LazyTensorStorage):
         names = _file_names(schema)
         needed = self._slots_for(lanes) * lanes.numel() * schema.row_bytes()
         with self._folder() as folder:
-            present = [folder / name for name in names.values() if (folder / name).exists()]
+            files = {path: folder / name for path, name in names.items()}
+            present = {file for file in files.values() if file.exists()}
             if present and not self.existsok:
                 raise RuntimeError(
-                    f"the file {present[0]} exists; give another scratch_dir, or existsok=True to "
-                    "use its space and lose what it holds"
+                    f"the file {min(present)} exists; give another scratch_dir, or existsok=True "
+                    "to use its space and lose what it holds"
                 )
-            _check_disk(folder, needed)
+            _check_disk(folder, needed, present)
             tensors = {}
+            inner = {file.parent for file in files.values() if not file.parent.exists()}
+            inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
             try:
-                for path, name in names.items():
+                for path, file in files.items():
                     dtype = schema.leaves[path].dtype
-                    tensors[path] = map_file(folder / name, shapes[path], dtype, create=True)
-            except OSError:
-                for name in names.values():
-                    if folder / name not in present:
-                        (folder / name).unlink(missing_ok=True)
+                    tensors[path] = map_file(file, shapes[path], dtype, create=True)
+            except BaseException:
+                for file in files.values():
+                    if file not in present:
+                        file.unlink(missing_ok=True)
+                _remove_empty(inner)
                 raise
         return Columns(schema, tensors, self.ndim)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
         if self.scratch_dir is not None:
+            made = [self.scratch_dir, *self.scratch_dir.parents]
+            made = [folder for folder in made if not folder.exists()]
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
-            yield self.scratch_dir
+            try:
+                yield self.scratch_dir
+            except BaseException:
+                _remove_empty(made)
+                raise
             return
         folder = FilePath(tempfile.mkdtemp(prefix="replaykit-"))
         remove = weakref.finalize(self, _remove, folder, os.getpid())
@@ -156,22 +166,34 @@ def map_file(
 def _reserve(file: FilePath, nbytes: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a+b") as opened:
-        opened.truncate(nbytes)
-        if nbytes and hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(opened.fileno(), 0, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise OSError(
-                        error.errno,
-                        f"cannot reserve {format_bytes(nbytes)} ({error.strerror}); "
-                        "use a smaller max_size or a scratch_dir on a larger disk",
-                        str(file),
-                    ) from None
+        try:
+            opened.truncate(nbytes)
+            if nbytes:
+                _reserve_blocks(opened.fileno(), nbytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot reserve {format_bytes(nbytes)} ({error.strerror}); "
+                "use a smaller max_size or a scratch_dir on a larger disk",
+                str(file),
+            ) from None
 
 
-def _check_disk(folder: FilePath, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def _reserve_blocks(descriptor: int, nbytes: int) -> None:
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        # Some file systems cannot; their blocks are taken when they are written.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+
+
+def _check_disk(folder: FilePath, needed: int, present: set[FilePath]) -> None:
+    # The blocks of files that are there already are used again.
+    taken = sum(file.stat().st_blocks * 512 for file in present)
+    free = shutil.disk_usage(folder).free + taken
     if needed > free:
         raise OSError(
             errno.ENOSPC,
@@ -212,8 +234,17 @@ def _escaped(part: str) -> str:
     if safe.endswith(".memmap"):
         safe = safe[: -len(".memmap")] + "%2Ememmap"
     if len(safe.encode()) > 200:
-        safe = f"{safe[:100]}%{hashlib.sha256(part.encode()).hexdigest()[:32]}"
+        # Names are limited in bytes, not in characters.
+        start = safe.encode()[:100].decode(errors="ignore")
+        safe = f"{start}%{hashlib.sha256(part.encode()).hexdigest()[:32]}"
     return safe or "%"
+
+
+def _remove_empty(folders: Iterable[FilePath]) -> None:
+    """Removes those of the folders that hold nothing, the inner ones first."""
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _remove(folder: FilePath, creator: int) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
+from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content, Group
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, map_leaves
@@ -19,6 +20,13 @@ __all__ = ["RestorableStorage"]
 
 _BLOCK_BYTES = 64 * 2**20
 """How much is copied at a time where the rows of a load have to be picked one by one."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where rows will lie: the number of time slots there are, or will be."""
+
+    slots: int
 
 
 class RestorableStorage(ColumnStorage):
@@ -31,16 +39,16 @@ class RestorableStorage(ColumnStorage):
         views = tuple(self._columns.view(self.ledger.length).values())
         return Content(self.ledger.length, self.lanes, (Group(self._columns.schema, views),))
 
-    def check_content(self, content: Content) -> Columns | None:
-        """Checks that rows of another storage fit, and takes memory if there is none yet.
+    def check_content(self, content: Content) -> _Target | None:
+        """Checks that rows of another storage fit; hand the result to ``load_content``.
 
-        Nothing changes; hand the result to ``load_content``.
+        Nothing changes, and no memory is taken yet.
 
         Raises:
             SchemaError: layout or lanes differ.
         """
-        if not content.groups:
-            return self._columns
+        if not content.groups and not content.rows:
+            return None if self._columns is None else _Target(self._columns.slots)
         group = content.single_group()
         if len(content.lanes) != self.ndim - 1:
             raise SchemaError(
@@ -48,33 +56,38 @@ class RestorableStorage(ColumnStorage):
                 f"got ndim={len(content.lanes) + 1}"
             )
         if self._columns is None:
-            rows = Rows(group.schema.root, group.leaves, torch.Size([0, *content.lanes]))
-            return self._allocate(group.schema, content.lanes, rows)
+            return _Target(self._slots_for(content.lanes))
         self._columns.schema.check(group.schema.root)
         if content.lanes != self.lanes:
             raise SchemaError(
                 f"expected lanes of sizes {list(self.lanes)}, got {list(content.lanes)}"
             )
-        return self._columns
+        return _Target(self._columns.slots)
 
     def load_content(
-        self, content: Content, target: Columns | None, rows: torch.Tensor | None
+        self, content: Content, target: _Target | None, rows: torch.Tensor | None
     ) -> None:
-        """Copies checked rows in: all to their own slots, or ``rows`` to slots ``0, 1, ...``."""
-        if target is None:
-            return
-        self._columns = target
-        self._adopt(target)
+        """Copies checked rows in: all to their own slots, or ``rows`` to slots ``0, 1, ...``.
+
+        Takes memory first, if there is none yet: what can fail, fails before anything changes.
+        """
         if not content.groups:
             return
-        leaves = content.single_group().leaves
+        group = content.single_group()
+        leaves = group.leaves
+        columns = self._columns
+        if columns is None:
+            first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
+            columns = self._allocate(group.schema, content.lanes, first)
         count = content.rows if rows is None else len(rows)
-        row_bytes = target.schema.row_bytes() * self.lanes.numel()
+        row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
         block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
         for start in range(0, count, block):
             stop = min(start + block, count)
             kept = slice(start, stop) if rows is None else rows[start:stop]
-            target.scatter(torch.arange(start, stop), leaves, kept)
+            columns.scatter(torch.arange(start, stop), leaves, kept)
+        self._columns = columns
+        self._adopt(columns)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the stored rows.
@@ -116,6 +129,8 @@ class RestorableStorage(ColumnStorage):
             raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
         stored = state_dict["_storage"]
         if stored is None:
+            if state_dict["_len"]:
+                raise ValueError(f"expected {state_dict['_len']} rows, got none")
             return Content(0)
         rows = take_apart(stored, self.ndim)
         if rows.batch.numel() != state_dict["_len"]:
@@ -127,17 +142,17 @@ class RestorableStorage(ColumnStorage):
         with self.lock:
             state = super().__getstate__()
             content = self.content()
-            columns = [[c.clone() for c in group.columns] for group in content.groups]
-            state["ledger"] = self.ledger.state()
+            columns = [by_value(group.columns) for group in content.groups]
+            state["ledger"] = by_value(self.ledger.state())
             state["_columns"] = (self.schema, self.lanes, columns[0]) if columns else None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        stored, ledger = state["_columns"], state["ledger"]
+        stored, ledger = state["_columns"], from_value(state["ledger"])
         super().__setstate__({**state, "_columns": None, "ledger": Ledger(ledger["slots"])})
         self.ledger.restore(ledger, None)
         if stored is not None:
-            schema, lanes, columns = stored
+            schema, lanes, columns = from_value(stored)
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
             self._columns.scatter(torch.arange(self.ledger.length), rows.leaves, slice(None))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replaykit._compat import LazyStackedTensorDict
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.content import Content, Group
 from replaykit.structure import build, map_leaves
@@ -27,32 +28,36 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     content = storage.content()
     if not storage.save_hooks or not content.rows:
         return content
-    data = storage[:]
-    if not isinstance(data, list):
-        data = map_leaves(data, torch.clone)
+    data = _copied(storage)
     for hook in storage.save_hooks:
         data = _call(hook, data, path=path)
-    return _content_of(data, 1)
+    return _content_of(data, storage)
 
 
 def content_after_load(storage: Storage, content: Content) -> Content:
     """Returns what was read, mapped by the storage's load hooks.
 
-    A hook gets the rows and, if it accepts ``out=``, what the storage holds now (None if empty).
+    A hook gets the rows and, if it accepts ``out=``, a copy of what the storage holds now (None if
+    that is nothing).
     """
     if not storage.load_hooks or not content.rows:
         return content
     if len(content.groups) == 1 and not content.plain:
         group = content.groups[0]
-        leaves = {path: column[:] for path, column in group.leaves.items()}
-        batch = torch.Size([content.rows, *content.lanes])
-        data = build(group.schema.root, leaves, batch, None)
-        data = map_leaves(data, torch.clone)
+        leaves = {path: column[:].clone() for path, column in group.leaves.items()}
+        data = build(group.schema.root, leaves, torch.Size([content.rows, *content.lanes]), None)
     else:
         data = content.items()
     for hook in storage.load_hooks:
-        data = _call(hook, data, out=storage[:] if len(storage) else None)
-    return _content_of(data, storage.ndim)
+        data = _call(hook, data, out=_copied(storage) if len(storage) else None)
+    return _content_of(data, storage)
+
+
+def _copied(storage: Storage) -> Any:
+    """All rows, in memory of their own, in the storage's layout."""
+    if storage.ndim == 1:
+        return storage.read(torch.arange(len(storage)))
+    return map_leaves(storage[:], torch.clone)
 
 
 def _call(hook: Hook, data: Any, **offered: Any) -> Any:
@@ -63,9 +68,18 @@ def _call(hook: Hook, data: Any, **offered: Any) -> Any:
     return hook(data, **taken)
 
 
-def _content_of(data: Any, ndim: int) -> Content:
+def _content_of(data: Any, storage: Storage) -> Content:
+    if isinstance(data, LazyStackedTensorDict):
+        data = list(data.unbind(storage.stack_dim))
     if isinstance(data, list):
         return Content.of_items(data)
-    rows = take_apart(data, ndim)
+    rows = take_apart(data, 1)
+    leaves = rows.leaves
+    # A hook may change the layout of rows with lanes; what keeps it is saved with it.
+    lanes = torch.Size([len(rows), *storage.lanes])
+    if storage.ndim > 1 and (
+        not storage.lanes or all(leaf.shape[: storage.ndim] == lanes for leaf in leaves.values())
+    ):
+        rows = take_apart(data, storage.ndim)
     group = Group(Schema(rows.root), tuple(rows.leaves.values()))
     return Content(len(rows), rows.batch[1:], (group,))

@@ -74,9 +74,11 @@ class TensorStorage(RestorableStorage):
         Raises:
             RuntimeError: nothing was written yet, or the rows are not contiguous in memory.
         """
+        columns = self.require()
         if self.ndim == 1:
             return self
-        columns = self.require()
+        if not len(self):
+            raise RuntimeError("nothing is stored now; there are no rows to flatten")
         leaves = {}
         for path, view in columns.view(self.ledger.length).items():
             try:

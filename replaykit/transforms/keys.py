@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import lookup
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.base import Transform
 
@@ -83,7 +84,8 @@ class RenameTransform(Transform):
     def forward(self, data: Any) -> Any:
         # All values are taken before the first name changes: names may be swapped.
         values = [require(data, key) for key in self.in_keys]
-        data = data.exclude(*self.in_keys)
+        # A copy, since names may go into branches that the given data shares.
+        data = data.exclude(*self.in_keys).copy()
         for key, value in zip(self.out_keys, values, strict=True):
             data.set(key, value)
         return data
@@ -126,8 +128,8 @@ class CatTensors(Transform):
         parts = [require(data, key) for key in self.in_keys]
         dim = self.dim if self.dim < 0 else self.dim + data.batch_dims
         joined = torch.cat(parts, dim)
-        data = data.exclude(*self.in_keys) if self.del_keys else data.copy()
-        return data.set(self.out_key, joined)
+        data = data.exclude(*self.in_keys) if self.del_keys else data
+        return data.copy().set(self.out_key, joined)
 
     def __repr__(self) -> str:
         return f"CatTensors({self.in_keys}, {format_key(self.out_key)}, dim={self.dim})"
@@ -135,7 +137,8 @@ class CatTensors(Transform):
 
 def require(data: Any, key: Key) -> Any:
     """Returns the value of a key; KeyError, with the keys that are there, where it is absent."""
-    value = data.get(key, None)
+    value = lookup(data, key)
     if value is None:
-        raise KeyError(f"no key {format_key(key)}; there are {sorted(map(str, data.keys(True)))}")
+        known = (format_key(unravel(known)) for known in data.keys(True, True))
+        raise KeyError(f"no key {format_key(key)}; there are {', '.join(sorted(known))}")
     return value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.storages import Storage
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger
@@ -25,6 +27,14 @@ class Writer(ABC):
     Attributes:
         tracks_generations: whether samples carry ``index_generation``.
         time_dim: dimension of written data that is time; set by the buffer.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend(torch.arange(5))
+        >>> isinstance(rb.writer, Writer), rb.writer.write_count
+        (True, 5)
     """
 
     kind = "custom"
@@ -181,6 +191,21 @@ class Writer(ABC):
                     f"expected the state of {len(storage)} stored rows, got {state['length']}"
                 )
             self.restore(state_dict, None)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves the writer's state into a directory of its own, all or nothing."""
+        save_checkpoint(path, {"writer": self.state_dict()}, {"writer": type(self).__name__})
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over a state that ``dumps`` of a writer of the same kind saved.
+
+        Raises:
+            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
+            ValueError: as ``load_state_dict``. Nothing has changed then.
+        """
+        with Checkpoint(path) as saved:
+            saved.verify()
+            self.load_state_dict(saved.part("writer"))
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         """Takes over a checked state; ``rows`` as for ``Ledger.restore``."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import is_tensordict, lookup
 from replaykit.native import RankHeap
 from replaykit.schema import Rows
 from replaykit.storages import Storage
@@ -107,7 +107,8 @@ class TensorDictMaxValueWriter(Writer):
         except BaseException:
             self._heap = None  # it knows records that are not stored
             raise
-        storage.ledger.place(index[accepted], move_cursor=False)
+        # The cursor as well, for a writer that may come after this one and go on from here.
+        storage.ledger.place(index[accepted], move_cursor=True)
         self._seen = storage.ledger.next_position
         self._count(len(accepted))
         result = torch.full_like(index, -1)
@@ -134,7 +135,8 @@ class TensorDictMaxValueWriter(Writer):
         storage = self.storage
         if not len(storage):
             return np.empty(0)
-        return self._reduced(storage.get(slice(None)))
+        # Rows without a schema may differ in shape, and a batch of them may lie in any dimension.
+        return self._reduced(list(storage) if storage.schema is None else storage.get(slice(None)))
 
     def _ranks(self, rows: Any) -> np.ndarray[Any, Any]:
         """Returns the rank of each prepared row: float64 ``[B]``."""
@@ -147,22 +149,28 @@ class TensorDictMaxValueWriter(Writer):
         return self._reduced(rows)
 
     def _reduced(self, data: Any) -> np.ndarray[Any, Any]:
-        if is_tensordict(data):
-            return self._reduce(data.get(self.rank_key))
-        ranks = []
-        for row in data:
-            if not is_tensordict(row):
-                raise RuntimeError(
-                    f"a {type(self).__name__} takes TensorDicts, got {type(row).__name__}"
-                )
-            value = row.get(self.rank_key, None)
-            if value is None:
-                raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
-            ranks.append(self._reduce(value.unsqueeze(0)))
+        if not isinstance(data, list):
+            return self._reduce(self._rank_of(data))
+        ranks = [self._reduce(self._rank_of(row).unsqueeze(0)) for row in data]
         return np.concatenate(ranks)
 
+    def _rank_of(self, data: Any) -> torch.Tensor:
+        if not is_tensordict(data):
+            raise RuntimeError(
+                f"a {type(self).__name__} takes TensorDicts, got {type(data).__name__}"
+            )
+        value = lookup(data, self.rank_key)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
+        return value
+
     def _reduce(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
-        flat = values.detach().cpu().to(torch.float64).reshape(values.shape[0], -1)
+        rows = values.shape[0]
+        if rows and not values[0].numel():
+            raise ValueError(
+                f"expected a rank under {format_key(self.rank_key)}, got shape {list(values.shape)}"
+            )
+        flat = values.detach().cpu().to(torch.float64).reshape(rows, -1)
         ranks = _REDUCTIONS[self.reduction](flat)
         wrong = ranks.isnan().nonzero()
         if len(wrong):

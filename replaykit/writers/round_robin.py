@@ -67,11 +67,11 @@ class RoundRobinWriter(Writer):
         if not len(rows):
             return self._no_rows()
         with storage.lock:
-            storage.accept(rows)
-            slots = as_slots(index, storage.ledger.slots)
+            slots = as_slots(index, storage.slots_for(rows))
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             check_no_hole(slots, storage.ledger.length)
+            storage.accept(rows)
             last = last_occurrences(slots)
             storage.write(slots[last], rows, last)
             storage.ledger.place(slots, move_cursor=False)

@@ -1,0 +1,214 @@
+"""Factories of the buffer's tests: rows that say who they are, a storage of every kind, and
+comparisons down to the bit."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+)
+
+
+def _rows(count: int, start: int = 0) -> TensorDict:
+    ids = torch.arange(start, start + count)
+    column = ids[:, None]
+    return TensorDict(
+        {
+            "id": ids,
+            "observation": column + torch.tensor([0.0, 0.25, 0.5]),
+            "pixels": (column % 251).to(torch.uint8).repeat(1, 4).view(count, 2, 2),
+            "next": {
+                "observation": column + torch.tensor([1.0, 1.25, 1.5]),
+                "reward": column * 0.5,
+                "done": column % 5 == 4,
+            },
+        },
+        [count],
+    )
+
+
+@pytest.fixture(scope="session")
+def rows() -> Callable[..., TensorDict]:
+    """``rows(count, start=0)``: rows whose every value follows from their ``id``."""
+    return _rows
+
+
+@pytest.fixture(scope="session")
+def check_whole() -> Callable[[Any], list[int]]:
+    """Asserts that no row mixes two ids, as made by ``rows``; returns the ids."""
+
+    def check(data: Any) -> list[int]:
+        expected = torch.cat([_rows(1, int(i)) for i in data["id"]]) if len(data) else _rows(0)
+        for key, value in expected.items(True, True):
+            assert torch.equal(data[key], value), f"{key} does not belong to its id"
+        return data["id"].tolist()
+
+    return check
+
+
+_STORAGES: dict[str, Callable[..., Storage]] = {
+    "list": ListStorage,
+    "lazy_stack": LazyStackStorage,
+    "tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+}
+
+
+@pytest.fixture(scope="session")
+def storage_of() -> Callable[..., Storage]:
+    """``storage_of(kind, max_size, **options)`` for list, lazy_stack, tensor, memmap."""
+    return lambda kind, max_size=10, **options: _STORAGES[kind](max_size, **options)
+
+
+_SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "without": SamplerWithoutReplacement,
+    "ordered": lambda: SamplerWithoutReplacement(shuffle=False),
+    "drop_last": lambda: SamplerWithoutReplacement(drop_last=True),
+}
+
+
+@pytest.fixture(scope="session")
+def sampler_of() -> Callable[[str], Sampler]:
+    """``sampler_of(kind)`` for random, without, ordered, drop_last."""
+    return lambda kind: _SAMPLERS[kind]()
+
+
+@pytest.fixture(scope="session")
+def buffer_of(storage_of: Any, sampler_of: Any) -> Callable[..., ReplayBuffer]:
+    """``buffer_of(kind, max_size, sampler=..., filled=n, seed=s, **keywords)``."""
+
+    def make(
+        kind: str = "tensor",
+        max_size: int = 10,
+        *,
+        sampler: str | Sampler = "random",
+        filled: int = 0,
+        seed: int | None = None,
+        ndim: int = 1,
+        **keywords: Any,
+    ) -> ReplayBuffer:
+        options = {} if ndim == 1 else {"ndim": ndim}
+        if seed is not None:
+            keywords["generator"] = torch.Generator().manual_seed(seed)
+        if "storage" not in keywords:
+            keywords["storage"] = storage_of(kind, max_size, **options)
+        sampler = sampler_of(sampler) if isinstance(sampler, str) else sampler
+        buffer = ReplayBuffer(sampler=sampler, **keywords)
+        if filled:
+            buffer.extend(_rows(filled))
+        return buffer
+
+    return make
+
+
+def _same(a: Any, b: Any, where: str = "value") -> None:
+    if isinstance(a, torch.Tensor):
+        assert isinstance(b, torch.Tensor), where
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        raw = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+        assert torch.equal(*raw), where
+    elif isinstance(a, TensorDictBase) or is_tensorclass(a):
+        assert a.batch_size == b.batch_size, where
+        _same(a.to_dict(), b.to_dict(), where)
+    elif isinstance(a, Mapping):
+        assert set(a) == set(b), where
+        for key in a:
+            _same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert type(a) is type(b), where
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            _same(x, y, f"{where}[{i}]")
+    else:
+        assert type(a) is type(b), where
+        assert a == b, where
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[[Any, Any], None]:
+    """Asserts that two values are equal to the bit: types, keys, dtypes, shapes, bytes."""
+    return _same
+
+
+def _snapshot(buffer: ReplayBuffer) -> dict[str, Any]:
+    storage = buffer.storage
+    state = {
+        "rows": [storage[row] for row in range(len(storage))] if storage.ndim == 1 else None,
+        "cells": buffer[:] if storage.ndim > 1 and len(storage) else None,
+        "ledger": storage.ledger.state(),
+        "max_size": storage.max_size,
+        "sampler": buffer.sampler.state_dict(),
+        "ran_out": buffer.sampler.ran_out,
+        "writer": buffer.writer.state_dict(),
+        "transforms": buffer.transform.state_dict(),
+        "stats": buffer.stats(),
+        "generator": buffer.state_dict()["_rng"],
+    }
+    return copy.deepcopy(state)
+
+
+@pytest.fixture(scope="session")
+def snapshot() -> Callable[[ReplayBuffer], dict[str, Any]]:
+    """Everything that a call that raises must leave as it was (G1), as copies."""
+    return _snapshot
+
+
+@pytest.fixture(scope="session")
+def unchanged() -> Callable[..., Any]:
+    """``unchanged(buffer, error, call, match=...)``: the call raises and changes nothing (G1)."""
+
+    def check(buffer: ReplayBuffer, error: Any, call: Callable[[], Any], match: str = ".") -> None:
+        before = _snapshot(buffer)
+        with pytest.raises(error, match=match):
+            call()
+        _same(before, _snapshot(buffer))
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def in_threads() -> Callable[..., None]:
+    """``in_threads(*functions, timeout=60)``: runs them at once; a watchdog on their end.
+
+    What one of them raises is raised here.
+    """
+
+    def run(*functions: Callable[[], Any], timeout: float = 60.0) -> None:
+        errors: list[BaseException] = []
+        gate = threading.Barrier(len(functions))
+
+        def guarded(function: Callable[[], Any]) -> None:
+            try:
+                gate.wait()
+                function()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        stuck = sum(thread.is_alive() for thread in threads)
+        assert not stuck, f"{stuck} of {len(threads)} threads did not end within {timeout} s"
+        if errors:
+            raise errors[0]
+
+    return run

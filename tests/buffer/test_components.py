@@ -1,0 +1,427 @@
+"""Exchanging components: rows, cursor, generator and listeners go along, or nothing changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    Compose,
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+
+
+class Noting(Sampler):
+    """Draws slot 0 and notes what it is told."""
+
+    def __init__(self, reject: int | None = None) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+        self.reject = reject
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    def attach(self, storage: Storage) -> None:
+        if storage.max_size == self.reject:
+            raise ValueError(f"no room for {self.reject} rows")
+        self.told.append(("attach", len(storage)))
+
+    def add(self, index: Any) -> None:
+        self.told.append(("add", index.tolist()))
+
+    def extend(self, index: Any) -> None:
+        self.told.append(("extend", index.tolist()))
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        self.told.append(("mark_update", index.tolist()))
+
+    def empty(self) -> None:
+        super().empty()
+        self.told.append(("empty",))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "told": list(self.told)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.told = list(state_dict["told"])
+
+
+# -- set_storage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("WR12")
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", ["list", "tensor"])
+def test_rows_written_after_set_storage_go_to_the_new_one(
+    old: str, new: str, buffer_of: Any, storage_of: Any, rows: Any, check_whole: Any
+):
+    """WR12, D8: the writer stayed with the old storage, and the new one was empty for ever."""
+    buffer = buffer_of(old, 10, filled=4, seed=0)
+    first = buffer.storage
+    storage = storage_of(new, 10)
+    assert buffer.set_storage(storage) is first
+    assert buffer.storage is storage
+    assert len(buffer) == 0
+    buffer.extend(rows(3, 20))
+    assert (len(first), len(storage), len(buffer)) == (4, 3, 3)
+    assert check_whole(buffer[:]) == [20, 21, 22]
+    assert set(check_whole(buffer.sample(30))) == {20, 21, 22}
+    assert len(first) == 4
+
+
+def test_the_next_write_continues_after_the_new_storages_newest_row(
+    buffer_of: Any, storage_of: Any, rows: Any
+):
+    other = buffer_of("tensor", 5, filled=5)
+    other.extend(rows(2, 5))
+    buffer = buffer_of("tensor", 3)
+    buffer.set_storage(other.storage)
+    assert buffer.extend(rows(2, 7)).tolist() == [2, 3]
+    assert buffer["id"].tolist() == [5, 6, 7, 8, 4]
+    assert other.extend(rows(1, 9)).tolist() == [4]
+
+
+def test_set_storage_resets_the_collate_function(buffer_of: Any):
+    buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=len)
+    buffer.extend([1, 2])
+    assert buffer.sample(4) == 4
+    buffer.set_storage(ListStorage(5))
+    buffer.extend([1, 1])
+    assert buffer.sample(4).tolist() == [1, 1, 1, 1]
+    buffer.set_storage(ListStorage(5), collate_fn=sum)
+    buffer.extend([1, 1])
+    assert buffer.sample(4) == 4
+    with pytest.raises(TypeError, match="collate_fn"):
+        buffer.set_storage(ListStorage(5), collate_fn=3)
+
+
+def test_the_generator_goes_on_over_the_new_storage(buffer_of: Any, storage_of: Any, rows: Any):
+    reference = buffer_of("tensor", 50, filled=50, seed=3)
+    expected = [reference.sample(5)["index"].tolist() for _ in range(3)]
+    buffer = buffer_of("tensor", 10, filled=10, seed=3)
+    buffer.set_storage(storage_of("tensor", 50))
+    buffer.extend(rows(50))
+    assert [buffer.sample(5)["index"].tolist() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_pass_does_not_reach_over_to_another_storage(
+    prefetch: int | None, buffer_of: Any, storage_of: Any, rows: Any
+):
+    buffer = buffer_of("tensor", 10, filled=10, sampler="ordered", batch_size=4, prefetch=prefetch)
+    buffer.sample()
+    storage = storage_of("tensor", 10)
+    filler = ReplayBuffer(storage=storage)
+    filler.extend(rows(10, 100))
+    buffer.set_storage(storage)
+    assert [batch["id"].tolist() for batch in buffer] == [
+        [100, 101, 102, 103],
+        [104, 105, 106, 107],
+        [108, 109],
+    ]
+
+
+def test_the_default_time_dimension_follows_the_storage():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.set_storage(LazyTensorStorage(10, ndim=2))
+    assert buffer.dim_extend == 1
+    index = buffer.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert index.tolist() == [[t, lane] for t in range(3) for lane in range(2)]
+    assert buffer["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    buffer.set_storage(LazyTensorStorage(10))
+    assert buffer.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3])).tolist() == [0, 1]
+    fixed = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2), dim_extend=0)
+    fixed.set_storage(LazyTensorStorage(12, ndim=3))
+    assert fixed.dim_extend == 0
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_storage_that_does_not_go_with_the_writer_is_refused(
+    prefetch: int | None, unchanged: Any
+):
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(5),
+        writer=TensorDictMaxValueWriter("r"),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=2,
+    )
+    buffer.extend(TensorDict({"r": torch.arange(5.0)}, [5]))
+    buffer.sample()
+    storage = buffer.storage
+    unchanged(buffer, ValueError, lambda: buffer.set_storage(LazyTensorStorage(5, ndim=2)), "ndim")
+    unchanged(buffer, TypeError, lambda: buffer.set_storage("storage"), "storage as a Storage")
+    assert buffer.storage is storage
+    assert buffer.add(TensorDict({"r": torch.tensor(9.0)}, [])) == 0
+    assert len(storage) == 5
+
+
+def test_a_storage_that_the_sampler_refuses_is_not_taken(unchanged: Any, rows: Any):
+    sampler = Noting(reject=99)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
+    buffer.extend(rows(3))
+    before = list(sampler.told)
+    with pytest.raises(ValueError, match="no room"):
+        buffer.set_storage(LazyTensorStorage(99))
+    assert sampler.told == before
+    assert buffer.extend(rows(1, 3)).tolist() == [3]
+    assert len(buffer) == 4
+
+
+def test_two_buffers_may_exchange_their_storages_at_the_same_time(rows: Any, in_threads: Any):
+    one, two = LazyTensorStorage(10), LazyTensorStorage(10)
+    buffers = [ReplayBuffer(storage=one), ReplayBuffer(storage=two)]
+
+    def swap(buffer: ReplayBuffer, order: list[Storage]) -> None:
+        for _ in range(300):
+            for storage in order:
+                buffer.set_storage(storage)
+
+    in_threads(lambda: swap(buffers[0], [two, one]), lambda: swap(buffers[1], [one, two]))
+    for buffer in buffers:
+        assert buffer.extend(rows(1)).tolist() == [0]
+
+
+# -- set_sampler ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_new_sampler_sees_the_stored_rows_at_once(prefetch: int | None, buffer_of: Any):
+    buffer = buffer_of(filled=7, batch_size=3, seed=0, prefetch=prefetch)
+    buffer.sample()
+    old = buffer.sampler
+    assert buffer.set_sampler(SamplerWithoutReplacement(shuffle=False)) is old
+    assert [batch["id"].tolist() for batch in buffer] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_new_sampler_is_told_of_rows_and_draws_from_the_buffers_generator(
+    buffer_of: Any, rows: Any
+):
+    buffer = buffer_of(filled=4, seed=9)
+    sampler = Noting()
+    buffer.set_sampler(sampler)
+    buffer.add(rows(1, 4)[0])
+    buffer.extend(rows(2, 5))
+    buffer.empty()
+    assert sampler.told == [("attach", 4), ("add", [4]), ("extend", [5, 6]), ("empty",)]
+    assert sampler.generator is not None
+    assert sampler.generator.initial_seed() == 9
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_sampler_that_is_set_again_goes_on_with_its_pass(prefetch: int | None, buffer_of: Any):
+    buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
+    seen = buffer.sample()["id"].tolist()
+    sampler = buffer.set_sampler(RandomSampler())
+    buffer.sample()
+    buffer.set_sampler(sampler)
+    for batch in buffer:
+        seen += batch["id"].tolist()
+    assert sorted(seen) == list(range(10))
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_sampler_that_cannot_work_is_refused(
+    prefetch: int | None, buffer_of: Any, unchanged: Any
+):
+    buffer = buffer_of(max_size=10, filled=10, sampler="ordered")
+    buffer.sample(4)
+    sampler = buffer.sampler
+    refused = SamplerWithoutReplacement(drop_last=True)
+    unchanged(buffer, ValueError, lambda: buffer.set_sampler(refused), "drop_last")
+    unchanged(buffer, TypeError, lambda: buffer.set_sampler(RandomSampler), "Sampler")
+    unchanged(buffer, ValueError, lambda: buffer.set_sampler(Noting(reject=10)), "no room")
+    assert buffer.sampler is sampler
+    assert buffer.sample(4)["id"].tolist() == [4, 5, 6, 7]
+
+
+# -- set_writer -----------------------------------------------------------------------------------
+
+
+def test_a_new_writer_goes_on_at_the_storages_cursor(buffer_of: Any, rows: Any):
+    buffer = buffer_of(max_size=5, filled=4)
+    old = buffer.writer
+    assert buffer.set_writer(RoundRobinWriter(track_generations=True)) is old
+    assert buffer.extend(rows(3, 4)).tolist() == [4, 0, 1]
+    assert (old.write_count, buffer.write_count) == (4, 3)
+    assert buffer.sample(1)["index_generation"].shape == (1,)
+    assert buffer.writer.generations_of(torch.arange(5)).tolist() == [1, 1, 0, 0, 0]
+
+
+def test_a_writer_that_does_not_go_with_the_storage_is_refused(unchanged: Any):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    buffer.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
+    writer = buffer.writer
+    unchanged(buffer, ValueError, lambda: buffer.set_writer(TensorDictMaxValueWriter()), "ndim")
+    unchanged(buffer, TypeError, lambda: buffer.set_writer(None), "Writer")
+    assert buffer.writer is writer
+    buffer.set_writer(ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        buffer.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
+
+
+def test_a_new_writer_writes_in_the_layout_of_the_buffer():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    buffer.set_writer(TensorDictRoundRobinWriter())
+    buffer.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert buffer["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("prefetch", [2, 4])
+def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int, buffer_of: Any):
+    for change in (
+        lambda b: b.set_writer(RoundRobinWriter()),
+        lambda b: b.set_rng(torch.Generator()),
+        lambda b: b.append_transform(lambda td: td),
+    ):
+        buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
+        seen = buffer.sample()["id"].tolist()
+        change(buffer)
+        for batch in buffer:
+            seen += batch["id"].tolist()
+        assert sorted(seen) == list(range(10))
+
+
+# -- transforms -----------------------------------------------------------------------------------
+
+
+def test_transforms_are_put_where_they_are_asked_for():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    assert buffer.append_transform(lambda x: x + 1) is buffer
+    assert buffer.insert_transform(0, lambda x: x * 10) is buffer
+    buffer.insert_transform(-1, lambda x: x - 5)
+    buffer.extend(torch.tensor([1.0]))
+    assert buffer.storage[:].tolist() == [1.0]
+    assert buffer[:].tolist() == [(1 * 10 - 5) + 1]
+    assert isinstance(buffer.transform, Compose)
+    assert len(buffer.transform) == 3
+    with pytest.raises(IndexError, match="position"):
+        buffer.insert_transform(5, torch.neg)
+    with pytest.raises(RuntimeError, match="transform"):
+        buffer.append_transform("not a transform")
+    assert len(buffer.transform) == 3
+
+
+def test_a_chain_given_by_the_caller_is_not_changed():
+    """G2: the caller's Compose keeps its length."""
+    chain = Compose(torch.neg)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), transform=chain)
+    buffer.append_transform(torch.neg)
+    assert (len(chain), len(buffer.transform)) == (1, 2)
+
+
+def test_an_inverted_transform_works_on_writing():
+    """The documented example: the inverse edits the caller's data in place."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    data = TensorDict({"a": torch.zeros(10)}, [10])
+
+    def t(data: TensorDict) -> TensorDict:
+        data += 1
+        return data
+
+    rb.append_transform(t, invert=True)
+    rb.extend(data)
+    assert (data == 1).all()
+    assert (rb[:] == 1).all()
+    assert (rb.sample()["a"] == 1).all()
+
+
+# -- two buffers over one storage -----------------------------------------------------------------
+
+
+@pytest.mark.pitfall("WR15")
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_over_one_storage_write_as_one_writer(
+    kind: str, storage_of: Any, rows: Any, check_whole: Any
+):
+    """WR15, E9: a cursor per writer made two buffers overwrite each other."""
+    storage = storage_of(kind, 7)
+    one = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
+    two = ReplayBuffer(storage=storage, writer=TensorDictRoundRobinWriter(track_generations=True))
+    single = ReplayBuffer(storage=storage_of(kind, 7))
+    for start, count in [(0, 3), (3, 2), (5, 4), (9, 1), (10, 9)]:
+        buffer = (one, two)[start % 2]
+        assert buffer.extend(rows(count, start)).tolist() == [
+            i % 7 for i in range(start, start + count)
+        ]
+        single.extend(rows(count, start))
+        assert len(one) == len(two) == min(7, start + count)
+        assert check_whole(one[:]) == check_whole(two[:]) == check_whole(single[:])
+    assert one.write_count + two.write_count == 19
+    slots = torch.arange(7)
+    assert torch.equal(one.writer.generations_of(slots), two.writer.generations_of(slots))
+    assert one.writer.generations_of(slots).tolist() == [(18 - s) // 7 for s in range(7)]
+
+
+def test_every_buffer_over_a_storage_is_told_of_writes_by_others(rows: Any):
+    storage = LazyTensorStorage(10)
+    writer, sampler = ReplayBuffer(storage=storage), Noting()
+    listening = ReplayBuffer(storage=storage, sampler=sampler)
+    writer.extend(rows(3))
+    writer.add(rows(1, 3)[0])
+    writer.writer.write_at(torch.tensor([0, 2]), rows(2, 4))
+    listening.extend(rows(1, 6))
+    assert sampler.told == [
+        ("attach", 0),
+        ("mark_update", [0, 1, 2]),
+        ("mark_update", [3]),
+        ("mark_update", [0, 2]),
+        ("extend", [4]),
+    ]
+    listening.set_storage(LazyTensorStorage(10))
+    sampler.told.clear()
+    writer.extend(rows(1))
+    assert sampler.told == []
+
+
+def test_a_storage_does_not_keep_its_listeners_alive(rows: Any):
+    storage = LazyTensorStorage(10)
+    writer = ReplayBuffer(storage=storage)
+    listening = ReplayBuffer(storage=storage)
+    gone = weakref.ref(listening)
+    del listening
+    gc.collect()
+    assert gone() is None
+    writer.extend(rows(2))
+    assert len(writer) == 2
+
+
+@pytest.mark.pitfall("RD8")
+@pytest.mark.parametrize("kind", KINDS)
+def test_copying_rows_from_buffer_to_buffer_keeps_each_once(kind: str, buffer_of: Any, rows: Any):
+    """RD8: "copying" by sampling with replacement lost a third of the rows."""
+    source = buffer_of(kind, 100, filled=100)
+    source.extend(rows(30, 100))
+    copies = [buffer_of("tensor", 100), buffer_of("tensor", 100), buffer_of("tensor", 100)]
+    copies[0].extend(source[:])
+    copies[1].load_state_dict(source.state_dict())
+    for batch in buffer_of(storage=source.storage, sampler="without", batch_size=7):
+        copies[2].extend(batch)
+    for copy in copies:
+        assert sorted(copy["id"].tolist()) == list(range(30, 130))
+
+
+def test_a_wrapped_tensor_is_a_storage_like_others(rows: Any):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    buffer.set_storage(TensorStorage(rows(4)))
+    assert buffer.add(rows(1, 9)[0]) == 0
+    assert buffer["id"].tolist() == [9, 1, 2, 3]

@@ -1,0 +1,492 @@
+"""What a buffer is made of: arguments, defaults, factories, description, randomness."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import replaykit
+from replaykit import (
+    Compose,
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorStorage,
+    Transition,
+)
+
+CONSTRUCTOR = {
+    "storage": None,
+    "sampler": None,
+    "writer": None,
+    "sample_unit": None,
+    "collate_fn": None,
+    "pin_memory": False,
+    "prefetch": None,
+    "transform": None,
+    "transform_factory": None,
+    "batch_size": None,
+    "dim_extend": None,
+    "generator": None,
+    "priority_key": "td_error",
+    "delayed_init": None,
+    "compilable": False,
+}
+NOTHING = inspect.Parameter.empty
+METHODS = {
+    "add": {"data": NOTHING},
+    "extend": {"data": NOTHING, "*update_priority": None},
+    "empty": {"empty_write_count": True},
+    "sample": {"batch_size": None, "return_info": False, "include_info": None},
+    "can_sample": {"batch_size": None},
+    "next": {},
+    "read_all_in_order": {"end": None},
+    "write_all": {"data": NOTHING, "end": None},
+    "set_": {"key": NOTHING, "value": NOTHING},
+    "set_at_": {"key": NOTHING, "value": NOTHING, "index": NOTHING},
+    "update_": {"input_dict_or_td": NOTHING, "clone": False, "*keys_to_update": None},
+    "update_priority": {"index": NOTHING, "priority": None, "*generation": None},
+    "update_tensordict_priority": {"data": NOTHING},
+    "mark_update": {"index": NOTHING},
+    "update_if_present": {
+        "*index": NOTHING,
+        "*generation": NOTHING,
+        "*patch": NOTHING,
+        "*version_key": None,
+        "*version": None,
+        "*require_newer": False,
+    },
+    "set_storage": {"storage": NOTHING, "collate_fn": None},
+    "set_sampler": {"sampler": NOTHING},
+    "set_writer": {"writer": NOTHING},
+    "set_rng": {"generator": NOTHING},
+    "append_transform": {"transform": NOTHING, "*invert": False},
+    "insert_transform": {"index": NOTHING, "transform": NOTHING, "*invert": False},
+    "stats": {},
+    "shutdown": {},
+    **{name: {"path": NOTHING} for name in ("dumps", "dump", "save", "loads", "load")},
+    "register_save_hook": {"hook": NOTHING},
+    "register_load_hook": {"hook": NOTHING},
+    "state_dict": {},
+    "load_state_dict": {"state_dict": NOTHING},
+    "as_remote": {"remote_config": None},
+}
+
+
+@pytest.mark.pitfall("IF6")
+@pytest.mark.pitfall("RD13")
+def test_constructor_arguments_and_defaults_are_those_documented():
+    """IF6: signatures are visible to ``inspect``; RD13: documented defaults are the real ones."""
+    parameters = inspect.signature(ReplayBuffer).parameters
+    assert {name: p.default for name, p in parameters.items()} == CONSTRUCTOR
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    for name in CONSTRUCTOR:
+        assert f"        {name}: " in (ReplayBuffer.__doc__ or ""), name
+    thin = inspect.signature(TensorDictReplayBuffer).parameters
+    assert thin["priority_key"].default == "td_error"
+
+
+@pytest.mark.pitfall("RD13")
+@pytest.mark.parametrize("name", METHODS)
+def test_method_arguments_and_defaults_are_those_documented(name: str):
+    """RD13: documentation that contradicts the code."""
+    parameters = inspect.signature(getattr(ReplayBuffer(), name)).parameters
+    found = {
+        ("*" if p.kind is inspect.Parameter.KEYWORD_ONLY else "") + p.name: p.default
+        for p in parameters.values()
+    }
+    assert found == METHODS[name]
+    assert inspect.getdoc(getattr(ReplayBuffer, name))
+
+
+def test_default_components():
+    buffer = ReplayBuffer()
+    assert (type(buffer.storage), buffer.storage.max_size) == (ListStorage, 1000)
+    assert type(buffer.sampler) is RandomSampler
+    assert type(buffer.writer) is RoundRobinWriter
+    assert (type(buffer.transform), len(buffer.transform)) == (Compose, 0)
+    assert buffer.batch_size is None
+    assert buffer.initialized
+    assert (len(buffer), buffer.write_count, buffer.dim_extend) == (0, 0, 0)
+    assert ReplayBuffer(storage=LazyTensorStorage(10, ndim=3)).dim_extend == 2
+
+
+@pytest.mark.parametrize("name", ["storage", "sampler", "writer"])
+def test_a_component_of_the_wrong_kind_is_named(name: str):
+    kind = name.capitalize()
+    with pytest.raises(TypeError, match=f"expected {name} as a {kind} .*got int"):
+        ReplayBuffer(**{name: 5})
+    with pytest.raises(TypeError, match=f"callable that returns a {kind}"):
+        ReplayBuffer(**{name: lambda: 5})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "match"),
+    [
+        ({"sample_unit": 3}, TypeError, "SampleUnit, got int"),
+        ({"collate_fn": 3}, TypeError, "collate_fn"),
+        ({"generator": 3}, TypeError, "torch.Generator, got int"),
+        ({"transform": 3}, RuntimeError, "transform"),
+        ({"transform_factory": 3}, TypeError, "transform_factory"),
+        ({"transform": abs, "transform_factory": lambda: abs}, TypeError, "both"),
+        ({"batch_size": 0}, ValueError, "at least 1, got 0"),
+        ({"batch_size": True}, ValueError, "batch_size"),
+        ({"batch_size": 2.0}, ValueError, "batch_size"),
+        ({"prefetch": -1, "batch_size": 2}, ValueError, "prefetch"),
+        ({"prefetch": True, "batch_size": 2}, ValueError, "prefetch"),
+        ({"prefetch": 2}, ValueError, "batch_size"),
+        ({"dim_extend": -1}, ValueError, "dim_extend"),
+        ({"dim_extend": 1.0}, ValueError, "dim_extend"),
+        ({"priority_key": 5}, TypeError, "key"),
+        ({"storage": LazyTensorStorage(4, ndim=2), "dim_extend": 2}, ValueError, "dim_extend"),
+        ({"sampler": SamplerWithoutReplacement(drop_last=True)}, ValueError, "drop_last"),
+        (
+            {"storage": LazyTensorStorage(4, ndim=2), "writer": TensorDictMaxValueWriter()},
+            ValueError,
+            "ndim",
+        ),
+        ({"storrage": 3}, TypeError, "storrage"),
+        ({"checkpointer": None}, TypeError, "checkpointer"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(keywords: dict[str, Any], error: type, match: str):
+    with pytest.raises(error, match=match):
+        ReplayBuffer(**keywords)
+    with pytest.raises(error, match=match):
+        TensorDictReplayBuffer(**keywords)
+
+
+@pytest.mark.pitfall("IF10")
+@pytest.mark.parametrize("prefetch", [None, 0])
+def test_prefetch_of_nothing_needs_no_batch_size(prefetch: int | None):
+    running = threading.active_count()
+    buffer = ReplayBuffer(prefetch=prefetch)
+    buffer.extend(torch.arange(3))
+    buffer.sample(2)
+    assert threading.active_count() == running
+    assert buffer.stats()["prefetch_queue_size"] == 0
+
+
+def test_components_may_be_instances_or_factories():
+    made: list[str] = []
+
+    def storage() -> LazyTensorStorage:
+        made.append("storage")
+        return LazyTensorStorage(3)
+
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=storage, sampler=sampler, writer=RoundRobinWriter)
+    assert made == ["storage"]
+    assert buffer.sampler is sampler
+    assert isinstance(buffer.writer, RoundRobinWriter)
+    assert buffer.storage is buffer.storage
+
+
+def test_delayed_components_are_made_at_first_use():
+    made: list[str] = []
+
+    def storage() -> LazyTensorStorage:
+        made.append("storage")
+        return LazyTensorStorage(3)
+
+    buffer = ReplayBuffer(storage=storage, delayed_init=True)
+    assert not buffer.initialized
+    assert "not initialized" in repr(buffer)
+    assert buffer.stats() == {
+        "size": 0,
+        "write_count": 0,
+        "prefetch_queue_size": 0,
+        "initialized": False,
+        "capacity": 0,
+        "utilization": 0.0,
+    }
+    assert (buffer.initialized, made) == (False, [])
+    buffer.extend(torch.arange(2))
+    assert (buffer.initialized, made, len(buffer)) == (True, ["storage"], 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        len,
+        repr,
+        lambda b: b.storage,
+        lambda b: b.sampler,
+        lambda b: b.writer,
+        lambda b: b.transform,
+        lambda b: b.write_count,
+        lambda b: b.dim_extend,
+        lambda b: b.can_sample(2),
+        lambda b: b.empty(),
+        lambda b: b.set_writer(RoundRobinWriter()),
+        lambda b: b.append_transform(lambda x: x),
+        lambda b: b.state_dict(),
+    ],
+)
+def test_any_use_of_a_delayed_buffer_works(use: Any):
+    buffer = ReplayBuffer(storage=lambda: LazyTensorStorage(3), delayed_init=True)
+    use(buffer)
+    buffer.add(torch.tensor(1.0))
+    assert buffer[:].tolist() == [1.0]
+
+
+def test_a_transform_factory_delays_and_is_called_once():
+    made: list[int] = []
+
+    def factory() -> Any:
+        made.append(1)
+        return lambda data: data + 1
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), transform_factory=factory)
+    assert (buffer.initialized, made) == (False, [])
+    buffer.extend(torch.zeros(2))
+    assert buffer[:].tolist() == [1.0, 1.0]
+    assert buffer.sample(1).tolist() == [1.0]
+    assert made == [1]
+    at_once = ReplayBuffer(transform_factory=factory, delayed_init=False)
+    assert at_once.initialized
+
+
+@pytest.mark.parametrize("name", ["storage", "sampler", "writer", "transform_factory"])
+def test_a_failing_factory_leaves_the_buffer_uninitialised_and_is_tried_again(name: str):
+    working = {
+        "storage": lambda: LazyTensorStorage(3),
+        "sampler": RandomSampler,
+        "writer": RoundRobinWriter,
+        "transform_factory": lambda: torch.neg,
+    }
+    attempts: list[int] = []
+
+    def failing() -> Any:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise ConnectionError("not yet")
+        return working[name]()
+
+    buffer = ReplayBuffer(**{**working, name: failing}, delayed_init=True)
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="not yet"):
+            buffer.extend(torch.zeros(2))
+        assert not buffer.initialized
+    buffer.extend(torch.ones(2))
+    assert (len(buffer), buffer.initialized, len(attempts)) == (2, True, 3)
+    assert buffer[:].tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.pitfall("TH3")
+def test_threads_that_use_a_delayed_buffer_first_share_its_components(in_threads: Any):
+    """TH3: two first uses at once made two storages, and the rows of one were lost."""
+    for _ in range(20):
+        made: list[int] = []
+
+        def storage(made: list[int] = made) -> LazyTensorStorage:
+            made.append(1)
+            threading.Event().wait(0.002)
+            return LazyTensorStorage(100)
+
+        buffer = ReplayBuffer(storage=storage, delayed_init=True)
+        in_threads(*[lambda b=buffer: b.extend(torch.zeros(5)) for _ in range(4)])
+        assert (len(made), len(buffer)) == (1, 20)
+
+
+def test_dim_extend_cannot_be_changed_later():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4, ndim=2))
+    buffer.dim_extend = 1
+    with pytest.raises(RuntimeError, match="dim_extend is 1"):
+        buffer.dim_extend = 0
+    assert buffer.dim_extend == 1
+
+
+@pytest.mark.pitfall("IF5")
+@pytest.mark.pitfall("WR7")
+def test_a_list_is_rows_and_a_tuple_is_a_pytree():
+    """IF5: lists mean many rows, tuples one record of several tensors."""
+    listed = ReplayBuffer(storage=LazyTensorStorage(10))
+    assert listed.extend([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]).tolist() == [0, 1]
+    assert listed[:].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    pytree = ReplayBuffer(storage=LazyTensorStorage(10))
+    assert pytree.extend((torch.arange(3), torch.zeros(3, 2))).tolist() == [0, 1, 2]
+    first, second = pytree[:]
+    assert (first.tolist(), second.shape) == ([0, 1, 2], (3, 2))
+    objects = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+    objects.add((1, "a"))
+    assert objects.extend([(2, "b"), (3, "c")]).tolist() == [1, 2]
+    assert objects[:] == [(1, "a"), (2, "b"), (3, "c")]
+    with pytest.raises(TypeError, match=r"list, tuple.*add"):
+        objects.extend(7)
+
+
+# -- description ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap"])
+def test_stats_are_plain_numbers(kind: str, buffer_of: Any, rows: Any):
+    buffer = buffer_of(kind, 8, filled=6)
+    expected = {
+        "size": 6,
+        "write_count": 6,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+        "capacity": 8,
+        "utilization": 0.75,
+    }
+    assert buffer.stats() == expected
+    assert json.loads(json.dumps(buffer.stats())) == expected
+    buffer.extend(rows(5))
+    assert buffer.stats() == {**expected, "size": 8, "write_count": 11, "utilization": 1.0}
+    buffer.shutdown()
+    assert buffer.stats()["size"] == 8
+
+
+def test_stats_count_elements_where_there_are_lanes():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
+    buffer.extend(TensorDict({"x": torch.zeros(3, 4)}, [3, 4]))
+    stats = buffer.stats()
+    assert (stats["size"], stats["write_count"], stats["capacity"]) == (12, 12, 102)
+
+
+def test_stats_tell_how_many_batches_are_under_way(buffer_of: Any):
+    buffer = buffer_of(filled=10, batch_size=2, prefetch=3)
+    assert buffer.stats()["prefetch_queue_size"] == 0
+    buffer.sample()
+    assert buffer.stats()["prefetch_queue_size"] == 3
+    buffer.shutdown()
+    assert buffer.stats()["prefetch_queue_size"] == 0
+
+
+def test_repr_names_every_component(buffer_of: Any):
+    buffer = buffer_of(filled=3, batch_size=2, sampler="without", transform=torch.neg)
+    text = repr(buffer)
+    for part in ("LazyTensorStorage", "len=3", "SamplerWithoutReplacement", "RoundRobinWriter"):
+        assert part in text
+    assert "batch_size=2" in text
+    assert "Compose(" in text
+    assert repr(TensorDictReplayBuffer()).startswith("TensorDictReplayBuffer(")
+
+
+def test_the_tensordict_buffer_is_the_same_under_another_name(same: Any, rows: Any):
+    plain, named = (
+        cls(
+            storage=LazyTensorStorage(10),
+            batch_size=4,
+            priority_key="p",
+            generator=torch.Generator().manual_seed(3),
+        )
+        for cls in (ReplayBuffer, TensorDictReplayBuffer)
+    )
+    for buffer in (plain, named):
+        buffer.extend(rows(7))
+    for _ in range(5):
+        same(plain.sample(), named.sample())
+    assert isinstance(named, ReplayBuffer)
+
+
+@pytest.mark.pitfall("IF1")
+def test_public_names_resolve():
+    for name in replaykit.__all__:
+        assert getattr(replaykit, name) is not None
+
+
+# -- randomness -----------------------------------------------------------------------------------
+
+
+def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
+    for start in range(0, 30, 6):
+        buffer.extend(rows(6, start))
+        buffer.sample(4)
+        buffer.next()
+        buffer[:3]
+        buffer.set_("id", buffer["id"].clone())
+        buffer.update_if_present(
+            index=torch.tensor([0]), generation=torch.tensor([0]), patch={"id": torch.tensor([1])}
+        )
+    buffer.load_state_dict(buffer.state_dict())
+    buffer.empty()
+
+
+@pytest.mark.pitfall("PR5")
+@pytest.mark.pitfall("RD14")
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered"])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_no_global_generator_is_read_or_advanced(
+    sampler: str, prefetch: int | None, buffer_of: Any, rows: Any
+):
+    """G5, PR5, RD14: with a generator, NumPy's, Python's and torch's own stay where they were."""
+    buffer = buffer_of(
+        sampler=sampler,
+        seed=0,
+        batch_size=3,
+        prefetch=prefetch,
+        writer=RoundRobinWriter(track_generations=True),
+    )
+    before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())  # noqa: NPY002
+    _exercise(buffer, rows)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
+    assert random.getstate() == before[2]
+
+
+@pytest.mark.pitfall("RD14")
+@pytest.mark.parametrize("sampler", ["random", "without"])
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer_of: Any):
+    """RD14: the same seed and calls give the same rows, whatever the global generator does."""
+    drawn = []
+    for seed in (1, 1, 2):
+        buffer = buffer_of(
+            sampler=sampler, max_size=50, filled=50, seed=seed, batch_size=8, prefetch=prefetch
+        )
+        torch.manual_seed(len(drawn))
+        drawn.append([buffer.sample()["index"].tolist() for _ in range(12)])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.pitfall("PR5")
+def test_without_a_generator_torchs_own_decides(buffer_of: Any):
+    """PR5: ``torch.manual_seed`` reproduces, ``numpy.random.seed`` does not matter."""
+    drawn = []
+    for seed in (5, 5, 6):
+        buffer = buffer_of(max_size=50, filled=50)
+        torch.manual_seed(seed)
+        np.random.seed(len(drawn))  # noqa: NPY002
+        drawn.append([buffer.sample(8)["index"].tolist() for _ in range(5)])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_set_rng_gives_the_sampler_another_generator(buffer_of: Any):
+    buffer = buffer_of(max_size=50, filled=50, seed=1)
+    expected = [buffer.sample(8)["index"].tolist() for _ in range(3)]
+    buffer.set_rng(torch.Generator().manual_seed(1))
+    assert [buffer.sample(8)["index"].tolist() for _ in range(3)] == expected
+    buffer.set_rng(None)
+    torch.manual_seed(4)
+    first = buffer.sample(8)["index"].tolist()
+    torch.manual_seed(4)
+    assert buffer.sample(8)["index"].tolist() == first
+    with pytest.raises(TypeError, match="generator"):
+        buffer.set_rng(3)
+
+
+@pytest.mark.pitfall("IF10")
+def test_arguments_without_effect_are_accepted():
+    """IF10: ``compilable`` is listed as accepted without effect."""
+    writer = ImmutableDatasetWriter(compilable=True)
+    buffer = ReplayBuffer(
+        storage=TensorStorage(torch.arange(3), compilable=True), writer=writer, compilable=True
+    )
+    assert sorted(buffer.sample(50).unique().tolist()) == [0, 1, 2]
+    assert isinstance(ReplayBuffer(sample_unit=Transition()), ReplayBuffer)

@@ -1,0 +1,207 @@
+"""Copies and pickles of a buffer: whole, independent, and refused where they would diverge."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+)
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}
+
+
+def plus_one(data: Any) -> Any:
+    """A transform that can be pickled."""
+    return data.set("id", data["id"] + 1)
+
+
+def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
+    buffer = buffer_of(
+        kind,
+        8,
+        sampler="without",
+        writer=RoundRobinWriter(track_generations=True),
+        batch_size=3,
+        transform=plus_one,
+        **{"seed": 0, **options},
+    )
+    buffer.extend(rows(11))
+    buffer.sample()
+    return buffer
+
+
+@pytest.mark.pitfall("CK11")
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_copy_goes_on_like_the_original_with_a_generator_of_its_own(
+    how: str, kind: str, prefetch: int | None, buffer_of: Any, rows: Any, same: Any
+):
+    """CK11: locks, threads and memory-mapped files do not stand in the way."""
+    buffer = used(buffer_of, rows, kind, prefetch=prefetch)
+    copied = COPIES[how](buffer)
+    before = copied.state_dict()
+    expected = [buffer.sample() for _ in range(7)]
+    if prefetch is None:
+        same(before, copied.state_dict())
+    for batch in expected:
+        same(batch, copied.sample())
+    assert copied.sampler.generator is not buffer.sampler.generator
+
+
+@pytest.mark.pitfall("CK13")
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_shares_nothing_with_the_original(
+    how: str, kind: str, buffer_of: Any, rows: Any, same: Any
+):
+    """CK13: whichever of the two goes first, and whatever either of them does."""
+    buffer = used(buffer_of, rows, kind)
+    copied = COPIES[how](buffer)
+    taken = copied.state_dict()
+    buffer.extend(rows(5, 40))
+    buffer[0] = rows(1, 90)[0]
+    buffer.append_transform(plus_one)
+    buffer.set_sampler(copy.deepcopy(buffer.sampler))
+    same(taken, copied.state_dict())
+    assert len(copied.transform) == 1
+    untouched = buffer.state_dict()
+    copied.empty()
+    copied.extend(rows(3, 70))
+    same(untouched, buffer.state_dict())
+    assert copied["id"].tolist() == [71, 72, 73]
+    del copied
+    same(untouched, buffer.state_dict())
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_buffers_over_one_storage_share_one_storage(
+    how: str, kind: str, storage_of: Any, rows: Any
+):
+    storage = storage_of(kind, 8)
+    pair = [ReplayBuffer(storage=storage), ReplayBuffer(storage=storage)]
+    pair[0].extend(rows(3))
+    one, two = COPIES[how](pair)
+    assert one.storage is two.storage is not storage
+    one.extend(rows(2, 3))
+    assert two["id"].tolist() == [0, 1, 2, 3, 4]
+    assert len(pair[0]) == 3
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_states_before_the_first_row_are_copied_too(how: str, buffer_of: Any, rows: Any):
+    delayed = ReplayBuffer(storage=ListStorage, delayed_init=True, generator=torch.Generator())
+    copied = COPIES[how](delayed)
+    assert not copied.initialized
+    copied.extend([1, 2])
+    assert (len(copied), delayed.initialized) == (2, False)
+    empty = COPIES[how](buffer_of("tensor"))
+    empty.extend(rows(2))
+    assert len(empty) == 2
+    closed = buffer_of(filled=3, batch_size=2, prefetch=2)
+    closed.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        COPIES[how](closed).sample()
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_every_writer_goes_along(how: str, rows: Any):
+    largest = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
+    largest.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
+    copied = COPIES[how](largest)
+    assert copied.add(TensorDict({"r": torch.tensor(2.0)}, [])) == 1
+    fixed = ReplayBuffer(storage=TensorStorage(rows(3)), writer=ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="writing"):
+        COPIES[how](fixed).extend(rows(1))
+    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    lanes.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert COPIES[how](lanes)["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.pitfall("TH2")
+def test_a_buffer_can_be_copied_while_it_is_written(buffer_of: Any, rows: Any, check_whole: Any):
+    """TH2: no row is copied half."""
+    buffer = buffer_of("tensor", 50)
+    end = time.monotonic() + 1.0
+
+    def write() -> None:
+        start = 0
+        while time.monotonic() < end:
+            buffer.extend(rows(7, start))
+            start += 7
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while time.monotonic() < end:
+        copied = copy.deepcopy(buffer)
+        if len(copied):
+            check_whole(copied[:])
+            copied.extend(rows(1))
+    writer.join()
+
+
+# -- spawned processes ----------------------------------------------------------------------------
+
+
+def count_rows(buffer: ReplayBuffer, answers: Any) -> None:
+    batch = buffer.sample(4)
+    answers.put((len(buffer), sorted(buffer["id"].tolist()), tuple(batch["index"].shape)))
+
+
+def start(buffer: ReplayBuffer) -> Any:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=count_rows, args=(buffer, answers))
+    process.start()
+    answer = answers.get(timeout=120)
+    process.join(30)
+    assert process.exitcode == 0
+    return answer
+
+
+@pytest.mark.pitfall("TH1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_writable_buffer_is_not_handed_to_a_spawned_process(
+    kind: str, buffer_of: Any, unchanged: Any
+):
+    """TH1: rows written by two processes were lost in silence; here it is an error at once."""
+    buffer = buffer_of(kind, filled=5)
+    unchanged(buffer, RuntimeError, lambda: start(buffer), "spawned process.*dumps")
+    assert pickle.loads(pickle.dumps(buffer))["id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_list_is_not_handed_to_a_spawned_process(rows: Any):
+    buffer = ReplayBuffer(storage=ListStorage(5))
+    buffer.extend(rows(3))
+    buffer.set_writer(ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="ListStorage cannot be handed to a spawned process"):
+        start(buffer)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "memmap"])
+def test_a_read_only_buffer_can_be_handed_to_a_spawned_process(kind: str, buffer_of: Any):
+    buffer = buffer_of(kind, filled=5, batch_size=2, prefetch=2)
+    buffer.set_writer(ImmutableDatasetWriter())
+    buffer.sample()
+    assert start(buffer) == (5, [0, 1, 2, 3, 4], (4,))

@@ -1,0 +1,369 @@
+"""``dumps`` and ``loads``: going on as before, hooks, independence, what lies on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import replaykit
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    Storage,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+from replaykit.errors import CheckpointError
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+
+
+# -- going on as before ---------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("CK15")
+@pytest.mark.pitfall("RD3")
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last"])
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.parametrize("loads_prefetch", [None, 2])
+def test_the_next_batches_are_those_the_original_gives(
+    sampler: str,
+    prefetch: int | None,
+    loads_prefetch: int | None,
+    buffer_of: Any,
+    same: Any,
+    rows: Any,
+    tmp_path: Path,
+):
+    """CK15, C10: with a generator, mid-epoch, with and without prefetch on either side."""
+
+    def make(depth: int | None, seed: int) -> ReplayBuffer:
+        return buffer_of(
+            "tensor",
+            sampler=sampler,
+            batch_size=3,
+            prefetch=depth,
+            seed=seed,
+            writer=RoundRobinWriter(track_generations=True),
+        )
+
+    for stop in range(5):
+        buffer, loaded = make(prefetch, 3), make(loads_prefetch, 4)
+        buffer.extend(rows(14))
+        loaded.extend(rows(5, 70))
+        for _ in range(stop):
+            buffer.sample()
+        if stop:
+            loaded.sample()
+        buffer.dumps(tmp_path / "saved")
+        loaded.loads(tmp_path / "saved")
+        generations = loaded.storage.ledger.generations(torch.arange(10))
+        for _ in range(9):
+            expected, batch = buffer.sample(), loaded.sample()
+            # The loaded buffer was used before: its handles never name what they named then.
+            assert torch.equal(batch["index_generation"], generations[batch["index"]])
+            same(expected.exclude("index_generation"), batch.exclude("index_generation"))
+
+
+@pytest.mark.pitfall("RD3")
+@pytest.mark.parametrize("prefetch", [None, 1, 4])
+@pytest.mark.parametrize("other_size", [False, True])
+@pytest.mark.parametrize("other_capacity", [False, True])
+def test_no_row_of_a_pass_is_lost_or_repeated_by_a_restart(
+    prefetch: int | None, other_size: bool, other_capacity: bool, buffer_of: Any, tmp_path: Path
+):
+    """RD3: saved at every batch of a pass; also where batches have another size afterwards."""
+    for stop in range(4):
+        buffer = buffer_of(
+            max_size=10, filled=10, sampler="without", batch_size=3, prefetch=prefetch
+        )
+        seen = [i for _ in range(stop) for i in buffer.sample()["id"].tolist()]
+        buffer.dumps(tmp_path / "saved")
+        loaded = buffer_of(
+            max_size=15 if other_capacity else 10,
+            sampler="without",
+            batch_size=4 if other_size else 3,
+            prefetch=prefetch,
+        )
+        loaded.loads(tmp_path / "saved")
+        for batch in loaded:
+            seen += batch["id"].tolist()
+        assert sorted(seen) == list(range(10))
+
+
+@pytest.mark.pitfall("RD3")
+def test_draws_ahead_go_back_to_the_sampler_as_it_made_them(buffer_of: Any, tmp_path: Path):
+    """Where a sample unit expands them, batches of another size are drawn from the anchors."""
+
+    class Pairs(replaykit.SampleUnit):
+        def expand(self, index: torch.Tensor, info: Any, storage: Storage) -> Any:
+            return index.repeat_interleave(2), info
+
+    options = {"sampler": "ordered", "sample_unit": Pairs()}
+    buffer = buffer_of(filled=10, batch_size=2, prefetch=2, **options)
+    buffer.sample()
+    while len(buffer.state_dict()["_prefetch_state"]) < 2:
+        pass
+    buffer.dumps(tmp_path)
+    for size, expected in ((2, [2, 2, 3, 3]), (3, [2, 2, 3, 3, 4, 4])):
+        loaded = buffer_of(batch_size=size, **options)
+        loaded.loads(tmp_path)
+        assert loaded.sample()["id"].tolist() == expected
+
+
+def test_a_generator_that_was_not_there_is_made(buffer_of: Any, tmp_path: Path):
+    buffer = buffer_of(filled=9, seed=5)
+    buffer.dumps(tmp_path / "seeded")
+    loaded = buffer_of()
+    loaded.loads(tmp_path / "seeded")
+    generator = torch.Generator().manual_seed(77)
+    given_one = buffer_of(generator=generator)
+    given_one.loads(tmp_path / "seeded")
+    expected = buffer.sample(5)["id"].tolist()
+    assert loaded.sample(5)["id"].tolist() == given_one.sample(5)["id"].tolist() == expected
+    assert generator.initial_seed() == 5  # the user's own goes on in the saved state
+    buffer_of(filled=9).dumps(tmp_path / "without")
+    state = generator.get_state()
+    given_one.loads(tmp_path / "without")
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.pitfall("IF1")
+def test_buffers_of_equal_components_load_each_other(rows: Any, tmp_path: Path):
+    """8.1: the name of the class does not matter, nor which of the ring writers it has."""
+    named = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(5), writer=TensorDictRoundRobinWriter(), batch_size=2
+    )
+    named.extend(rows(7))
+    named.save(tmp_path)
+    plain = ReplayBuffer(storage=LazyTensorStorage(5), writer=RoundRobinWriter())
+    plain.load(tmp_path)
+    assert plain["id"].tolist() == named["id"].tolist()
+    named.dump(tmp_path)
+    assert plain.batch_size is None
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap", "lanes"])
+def test_hooks_map_copies_in_the_order_they_came(
+    kind: str, buffer_of: Any, rows: Any, same: Any, tmp_path: Path
+):
+    seen: list[Any] = []
+
+    def make() -> ReplayBuffer:
+        if kind != "lanes":
+            return buffer_of(kind)
+        return ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
+
+    buffer = make()
+    if kind == "lanes":
+        buffer.extend(TensorDict({"id": torch.arange(6).view(2, 3)}, [2, 3]))
+    else:
+        buffer.extend(rows(6))
+    before = buffer.state_dict()
+
+    def apply(data: Any, function: Any) -> Any:
+        if isinstance(data, list):
+            return [apply(row, function) for row in data]
+        data.set_("id", function(data["id"]))  # in place: the hook has a copy
+        return data
+
+    def double(data: Any, path: Any = None) -> Any:
+        seen.append(("double", path))
+        return apply(data, lambda x: x * 2)
+
+    def plus(data: Any, **keywords: Any) -> Any:
+        seen.append(("plus", sorted(keywords)))
+        return apply(data, lambda x: x + 1)
+
+    buffer.register_save_hook(double)
+    buffer.register_save_hook(plus)
+    buffer.dumps(tmp_path)
+    assert seen == [("double", tmp_path), ("plus", ["path"])]
+    same(before, buffer.state_dict())
+    unhooked = make()
+    unhooked.loads(tmp_path)
+    expected = before["_storage"]["_storage"]
+    expected = torch.stack(expected) if isinstance(expected, list) else expected
+    assert torch.equal(
+        unhooked.storage[:]["id"] if kind != "list" else unhooked["id"], expected["id"] * 2 + 1
+    )
+
+    outs: list[Any] = []
+    loaded = make()
+    loaded.register_load_hook(lambda data: apply(data, lambda x: x - 1))
+    loaded.register_load_hook(
+        lambda data, out: (outs.append(out), apply(data, lambda x: x // 2))[1]
+    )
+    loaded.loads(tmp_path)
+    assert torch.equal(loaded["id"], buffer["id"])
+    assert outs == [None]
+    loaded.loads(tmp_path)
+    held = outs[1]
+    apply(held, lambda x: x * 0)  # a copy too
+    assert torch.equal(loaded["id"], buffer["id"])
+    with pytest.raises(TypeError, match="hook"):
+        buffer.register_save_hook("hook")
+
+
+def test_a_hook_that_drops_rows_needs_the_hook_that_undoes_it(
+    buffer_of: Any, unchanged: Any, tmp_path: Path
+):
+    buffer = buffer_of(filled=6)
+    buffer.register_save_hook(lambda data: data[::2])
+    buffer.dumps(tmp_path)
+    loaded = buffer_of(filled=2)
+    unchanged(loaded, ValueError, lambda: loaded.loads(tmp_path), "load hook")
+    loaded.register_load_hook(lambda data: torch.cat([data, data]))
+    loaded.loads(tmp_path)
+    assert loaded["id"].tolist() == [0, 2, 4, 0, 2, 4]
+
+
+# -- independence ---------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("CK6")
+@pytest.mark.pitfall("CK16")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_buffer_does_not_use_the_checkpoint(
+    kind: str, buffer_of: Any, rows: Any, check_whole: Any, tmp_path: Path
+):
+    """CK6, CK16, C11: deleting it, replacing it and writing on change nothing on either side."""
+    path = tmp_path / "saved"
+    buffer = buffer_of(kind, filled=10)
+    buffer.dumps(path)
+    loaded = buffer_of(kind)
+    loaded.loads(path)
+    mapped = Path("/proc/self/maps")
+    if mapped.exists():
+        assert str(path) not in mapped.read_text()
+    loaded.extend(rows(10, 50))
+    loaded[0] = rows(1, 77)[0]
+    again = buffer_of(kind)
+    again.loads(path)
+    assert check_whole(again[:]) == list(range(10))
+    for _ in range(3):
+        again.dumps(path)
+        again.loads(path)
+    shutil.rmtree(path)
+    assert check_whole(again[:]) == list(range(10))
+    assert check_whole(loaded[:]) == [77, *range(51, 60)]
+
+
+@pytest.mark.pitfall("CK14")
+@pytest.mark.parametrize("where", [".", "below", ".."])
+def test_a_checkpoint_beside_the_files_of_a_storage_is_not_touched(
+    where: str, rows: Any, buffer_of: Any, check_whole: Any, tmp_path: Path
+):
+    """CK14: training goes on in the scratch files, wherever the checkpoint lies."""
+    scratch = tmp_path / "parent" / "scratch"
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(6, scratch_dir=scratch))
+    buffer.extend(rows(6))
+    buffer.dumps(scratch / where)
+    buffer.extend(rows(6, 50))
+    assert check_whole(buffer[:]) == list(range(50, 56))
+    loaded = buffer_of("tensor", 6)
+    loaded.loads(scratch / where)
+    assert check_whole(loaded[:]) == list(range(6))
+
+
+@pytest.mark.pitfall("CK8")
+@pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
+def test_the_size_on_disk_does_not_depend_on_the_capacity(
+    kind: str, buffer_of: Any, rows: Any, tmp_path: Path
+):
+    """CK8, C2: ten rows take kilobytes, of a million slots too."""
+    sizes = []
+    for capacity in (10, 10**6):
+        path = tmp_path / str(capacity)
+        buffer_of(kind, capacity, filled=10, sampler="without").dumps(path)
+        sizes.append(sum(file.stat().st_size for file in path.iterdir()))
+    assert sizes[1] < sizes[0] + 200
+    assert sizes[1] < 10_000
+
+
+@pytest.mark.pitfall("CK10")
+def test_the_manifest_tells_what_was_saved(buffer_of: Any, rows: Any, tmp_path: Path):
+    """CK10, C4: format, version, components, schema, counters, files with size and checksum."""
+    buffer = buffer_of("tensor", 8, sampler="without", batch_size=3, seed=0)
+    buffer.extend(rows(11))
+    buffer.dumps(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["format"] == "replaykit-checkpoint"
+    assert manifest["format_version"] == 1
+    assert manifest["library_version"] == replaykit.__version__
+    assert manifest["components"] == {
+        "buffer": "ReplayBuffer",
+        "storage": "LazyTensorStorage",
+        "sampler": "SamplerWithoutReplacement",
+        "writer": "RoundRobinWriter",
+    }
+    keys = [child[0] for child in manifest["schema"]["children"]]
+    assert keys == ["id", "observation", "pixels", "next"]
+    numbers = ("ndim", "lanes", "len", "max_size", "cursor", "write_count", "batch_size")
+    assert [manifest[name] for name in numbers] == [1, [], 8, 8, 3, 11, 3]
+    assert manifest["consume_after_n_samples"] is None
+    assert manifest["parts"]["generator"]["device"] == "cpu"
+    for name, record in manifest["files"].items():
+        assert (tmp_path / name).stat().st_size == record["size"]
+        assert set(record) == {"size", "crc32"}
+    named = {"manifest.json", ".lock", *manifest["files"]}
+    assert set(os.listdir(tmp_path)) <= named
+
+
+def test_the_documented_example_runs(tmp_path: Path):
+    """As the documentation of the save format has it, with the sampler that is there."""
+    size = 1_000_000
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(size), sampler=replaykit.RandomSampler())
+    for _ in range(100):
+        td = TensorDict(
+            {
+                "obs": torch.randn(100, 3, 4),
+                "next": {"obs": torch.randn(100, 3, 4)},
+                "td_error": torch.rand(100),
+            },
+            [100],
+        )
+        rb.extend(td)
+        sample = rb.sample(32)
+        rb.update_tensordict_priority(sample)
+    rb.dumps(tmp_path)
+    storage = LazyMemmapStorage(size)
+    rb_load = TensorDictReplayBuffer(storage=storage, sampler=replaykit.RandomSampler())
+    rb_load.loads(str(tmp_path))
+    assert len(rb) == len(rb_load) == 10_000
+    assert torch.equal(rb["obs"], rb_load["obs"])
+
+
+def test_a_wrapped_tensor_takes_rows_of_its_size(buffer_of: Any, rows: Any, tmp_path: Path):
+    buffer_of("list", 6, filled=4).dumps(tmp_path / "four")
+    data = rows(6, 50)
+    wrapped = ReplayBuffer(storage=TensorStorage(data))
+    wrapped.loads(tmp_path / "four")
+    assert (len(wrapped), wrapped["id"].tolist()) == (4, [0, 1, 2, 3])
+    assert data["id"].tolist() == [0, 1, 2, 3, 54, 55]
+
+
+def test_where_there_is_no_checkpoint(buffer_of: Any, unchanged: Any, tmp_path: Path):
+    buffer = buffer_of(filled=3)
+    unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path / "none"), "none")
+    unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path), "no checkpoint")
+    (tmp_path / "file").write_text("text")
+    unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path / "file"), "directory")
+    unchanged(buffer, OSError, lambda: buffer.dumps(tmp_path / "file"))
+    (tmp_path / "manifest.json").write_text('{"name": "another tool"}')
+    unchanged(buffer, CheckpointError, lambda: buffer.loads(tmp_path), "not a checkpoint")
+    unchanged(buffer, CheckpointError, lambda: buffer.dumps(tmp_path), "another directory")
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"name": "another tool"}

@@ -1,0 +1,507 @@
+"""What a saved state becomes in a buffer: where rows lie, what is named how, and rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+)
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+STATES = ["uninitialised", "emptied", "half", "full", "wrapped", "irregular"]
+WRITERS = {
+    "round_robin": RoundRobinWriter,
+    "td_round_robin": TensorDictRoundRobinWriter,
+    "max_value": lambda: TensorDictMaxValueWriter("id"),
+    "immutable": ImmutableDatasetWriter,
+}
+
+
+class Slots:
+    """What lies where, in plain Python: per slot id, position and generation."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.at: dict[int, tuple[int, int]] = {}
+        self.generations: dict[int, int] = {}
+        self.cursor = self.position = self.written = 0
+
+    def put(self, slot: int, number: int) -> None:
+        self.at[slot] = (number, self.position)
+        self.generations[slot] = self.generations.get(slot, -1) + 1
+        self.position += 1
+        self.written += 1
+
+    def extend(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.put(self.cursor, number)
+            self.cursor = (self.cursor + 1) % self.slots
+
+    def empty(self) -> None:
+        self.at, self.cursor, self.written = {}, 0, 0
+        self.generations = {slot: g + 1 for slot, g in self.generations.items()}
+
+    def ids(self) -> list[int]:
+        return [self.at[slot][0] for slot in range(len(self.at))]
+
+    def oldest_first(self) -> list[int]:
+        return sorted(self.at, key=lambda slot: self.at[slot][1])
+
+    def moved(self, slots: int) -> Slots:
+        """As C7 has it: in write order from 0, the newest where not all fit."""
+        kept = self.oldest_first()[-slots:]
+        other = Slots(slots)
+        other.at = {new: self.at[old] for new, old in enumerate(kept)}
+        other.generations = {new: self.generations[old] for new, old in enumerate(kept)}
+        other.cursor, other.position = len(kept) % slots, self.position
+        other.written = self.written
+        return other
+
+
+def bring_to(state: str, buffer: ReplayBuffer, rows: Any) -> Slots:
+    """Fills a buffer of ten slots; returns the model of it."""
+    model = Slots(10)
+    counts = {"emptied": [4], "half": [5], "full": [10], "wrapped": [8, 6], "irregular": [8, 5]}
+    number = 0
+    for count in counts.get(state, []):
+        buffer.extend(rows(count, number))
+        model.extend(list(range(number, number + count)))
+        number += count
+    if state == "emptied":
+        buffer.empty()
+        model.empty()
+    if state == "irregular":
+        slots = [7, 2, 7]
+        buffer.writer.write_at(torch.tensor(slots), rows(3, number))
+        for slot in slots:
+            model.put(slot, number)
+            number += 1
+    return model
+
+
+def agree(buffer: ReplayBuffer, model: Slots, check_whole: Any) -> None:
+    """The buffer holds what the model holds, and names it alike."""
+    assert len(buffer) == len(model.at)
+    assert buffer.write_count == model.written
+    if model.at:
+        assert check_whole(buffer[:]) == model.ids()
+    found = buffer.storage.ledger.generations(torch.arange(model.slots)).tolist()
+    assert found == [model.generations.get(slot, -1) for slot in range(model.slots)]
+    assert buffer.storage.ledger.write_order().tolist() == model.oldest_first()
+
+
+def go_on(buffer: ReplayBuffer, model: Slots, rows: Any, check_whole: Any) -> None:
+    """Both take more rows and still agree: the cursor is where it was."""
+    for count in (1, 3, model.slots + 2):
+        index = buffer.extend(rows(count, 200)).tolist()
+        assert index == [(model.cursor + i) % model.slots for i in range(count)]
+        model.extend(list(range(200, 200 + count)))
+        agree(buffer, model, check_whole)
+
+
+# -- every combination ----------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("CK11")
+@pytest.mark.pitfall("CK9")
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("source", KINDS)
+def test_every_storage_gives_its_rows_to_every_other(
+    source: str, state: str, buffer_of: Any, rows: Any, check_whole: Any, tmp_path: Path
+):
+    """CK11, CK9, C7, C8: same capacity, same places, handles and cursor; parents are made."""
+    buffer = buffer_of(source, writer=RoundRobinWriter(track_generations=True))
+    model = bring_to(state, buffer, rows)
+    path = tmp_path / "a" / "b"
+    buffer.dumps(path)
+    agree(buffer, model, check_whole)
+    for target in KINDS:
+        loaded = buffer_of(target, writer=RoundRobinWriter(track_generations=True))
+        loaded.loads(path)
+        agree(loaded, model, check_whole)
+        agree_on = Slots(10)
+        agree_on.__dict__.update(model.__dict__, at=dict(model.at))
+        agree_on.generations = dict(model.generations)
+        go_on(loaded, agree_on, rows, check_whole)
+
+
+@pytest.mark.pitfall("CK11")
+@pytest.mark.parametrize(
+    ("writer", "state"),
+    [
+        (writer, state)
+        for writer in WRITERS
+        for state in STATES
+        if state != "irregular" or writer not in ("max_value", "immutable")
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last"])
+def test_every_combination_can_be_saved_and_loaded(
+    kind: str,
+    sampler: str,
+    writer: str,
+    state: str,
+    buffer_of: Any,
+    rows: Any,
+    check_whole: Any,
+    tmp_path: Path,
+):
+    """CK11: empty and filled, for every storage, sampler and writer."""
+
+    def fresh() -> ReplayBuffer:
+        return buffer_of(kind, sampler=sampler, writer=WRITERS[writer](), batch_size=2, seed=1)
+
+    buffer = fresh()
+    if writer == "immutable":
+        buffer.set_writer(RoundRobinWriter())
+    bring_to(state, buffer, rows)
+    if writer == "immutable":
+        buffer.set_writer(ImmutableDatasetWriter())
+    if len(buffer) > 2:
+        buffer.sample()
+    buffer.dumps(tmp_path / "saved")
+    loaded = fresh()
+    loaded.loads(tmp_path / "saved")
+    assert (len(loaded), loaded.write_count) == (len(buffer), buffer.write_count)
+    if len(buffer) > 2:
+        assert check_whole(loaded[:]) == check_whole(buffer[:])
+        for _ in range(7):
+            assert torch.equal(loaded.sample()["id"], buffer.sample()["id"])
+    if writer == "max_value":
+        # Which rows are the largest is still known.
+        assert loaded.extend(rows(12, 3)).tolist() == buffer.extend(rows(12, 3)).tolist()
+        assert sorted(loaded["id"].tolist()) == sorted(buffer["id"].tolist())
+
+
+@given(
+    slots=st.integers(1, 9),
+    target_slots=st.integers(1, 14),
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("extend"), st.integers(1, 11)),
+            st.tuples(st.just("write_at"), st.lists(st.integers(0, 8), min_size=1, max_size=4)),
+            st.tuples(st.just("empty"), st.none()),
+        ),
+        max_size=6,
+    ),
+    drawn=st.integers(0, 4),
+    source=st.sampled_from(["list", "tensor"]),
+    target=st.sampled_from(["list", "tensor", "memmap"]),
+    used=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+@pytest.mark.pitfall("CK9")
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_rows_go_into_any_capacity_in_write_order(
+    slots: int,
+    target_slots: int,
+    operations: list[Any],
+    drawn: int,
+    source: str,
+    target: str,
+    used: bool,
+    buffer_of: Any,
+    rows: Any,
+    check_whole: Any,
+    tmp_path_factory: Any,
+):
+    """CK9, C7: rows, cursor, generations and the rest of the pass, against a plain model."""
+    tracking = {"writer": RoundRobinWriter(track_generations=True), "batch_size": 2}
+    buffer = buffer_of(source, slots, sampler="without", seed=0, **tracking)
+    model, number = Slots(slots), 0
+    for name, argument in operations:
+        if name == "extend":
+            buffer.extend(rows(argument, number))
+            model.extend(list(range(number, number + argument)))
+            number += argument
+        elif name == "empty":
+            buffer.empty()
+            model.empty()
+        else:
+            where = [s % slots for s in argument if s % slots < len(model.at)]
+            if where:
+                buffer.writer.write_at(torch.tensor(where), rows(len(where), number))
+                for slot in where:
+                    model.put(slot, number)
+                    number += 1
+    left = set(model.ids())
+    for _ in range(min(drawn, (len(left) + 1) // 2 - 1)):
+        left -= set(buffer.sample()["id"].tolist())
+    path = tmp_path_factory.mktemp("saved")
+    buffer.dumps(path)
+
+    tracking["writer"] = RoundRobinWriter(track_generations=True)
+    loaded = buffer_of(target, target_slots, sampler="without", seed=1, **tracking)
+    if used:
+        loaded.extend(rows(3, 900))
+    handles = [loaded.writer.generations_of(torch.arange(target_slots)), loaded.storage]
+    loaded.loads(path)
+    moved = model if slots == target_slots else model.moved(target_slots)
+    if not used:
+        agree(loaded, moved, check_whole)
+    else:
+        # What was there is forgotten, and no handle to it names another record now.
+        assert check_whole(loaded[:]) == moved.ids() if moved.at else not len(loaded)
+        now = loaded.writer.generations_of(torch.arange(target_slots))
+        before = handles[0]
+        assert bool((now[before >= 0] > before[before >= 0]).all())
+    kept = left & set(moved.ids())
+    if kept:
+        rest = [i for batch in loaded for i in batch["id"].tolist()]
+        assert sorted(rest) == sorted(kept)
+    if not used:
+        go_on(loaded, moved, rows, check_whole)
+
+
+def test_a_smaller_buffer_keeps_the_newest_and_says_how_many_it_left_out(
+    buffer_of: Any, rows: Any, tmp_path: Path
+):
+    buffer = buffer_of("tensor", 10, filled=10)
+    buffer.extend(rows(3, 10))
+    buffer.dumps(tmp_path)
+    small = buffer_of("tensor", 4)
+    with pytest.warns(UserWarning, match="6 rows do not fit") as caught:
+        small.loads(tmp_path)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert small["id"].tolist() == [9, 10, 11, 12]
+    assert small.extend(rows(1, 13)).tolist() == [0]
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_max_value_writer_keeps_the_largest_in_a_smaller_buffer(tmp_path: Path):
+    ranks = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
+
+    def make(size: int) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(size), writer=TensorDictMaxValueWriter("r"))
+
+    buffer = make(5)
+    buffer.extend(TensorDict({"r": ranks}, [5]))
+    buffer.dumps(tmp_path)
+    small = make(3)
+    small.loads(tmp_path)
+    assert small["r"].tolist() == [5.0, 4.0, 3.0]
+    assert small.add(TensorDict({"r": torch.tensor(3.5)}, [])) == 2
+
+
+@pytest.mark.parametrize("capacity", [6, 9, 12, 20])
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_rows_with_lanes_go_into_other_capacities(capacity: int, tmp_path: Path):
+    def make(size: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(size, ndim=2), sampler=SamplerWithoutReplacement()
+        )
+
+    buffer = make(12)
+    for start in (0, 3, 6):  # a ring of four steps of three lanes, wrapped twice
+        data = torch.arange(start, start + 3) + torch.tensor([[0], [100], [200]])
+        buffer.extend(TensorDict({"x": data}, [3, 3]))
+    seen = buffer.sample(4)["x"].tolist()
+    buffer.dumps(tmp_path)
+    loaded = make(capacity)
+    loaded.loads(tmp_path)
+    steps = min(4, -(-capacity // 3))
+    times = [8, 5, 6, 7] if capacity == 12 else [5, 6, 7, 8][4 - steps :]
+    assert loaded["x"].tolist() == [[t + lane for t in times] for lane in (0, 100, 200)]
+    rest = loaded.sample(12)["x"].tolist()
+    assert sorted(rest + [x for x in seen if x % 100 in times]) == sorted(
+        loaded["x"].flatten().tolist()
+    )
+    other = make(12)
+    other.extend(TensorDict({"x": torch.zeros(4, 1, dtype=torch.int64)}, [4, 1]))
+    with pytest.raises(ValueError, match="lanes"):
+        other.loads(tmp_path)
+    flat = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SamplerWithoutReplacement())
+    with pytest.raises(ValueError, match="ndim"):
+        flat.loads(tmp_path)
+
+
+# -- parts of one's own ---------------------------------------------------------------------------
+
+
+class Scale:
+    """A transform with state: a tensor, a number and a text."""
+
+    def __init__(self, factor: float = 1.0, failing: bool = False) -> None:
+        self.factor, self.calls = torch.tensor(factor), 0
+        self.failing = failing
+
+    def forward(self, data: Any) -> Any:
+        self.calls += 1
+        return data * self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "calls": self.calls, "name": "scale", "on": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor = state["factor"]
+        self.calls = state["calls"]
+        if self.failing:
+            raise ConnectionError("transform")
+
+
+class Turning(Sampler):
+    """A sampler with state, which may refuse to take it."""
+
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__()
+        self.turn, self.failing = 0, failing
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        self.turn += 1
+        return (torch.arange(batch_size) + self.turn) % len(storage), {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turn": self.turn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.turn = state["turn"]
+        if self.failing:
+            raise ConnectionError("sampler")
+
+
+@pytest.mark.pitfall("CK15")
+def test_transforms_and_samplers_of_ones_own_keep_their_state(tmp_path: Path):
+    """CK15: transform state is part of the checkpoint."""
+
+    def make(factor: float) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(5), sampler=Turning(), transform=Scale(factor)
+        )
+
+    buffer = make(3.0)
+    buffer.append_transform(lambda x: x + 1)
+    buffer.extend(torch.arange(5.0))
+    buffer.sample(2)
+    buffer.dumps(tmp_path)
+    loaded = make(1.0)
+    loaded.append_transform(lambda x: x + 1)
+    loaded.loads(tmp_path)
+    assert loaded.sample(2).tolist() == buffer.sample(2).tolist() == [7.0, 10.0]
+    assert (loaded.transform[0].calls, loaded.transform[0].factor.item()) == (2, 3.0)
+    plain = ReplayBuffer(storage=LazyTensorStorage(5), sampler=Turning())
+    with pytest.raises(ValueError, match="transform with state at position 0"):
+        plain.loads(tmp_path)
+
+
+def test_transform_state_that_cannot_be_saved_is_named(tmp_path: Path):
+    scale = Scale()
+    scale.factor = object()  # type: ignore[assignment]
+    buffer = ReplayBuffer(storage=ListStorage(5), transform=scale)
+    with pytest.raises(TypeError, match=r"transforms\['0'\]\['factor'\].*object"):
+        buffer.dumps(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.pitfall("CK2")
+@pytest.mark.parametrize(
+    ("part", "initialised"),
+    [
+        ("sampler", False),
+        ("sampler", True),
+        ("transform", False),
+        ("transform", True),
+        ("memory", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["loads", "load_state_dict"])
+def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
+    part: str,
+    initialised: bool,
+    how: str,
+    rows: Any,
+    unchanged: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+):
+    """CK2, G1: also parts that were loaded before it, and files that would have been made."""
+    source = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=Turning(), transform=Scale(2.0), batch_size=2
+    )
+    source.extend(rows(6).select("observation"))
+    source.sample()
+    source.dumps(tmp_path / "saved")
+    state = source.state_dict()
+    scratch = tmp_path / "scratch"
+    buffer = ReplayBuffer(
+        storage=LazyMemmapStorage(8, scratch_dir=scratch),
+        sampler=Turning(failing=part == "sampler"),
+        transform=Scale(5.0, failing=part == "transform"),
+        generator=torch.Generator().manual_seed(1),
+        batch_size=2,
+    )
+    if initialised:
+        buffer.extend(rows(3, 40).select("observation"))
+        buffer.sample()
+    elif part == "memory":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise ConnectionError("no memory")
+
+        monkeypatch.setattr(LazyMemmapStorage, "_allocate", refuse)
+
+    def load() -> None:
+        buffer.loads(tmp_path / "saved") if how == "loads" else buffer.load_state_dict(state)
+
+    unchanged(buffer, ConnectionError, load)
+    monkeypatch.undo()
+    assert scratch.exists() is initialised
+    buffer.sampler.failing = buffer.transform[0].failing = False
+    load()
+    assert torch.equal(buffer[:]["observation"], source[:]["observation"])
+    assert (len(buffer), buffer.sampler.turn) == (6, 1)
+
+
+@pytest.mark.pitfall("CK10")
+def test_other_components_or_rows_are_refused_before_anything_changes(
+    buffer_of: Any, rows: Any, unchanged: Any, tmp_path: Path
+):
+    """CK10, C6: another kind of sampler or writer, other keys, shapes or dtypes."""
+    buffer_of("tensor", filled=6, sampler="without").dumps(tmp_path)
+    good = {"sampler": "without", "filled": 3, "seed": 0}
+    for options, match in [
+        ({**good, "sampler": "random"}, "'random' sampler, got 'without_replacement'"),
+        ({**good, "writer": TensorDictMaxValueWriter("id")}, "'max_value' writer, got 'round"),
+    ]:
+        buffer = buffer_of("tensor", **options)
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
+    for change, match in [
+        (lambda td: td.exclude("pixels"), "'pixels'"),
+        (lambda td: td.set("extra", torch.zeros(3)), "'extra'"),
+        (lambda td: td.set("id", td["id"].float()), "'id'.*float32.*int64"),
+        (lambda td: td.set("observation", torch.zeros(3, 4)), r"'observation'.*\[4\].*\[3\]"),
+    ]:
+        buffer = buffer_of("tensor", sampler="without", seed=0)
+        buffer.extend(change(rows(3)))
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
+    listed = ReplayBuffer(storage=ListStorage(5), sampler=SamplerWithoutReplacement())
+    listed.extend(["a", torch.zeros(2)])
+    listed.dumps(tmp_path / "objects")
+    for kind in ("tensor", "memmap"):
+        buffer = buffer_of(kind, **good)
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path / "objects"), "layout")
+    texts = ReplayBuffer(storage=ListStorage(5), sampler=SamplerWithoutReplacement())
+    texts.extend(["a", "b"])
+    texts.dumps(tmp_path / "texts")
+    empty = buffer_of("tensor", sampler="without")
+    unchanged(empty, ValueError, lambda: empty.loads(tmp_path / "texts"), "layout")

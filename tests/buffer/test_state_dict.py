@@ -1,0 +1,298 @@
+"""``state_dict``: copies both ways, and the rules of ``loads``."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+)
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+ENTRIES = {
+    "_storage",
+    "_sampler",
+    "_writer",
+    "_transforms",
+    "_batch_size",
+    "_consume_after_n_samples",
+    "_rng",
+    "_prefetch_state",
+}
+
+
+class Counter:
+    """A transform whose state is the tensor that it works with."""
+
+    def __init__(self) -> None:
+        self.calls = torch.zeros(1)
+
+    def forward(self, data: Any) -> Any:
+        self.calls += 1
+        return data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor inside of a state."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, TensorDict) or hasattr(value, "to_dict"):
+        return [t for t in value.values(True, True) if isinstance(t, torch.Tensor)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors(item)]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors(item)]
+    return []
+
+
+PHYSICAL = [8, 50, 2, 3, 4, 5, 6, 7]
+OLDEST_FIRST = [2, 3, 4, 5, 6, 7, 8, 50]
+
+
+def fresh(buffer_of: Any, kind: str, capacity: int = 8) -> ReplayBuffer:
+    """An empty buffer that takes the state of `used`."""
+    return buffer_of(
+        kind,
+        capacity,
+        sampler="without",
+        writer=RoundRobinWriter(track_generations=True),
+        batch_size=2,
+        transform=Counter(),
+    )
+
+
+def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
+    """A buffer with a state in every part."""
+    buffer = buffer_of(
+        kind,
+        8,
+        sampler="without",
+        writer=RoundRobinWriter(track_generations=True),
+        batch_size=2,
+        transform=Counter(),
+        **{"seed": 0, **options},
+    )
+    buffer.extend(rows(5))
+    buffer.empty(empty_write_count=False)
+    buffer.extend(rows(7))
+    buffer.extend(rows(3, 7))
+    buffer.writer.write_at(torch.tensor([1]), rows(1, 50))
+    buffer.sample()
+    return buffer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_has_the_documented_entries(kind: str, buffer_of: Any, rows: Any):
+    state = used(buffer_of, rows, kind).state_dict()
+    assert set(state) == ENTRIES
+    assert (state["_batch_size"], state["_consume_after_n_samples"]) == (2, None)
+    assert set(state["_storage"]) == {"_storage", "initialized", "_len"}
+    assert state["_storage"]["_len"] == 8
+
+
+@pytest.mark.pitfall("CK5")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_later_changes_do_not_reach_a_state_nor_the_other_way(
+    kind: str, prefetch: int | None, buffer_of: Any, rows: Any, same: Any
+):
+    """CK5, D9: states that alias live memory change under the user's hands."""
+    buffer = used(buffer_of, rows, kind, prefetch=prefetch)
+    state = buffer.state_dict()
+    taken = copy.deepcopy(state)
+    buffer.sample()
+    buffer.extend(rows(8, 60))
+    buffer[0] = rows(1, 90)[0]
+    buffer.writer.write_at(torch.tensor([2]), rows(1, 91))
+    buffer.empty()
+    same(taken, state)
+
+    buffer.load_state_dict(state)
+    buffer.extend(rows(8, 60))
+    buffer.sample()
+    same(taken, state)
+
+    other = used(buffer_of, rows, kind, prefetch=prefetch)
+    other.load_state_dict(state)
+    before = other.storage.state_dict(), other.storage.ledger.state(), other.transform[0].calls
+    before = copy.deepcopy(before)
+    for tensor in tensors(state):
+        tensor.zero_()
+    same(
+        before, (other.storage.state_dict(), other.storage.ledger.state(), other.transform[0].calls)
+    )
+
+
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_a_loaded_state_goes_on_like_the_original(
+    source: str, target: str, buffer_of: Any, rows: Any, check_whole: Any
+):
+    buffer = used(buffer_of, rows, source)
+    state = buffer.state_dict()
+    if source in ("list", "lazy_stack") and target in ("tensor", "memmap"):
+        # Lists give their rows as they are; tensor storages take a batch.
+        state["_storage"]["_storage"] = torch.stack(list(state["_storage"]["_storage"]))
+    other = fresh(buffer_of, target)
+    other.load_state_dict(state)
+    assert check_whole(other[:]) == PHYSICAL
+    assert other.write_count == 16
+    slots = torch.arange(8)
+    assert torch.equal(other.writer.generations_of(slots), buffer.writer.generations_of(slots))
+    for _ in range(6):
+        assert torch.equal(other.sample()["id"], buffer.sample()["id"])
+    assert other.extend(rows(2, 70)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("state", ["uninitialised", "emptied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_without_rows_can_be_taken_and_loaded(
+    kind: str, state: str, buffer_of: Any, rows: Any
+):
+    buffer = buffer_of(kind, 8, filled=3 if state == "emptied" else 0)
+    if state == "emptied":
+        buffer.empty()
+    other = buffer_of(kind, 8, filled=5)
+    other.load_state_dict(buffer.state_dict())
+    assert (len(other), other.write_count) == (0, 0)
+    assert other.extend(rows(2)).tolist() == [0, 1]
+
+
+@pytest.mark.pitfall("CK9")
+@pytest.mark.parametrize("capacity", [3, 8, 12])
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_state_goes_into_another_capacity(capacity: int, buffer_of: Any, rows: Any):
+    """CK9, C7: as from a checkpoint."""
+    buffer = used(buffer_of, rows, "tensor")
+    other = fresh(buffer_of, "tensor", capacity)
+    other.load_state_dict(buffer.state_dict())
+    assert other["id"].tolist() == (PHYSICAL if capacity == 8 else OLDEST_FIRST[-capacity:])
+
+
+def test_the_smaller_capacity_is_told_once(buffer_of: Any, rows: Any):
+    buffer = buffer_of("tensor", 8, filled=8)
+    with pytest.warns(UserWarning, match="5 rows") as caught:
+        buffer_of("tensor", 3).load_state_dict(buffer.state_dict())
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_state_survives_torch_save(buffer_of: Any, rows: Any):
+    buffer = used(buffer_of, rows, "tensor")
+    file = io.BytesIO()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    other = fresh(buffer_of, "tensor")
+    other.load_state_dict(torch.load(file, weights_only=False))
+    for _ in range(5):
+        assert torch.equal(other.sample()["id"], buffer.sample()["id"])
+
+
+def change(entry: str, key: str | None, value: Any) -> Any:
+    def apply(state: dict[str, Any]) -> None:
+        if key is None:
+            state[entry] = value
+        else:
+            state[entry][key] = value
+
+    apply.__name__ = f"{entry}.{key}"
+    return apply
+
+
+def ledger(key: str, value: Any) -> Any:
+    def apply(state: dict[str, Any]) -> None:
+        state["_writer"]["_ledger"][key] = value
+
+    apply.__name__ = f"ledger.{key}={value}"
+    return apply
+
+
+BAD = [
+    *[
+        change(entry, None, 5)
+        for entry in sorted(ENTRIES - {"_batch_size"})
+        if "consume" not in entry
+    ],
+    change("_storage", "_len", 3),
+    change("_storage", "_storage", torch.zeros(8)),
+    change("_storage", "_storage", TensorDict({"id": torch.zeros(8)}, [8])),
+    change("_writer", "_kind", "max_value"),
+    change("_writer", "_write_count", -1),
+    change("_sampler", "_kind", "random"),
+    change("_sampler", "_length", -1),
+    change("_sampler", "_remaining", torch.tensor([99])),
+    change("_sampler", "_remaining", torch.tensor([0.5])),
+    change("_transforms", None, {"3": {"calls": torch.zeros(1)}}),
+    change("_rng", "device", "nowhere"),
+    change("_rng", "state", torch.zeros(3)),
+    change("_prefetch_state", None, [5]),
+    ledger("slots", 0),
+    ledger("length", 5),
+    ledger("cursor", 8),
+    ledger("positions", torch.zeros(2)),
+]
+
+
+@pytest.mark.pitfall("CK2")
+@pytest.mark.parametrize("apply", BAD, ids=lambda apply: apply.__name__)
+def test_a_state_that_does_not_fit_changes_nothing(
+    apply: Any, buffer_of: Any, rows: Any, unchanged: Any
+):
+    """CK2, G1: everything is checked first."""
+    state = used(buffer_of, rows, "tensor").state_dict()
+    apply(state)
+    buffer = used(buffer_of, rows, "tensor", seed=5)
+    unchanged(buffer, ValueError, lambda: buffer.load_state_dict(state))
+
+
+@pytest.mark.parametrize("entry", sorted(ENTRIES - {"_batch_size", "_consume_after_n_samples"}))
+def test_a_missing_entry_is_named(entry: str, buffer_of: Any, rows: Any, unchanged: Any):
+    state = used(buffer_of, rows, "tensor").state_dict()
+    del state[entry]
+    buffer = used(buffer_of, rows, "tensor")
+    unchanged(buffer, ValueError, lambda: buffer.load_state_dict(state), entry)
+
+
+def test_states_of_pytrees_are_refused(tmp_path: Any):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    buffer.extend({"a": torch.zeros(2)})
+    with pytest.raises(TypeError, match="dumps"):
+        buffer.state_dict()
+
+
+def test_states_of_objects_are_copies():
+    buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
+    buffer.extend([{"a": [torch.zeros(1)]}, "text", 3])
+    state = buffer.state_dict()
+    buffer[0]["a"][0].fill_(7)
+    assert state["_storage"]["_storage"][0]["a"][0].item() == 0
+    buffer.load_state_dict(state)
+    state["_storage"]["_storage"][0]["a"][0].fill_(9)
+    assert buffer[0]["a"][0].item() == 0
+    assert buffer[1:] == ["text", 3]
+
+
+def test_the_writer_of_largest_values_keeps_its_ranks():
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
+
+    buffer, other = make(), make()
+    buffer.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
+    other.load_state_dict(buffer.state_dict())
+    assert other.add(TensorDict({"r": torch.tensor(0.5)}, [])) is None
+    assert other.add(TensorDict({"r": torch.tensor(2.0)}, [])) == 1

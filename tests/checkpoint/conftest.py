@@ -1,0 +1,79 @@
+"""Making, changing and comparing checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+)
+
+
+def _make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=SamplerWithoutReplacement(),
+        writer=RoundRobinWriter(track_generations=True),
+        generator=torch.Generator().manual_seed(seed),
+        batch_size=2,
+    )
+    if filled:
+        ids = torch.arange(start, start + filled)
+        buffer.extend(TensorDict({"id": ids, "next": {"x": ids[:, None].float()}}, [filled]))
+    return buffer
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., ReplayBuffer]:
+    """``make(filled, capacity=8, seed=0, start=0)``: a buffer with everything that has state."""
+    return _make
+
+
+@pytest.fixture(scope="session")
+def state_of() -> Callable[[ReplayBuffer], Any]:
+    """Everything that can be seen of a buffer of ``make``, as plain values that compare."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (str(value.dtype), value.tolist())
+        if isinstance(value, TensorDict):
+            return plain(value.to_dict())
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return lambda buffer: copy.deepcopy(
+        plain({**buffer.state_dict(), "capacity": buffer.storage.max_size})
+    )
+
+
+def _sign(manifest: dict[str, Any]) -> str:
+    """The text of a manifest: its last entry is the crc32 of the text without it."""
+    text = json.dumps(manifest)
+    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
+
+
+@pytest.fixture(scope="session")
+def forge() -> Callable[[Path, Callable[[dict[str, Any]], Any]], None]:
+    """``forge(folder, change)``: changes a manifest and gives it the right checksum."""
+
+    def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+        file = folder / "manifest.json"
+        manifest = json.loads(file.read_text())
+        del manifest["crc32"]
+        change(manifest)
+        file.write_text(_sign(manifest))
+
+    return change_manifest

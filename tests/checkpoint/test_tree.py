@@ -1,0 +1,324 @@
+"""State as JSON and back: every kind of value to the bit, nothing evaluated on the way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections import OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorClass, TensorDict
+
+import replaykit
+from replaykit.checkpoint.tree import decode, encode
+
+
+class Point(TensorClass):
+    """A tensorclass with fields that are no tensors."""
+
+    x: torch.Tensor
+    name: str = "none"
+    about: Any = None
+
+
+Pair = namedtuple("Pair", "a b")
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def through_json(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "value", tensors), allow_nan=False)
+    return decode(json.loads(text), lambda name: tensors[name].clone())
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal in type and value, NaN equal to itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        raw = [t.reshape(-1).view(torch.uint8) for t in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b or (a != a and b != b)
+
+
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(max_size=20),
+    st.just(torch.Size([2, 0, 3])),
+    st.sampled_from(DTYPES),
+)
+NESTED = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        st.dictionaries(st.integers(), inner, max_size=4),
+        st.dictionaries(st.sampled_from(["$", "items", "name"]), inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(NESTED)
+@settings(max_examples=300, deadline=None)
+def test_plain_values_come_back_as_they_were(value: Any):
+    assert alike(through_json(value), value)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (3, 0), (0, 4)])
+def test_tensors_of_every_dtype_and_shape_come_back(dtype: torch.dtype, shape: tuple[int, ...]):
+    raw = torch.arange(math.prod(shape) * dtype.itemsize) % 2
+    tensor = (
+        raw.to(torch.uint8).view(dtype).view(shape)
+        if raw.numel()
+        else torch.empty(shape, dtype=dtype)
+    )
+    assert alike(through_json({"t": tensor})["t"], tensor)
+
+
+def test_arrays_and_numbers_of_numpy_come_back():
+    values = [
+        np.arange(6.0).reshape(2, 3),
+        np.array(5, dtype=np.uint16),
+        np.float32(1.5),
+        np.int64(-3),
+        np.bool_(True),
+        np.arange(6).reshape(2, 3).T,
+        np.arange(10)[::-2],
+        np.zeros((0, 3), dtype=np.complex64),
+        np.float64("nan"),
+    ]
+    back = through_json(values)
+    assert alike([np.ascontiguousarray(v) if v.ndim else v for v in values], back)
+    back[0][0, 0] = 7
+    assert values[0][0, 0] == 0
+
+
+def test_containers_of_tensors_come_back():
+    point = Point(x=torch.arange(6.0).view(2, 3), name="a", about=(1, [2]), batch_size=[2])
+    back = through_json(point)
+    assert type(back) is Point
+    assert (back.batch_size, back.name, back.about) == ((2,), "a", (1, [2]))
+    assert torch.equal(back.x, point.x)
+    nested = TensorDict({"a": {"b": torch.zeros(2, 3)}, "c": torch.ones(2, 1)}, [2])
+    back = through_json([nested, TensorDict({}, [4])])
+    assert torch.equal(back[0]["a", "b"], nested["a", "b"])
+    assert (back[0].batch_size, back[0]["a"].batch_size, back[1].batch_size) == ((2,), (2,), (4,))
+    assert through_json(torch.device("cpu")) == torch.device("cpu")
+    assert through_json(OrderedDict(a=1)) == {"a": 1}
+    lazy = torch.tensor([1 + 2j, 3j, 4]).conj()
+    assert torch.equal(through_json({"z": TensorDict({"z": lazy}, [3])})["z"]["z"], lazy)
+
+
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        (object(), r"value: .*object"),
+        ([1, {"a": (2, {3})}], r"value\[1\]\['a'\]\[1\].*set"),
+        ({"x": Pair(1, 2)}, r"value\['x'\].*Pair"),
+        (defaultdict(int), "defaultdict"),
+        ({1.5: 2}, r"value: expected str keys, got float 1.5"),
+        ({(1, 2): 2}, "tuple"),
+        (np.array([object()]), "NumPy dtype object"),
+        (np.array(["text"]), "NumPy dtype <U4"),
+        (np.arange(3).astype(">i8"), "NumPy dtype >i8"),
+        (np.array([1], dtype="M8[s]"), "NumPy dtype datetime64"),
+        (torch.eye(3).to_sparse(), "dense tensor, got layout torch.sparse"),
+        (TensorDict({"a": {"t": "text"}}, []), r"value: key .*'t'.*non-tensor"),
+        (Point(x=torch.zeros(1), about=object(), batch_size=[1]), "object"),
+        (lambda: None, "function"),
+        (bytearray(b"x"), "bytearray"),
+        (1j, "complex"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_represented_is_named_with_its_place(value: Any, way: str):
+    with pytest.raises(TypeError, match=way):
+        encode(value, "value", {})
+
+
+def test_endless_values_are_refused():
+    endless: list[Any] = []
+    endless.append({"a": (endless,)})
+    with pytest.raises(TypeError, match="nesting"):
+        encode(endless, "value", {})
+
+
+def test_what_can_be_saved_at_the_limit_of_depth_can_be_read():
+    for wrap in (lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}):
+        value: Any = 1
+        for _ in range(120):
+            value = wrap(value)
+        assert alike(through_json(value), value)
+        with pytest.raises(TypeError, match="nesting"):
+            encode(wrap(value), "value", {})
+
+
+@pytest.mark.pitfall("CK7")
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"$": "unknown"},
+        {"$": None},
+        {"$": ["list"]},
+        {"$": "float", "value": "__import__('os')"},
+        {"$": "int", "value": "no number"},
+        {"$": "int", "value": 5},
+        {"$": "tuple"},
+        {"$": "tuple", "items": 5},
+        {"$": "dict", "items": [1]},
+        {"$": "dict", "items": [[[1], 2]]},
+        {"$": "tensor"},
+        {"$": "tensor", "name": "t9"},
+        {"$": "tensor", "name": ["t0"]},
+        {"$": "ndarray", "name": "t9"},
+        {"$": "bytes", "value": "?"},
+        {"$": "size", "items": ["x"]},
+        {"$": "size", "items": [2**70]},
+        {"$": "dtype", "value": "__class__"},
+        {"$": "dtype", "value": "load"},
+        {"$": "device", "value": "nowhere"},
+        {"$": "container", "node": {"kind": "tensor", "dtype": "float32", "shape": []}},
+        {"$": "container", "node": 5, "leaves": []},
+        {"$": "container", "node": {"kind": "exec", "children": []}, "leaves": []},
+        {
+            "$": "container",
+            "node": {"kind": "tensorclass", "children": [], "class": "subprocess:Popen"},
+            "leaves": [],
+        },
+        {
+            "$": "container",
+            "node": {"kind": "sequence", "children": [], "class": "no.such.module:Thing"},
+            "leaves": [],
+        },
+        {
+            "$": "container",
+            "node": {"kind": "tensor", "dtype": "float32", "shape": [3]},
+            "leaves": ["t0"],
+        },
+        {
+            "$": "container",
+            "node": {"kind": "tensor", "dtype": "int64", "shape": [2]},
+            "leaves": ["t0", "t0"],
+        },
+    ],
+    ids=str,
+)
+def test_a_crafted_record_is_an_error_and_nothing_else(record: Any):
+    """CK7: whatever the record says, no code runs and no module is imported."""
+    stored = {"t0": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"."):
+        decode({"a": [record]}, lambda name: stored[name])
+
+
+# -- the package ----------------------------------------------------------------------------------
+
+SOURCE = Path(replaykit.__file__).parent
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_MEMBERS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
+FORBIDDEN_KEYWORDS = {"allow_pickle", "trust_remote_code"}
+
+
+def faults(tree: ast.AST) -> list[str]:
+    """What in a module could run code that comes from a file."""
+    found = []
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+            if node.module in ("torch", "numpy"):
+                names += [a.name for a in node.names if (node.module, a.name) in FORBIDDEN_MEMBERS]
+        else:
+            names = []
+        found += [f"{line}: import {n}" for n in names if n in FORBIDDEN_MODULES | {"load", "save"}]
+        if isinstance(node, ast.Name) and node.id in FORBIDDEN_CALLS:
+            found.append(f"{line}: {node.id}")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in FORBIDDEN_MEMBERS:
+                found.append(f"{line}: {node.value.id}.{node.attr}")
+            if node.value.id == "builtins" and node.attr in FORBIDDEN_CALLS:
+                found.append(f"{line}: builtins.{node.attr}")
+        if isinstance(node, ast.Call):
+            found += [
+                f"{line}: {keyword.arg}"
+                for keyword in node.keywords
+                if keyword.arg in FORBIDDEN_KEYWORDS
+                and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+            ]
+    return found
+
+
+@pytest.mark.pitfall("CK7")
+@pytest.mark.pitfall("DS16")
+@pytest.mark.parametrize(
+    "file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE))
+)
+def test_no_module_can_run_code_from_a_file(file: Path):
+    """CK7, DS16: no pickle, no ``torch.load``, no ``eval``, anywhere in the package."""
+    assert faults(ast.parse(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import pickle as p, os",
+        "from pickle import loads",
+        "from torch import load",
+        "torch.load('x')",
+        "f = torch.load",
+        "np.load('x', mmap_mode='r')",
+        "eval('1')",
+        "map(exec, x)",
+        "__import__('os')",
+        "builtins.eval('1')",
+        "datasets.load(x, trust_remote_code=True)",
+        "read(x, allow_pickle=flag)",
+    ],
+)
+def test_the_check_of_the_package_finds_what_it_looks_for(text: str):
+    assert len(faults(ast.parse(text))) == 1
+    assert faults(ast.parse("json.load(f); read(x, allow_pickle=False); re.compile('x')")) == []

@@ -1,0 +1,230 @@
+"""Shared by all tests: the registry of storages, rows that tell who they are, and snapshots.
+
+A new storage or device is tested by adding it to ``_MAKERS`` or ``DEVICES``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    Storage,
+    TensorStorage,
+)
+from replaykit.structure import build, flatten
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def make_rows(start: int, count: int, **others: torch.Tensor) -> TensorDict:
+    """Rows ``start .. start + count - 1``: every value of a row follows from its number."""
+    ids = torch.arange(start, start + count)
+    return TensorDict(
+        {
+            "id": ids,
+            "observation": ids[:, None] * 10.0 + torch.arange(3),
+            "action": (ids % 256).to(torch.uint8),
+            "next": {"reward": ids[:, None] / 2, "done": ids[:, None] % 3 == 2},
+            **others,
+        },
+        [count],
+    )
+
+
+def make_lanes(start: int, steps: int, lanes: tuple[int, ...] = (2,)) -> TensorDict:
+    """Rows ``[*lanes, steps]``; row (lane l, step t) has the number ``start + 100 * l + t``."""
+    lane = torch.arange(torch.Size(lanes).numel()).view(*lanes, 1) * 100
+    ids = start + lane + torch.arange(steps)
+    return TensorDict(
+        {"id": ids, "x": ids[..., None] * 2.0, "next": {"done": ids[..., None] % 3 == 2}},
+        [*lanes, steps],
+    )
+
+
+@dataclass(frozen=True)
+class StorageKind:
+    """A way of making an empty storage."""
+
+    name: str
+    device: str
+    folder: Path
+
+    @property
+    def columns(self) -> bool:
+        """Whether the storage has a schema, and one tensor per key."""
+        return "list" not in self.name and "stack" not in self.name
+
+    def __call__(self, capacity: int, example: Any = None) -> Storage:
+        """Makes it; ``example`` is one row of what will be stored (`make_rows`, by default)."""
+        return _MAKERS[self.name](
+            self, capacity, make_rows(0, 1)[0] if example is None else example
+        )
+
+    def buffer(self, capacity: int, example: Any = None, **arguments: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=self(capacity, example), **arguments)
+
+    def new_folder(self) -> Path:
+        return self.folder / f"scratch-{len(list(self.folder.iterdir()))}"
+
+
+def _emptied(kind: StorageKind, capacity: int, example: Any) -> Storage:
+    """A TensorStorage starts full; forgetting its rows makes it comparable with the others."""
+    node, leaves = flatten(example, 0)
+    columns = {
+        path: leaf.expand(capacity, *leaf.shape).clone().to(kind.device)
+        for path, leaf in leaves.items()
+    }
+    storage = TensorStorage(build(node, columns, torch.Size([capacity]), None))
+    storage.clear()
+    storage.ledger.clear()
+    return storage
+
+
+def _memmap(kind: StorageKind, capacity: int, example: Any) -> Storage:
+    folder = kind.new_folder()
+    folder.mkdir()
+    return LazyMemmapStorage(capacity, scratch_dir=folder)
+
+
+_MAKERS: dict[str, Callable[[StorageKind, int, Any], Storage]] = {
+    "list": lambda kind, capacity, _: ListStorage(capacity, device=kind.device),
+    "lazy_stack": lambda kind, capacity, _: LazyStackStorage(capacity, device=kind.device),
+    "tensor": _emptied,
+    "lazy_tensor": lambda kind, capacity, _: LazyTensorStorage(capacity, device=kind.device),
+    "memmap": _memmap,
+}
+
+STORAGE_KINDS = [
+    (name, device) for name in _MAKERS for device in DEVICES if (name, device) != ("memmap", "cuda")
+]
+COLUMN_KINDS = [kind for kind in STORAGE_KINDS if kind[0] in ("tensor", "lazy_tensor", "memmap")]
+
+
+def _ids(kinds: list[tuple[str, str]]) -> list[str]:
+    return ["-".join(kind) for kind in kinds]
+
+
+@pytest.fixture(params=STORAGE_KINDS, ids=_ids(STORAGE_KINDS))
+def storage_kind(request: pytest.FixtureRequest, tmp_path: Path) -> StorageKind:
+    """Every storage there is, on every device present."""
+    return StorageKind(*request.param, tmp_path)
+
+
+@pytest.fixture(params=COLUMN_KINDS, ids=_ids(COLUMN_KINDS))
+def column_kind(request: pytest.FixtureRequest, tmp_path: Path) -> StorageKind:
+    """Every storage with a schema, on every device present."""
+    return StorageKind(*request.param, tmp_path)
+
+
+@pytest.fixture(name="make_rows")
+def _make_rows() -> Callable[..., TensorDict]:
+    return make_rows
+
+
+@pytest.fixture(name="make_lanes")
+def _make_lanes() -> Callable[..., TensorDict]:
+    return make_lanes
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def fingerprint(data: Any) -> Any:
+    """Everything there is to tell of a container of tensors, as plain values that compare."""
+    if isinstance(data, torch.Tensor):
+        plain = data.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # One dimension, since a tensor without any has no bytes to look at.
+        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (str(data.dtype), tuple(data.shape), raw)
+    if isinstance(data, np.ndarray):
+        return (str(data.dtype), data.shape, data.tobytes())
+    if is_tensorclass(data):
+        # Fields that are no tensors lie in either of two places inside, which is no difference.
+        fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+        return (type(data).__name__, tuple(data.batch_size), fingerprint(fields))
+    if is_tensor_collection(data):
+        keys = sorted(data.keys(), key=str)
+        return (
+            type(data).__name__,
+            tuple(data.batch_size),
+            {key: fingerprint(data.get(key)) for key in keys},
+        )
+    if isinstance(data, dict):
+        return {key: fingerprint(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return (type(data).__name__, [fingerprint(value) for value in data])
+    return data
+
+
+def snapshot(buffer: ReplayBuffer) -> Any:
+    """What a call that raises must leave as it was: bytes, counters, handles, schema."""
+    storage = buffer.storage
+    ledger = storage.ledger
+    slots = torch.arange(min(ledger.slots, 1000))
+    columns = getattr(storage, "_columns", None)
+    return fingerprint(
+        {
+            "len": len(storage),
+            "max_size": storage.max_size,
+            "schema": repr(storage.schema),
+            "columns": None if columns is None else dict(columns.tensors),
+            "rows": [storage[row] for row in range(ledger.length)] if ledger.length else [],
+            "cursor": ledger.cursor,
+            "next_position": ledger.next_position,
+            "positions": ledger.positions(slots),
+            "generations": ledger.generations(slots),
+            "write_count": buffer.write_count,
+            "sampler": buffer.sampler.state_dict(),
+        }
+    )
+
+
+@pytest.fixture(name="fingerprint")
+def _fingerprint() -> Callable[[Any], Any]:
+    return fingerprint
+
+
+@pytest.fixture(name="snapshot")
+def _snapshot() -> Callable[[ReplayBuffer], Any]:
+    return snapshot
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a fresh interpreter; fails with its output unless ``check=False``."""
+
+    def run(
+        program: str, *arguments: object, check: bool = True, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **options,
+        )
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run

@@ -1,0 +1,302 @@
+"""Which slot the next record takes when only the largest ranks are kept: core and fallback."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from bisect import insort
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import replaykit.native as native
+from replaykit.native import fallback
+
+HEAPS = {"fallback": fallback.RankHeap}
+if native.HAS_CORE:
+    HEAPS["core"] = native.RankHeap
+
+
+@pytest.fixture(params=HEAPS)
+def heap_class(request: pytest.FixtureRequest) -> Any:
+    return HEAPS[request.param]
+
+
+def offer(heap: Any, ranks: list[float]) -> list[int]:
+    slots = np.full(len(ranks), 99, dtype=np.int64)
+    heap.offer(np.array(ranks, dtype=np.float64), slots)
+    return slots.tolist()
+
+
+def content(heap: Any) -> tuple[list[float], list[int]]:
+    ranks, ages = np.empty(len(heap)), np.empty(len(heap), dtype=np.int64)
+    heap.export(ranks, ages)
+    return ranks.tolist(), ages.tolist()
+
+
+class SortedModel:
+    """The records kept, in one sorted list: smallest rank first, among equals the youngest."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.kept: list[tuple[float, int, int]] = []
+        self.age = 0
+
+    def offer(self, rank: float) -> int:
+        if len(self.kept) < self.capacity:
+            slot = len(self.kept)
+        elif rank > self.kept[0][0]:
+            slot = self.kept.pop(0)[2]
+        else:
+            return -1
+        insort(self.kept, (rank, -self.age, slot))
+        self.age += 1
+        return slot
+
+    def content(self) -> tuple[list[float], list[int]]:
+        by_slot = sorted(self.kept, key=lambda record: record[2])
+        return [rank for rank, _, _ in by_slot], [-age for _, age, _ in by_slot]
+
+
+RANKS = st.one_of(
+    st.integers(-3, 3).map(float),  # ties are common
+    st.floats(allow_nan=False),
+    st.sampled_from([0.0, -0.0, math.inf, -math.inf]),
+)
+
+
+@pytest.mark.parametrize("name", HEAPS)
+@pytest.mark.pitfall("WR17")
+def test_offers_equal_a_sorted_list(name: str) -> None:
+    """WR17: any batches, across a save and a load, ties and infinities included."""
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(st.integers(1, 8), st.lists(st.lists(RANKS, max_size=12), max_size=6), st.booleans())
+    def check(capacity: int, batches: list[list[float]], reload: bool) -> None:
+        heap, model = HEAPS[name](capacity), SortedModel(capacity)
+        for batch in batches:
+            assert offer(heap, batch) == [model.offer(rank) for rank in batch]
+            assert content(heap) == model.content()
+            assert heap.next_age == model.age
+            assert len(heap) == len(model.kept)
+            if reload:
+                ranks, ages = content(heap)
+                other = HEAPS[name](capacity)
+                other.assign(np.array(ranks), np.array(ages, dtype=np.int64), heap.next_age)
+                heap = other
+
+    check()
+
+
+def test_ten_thousand_ranks_in_batches_above_the_release_of_the_lock(heap_class: Any) -> None:
+    generator = np.random.default_rng(0)
+    ranks = generator.integers(0, 300, 10_000).astype(np.float64)
+    heap, model = heap_class(500), SortedModel(500)
+    for start in range(0, 10_000, 2_500):
+        batch = ranks[start : start + 2_500].tolist()
+        assert offer(heap, batch) == [model.offer(rank) for rank in batch]
+    assert content(heap) == model.content()
+    assert sorted(content(heap)[0]) == sorted(ranks.tolist())[-500:]
+
+
+def test_the_documented_case(heap_class: Any) -> None:
+    """Capacity 3, ranks 1, 5, 2, 3, 0: slots 0, 1, 2, then 3 displaces 1; 0 is refused."""
+    heap = heap_class(3)
+    assert offer(heap, [1, 5, 2, 3, 0]) == [0, 1, 2, 0, -1]
+    assert content(heap) == ([3.0, 5.0, 2.0], [3, 1, 2])
+
+
+def test_among_equals_the_older_record_stays(heap_class: Any) -> None:
+    heap = heap_class(2)
+    assert offer(heap, [1, 1, 1]) == [0, 1, -1]
+    assert offer(heap, [2, 2]) == [1, 0]  # the younger of the ones goes first
+    assert content(heap) == ([2.0, 2.0], [3, 2])
+
+
+def test_one_slot(heap_class: Any) -> None:
+    heap = heap_class(1)
+    assert offer(heap, [-math.inf, -math.inf, 0, 0, math.inf, math.inf]) == [0, -1, 0, -1, 0, -1]
+
+
+def test_an_empty_offer_changes_nothing(heap_class: Any) -> None:
+    heap = heap_class(3)
+    assert offer(heap, []) == []
+    assert (len(heap), heap.next_age, heap.capacity) == (0, 0, 3)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _floats(*values: float) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.float64)
+
+
+def _ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.int64)
+
+
+ERRORS: dict[str, tuple[Any, str]] = {
+    "capacity 0": (lambda cls: cls(0), "expected a capacity of at least 1, got 0"),
+    "capacity -3": (lambda cls: cls(-3), "expected a capacity of at least 1, got -3"),
+    "NaN offered": (
+        lambda cls: cls(2).offer(_floats(1, math.nan, 2), _ints(0, 0, 0)),
+        "expected a rank that is a number, got NaN at position 1",
+    ),
+    "too few slots": (
+        lambda cls: cls(2).offer(_floats(1, 2), _ints(0)),
+        "expected 2 entries in `slots`, got 1",
+    ),
+    "too few slots and NaN": (
+        lambda cls: cls(2).offer(_floats(math.nan, 2), _ints(0)),
+        "expected 2 entries in `slots`, got 1",
+    ),
+    "export ranks": (
+        lambda cls: cls(2).export(_floats(1), _ints()),
+        "expected 0 entries in `ranks`, got 1",
+    ),
+    "export ages": (
+        lambda cls: cls(2).export(_floats(), _ints(1, 2)),
+        "expected 0 entries in `ages`, got 2",
+    ),
+    "assign lengths": (
+        lambda cls: cls(2).assign(_floats(1), _ints(), 3),
+        "expected 1 entries in `ages`, got 0",
+    ),
+    "assign too many": (
+        lambda cls: cls(2).assign(_floats(1, 2, 3), _ints(0, 1, 2), 3),
+        "expected at most 2 records, got 3",
+    ),
+    "assign NaN": (
+        lambda cls: cls(2).assign(_floats(1, math.nan), _ints(0, 1), 3),
+        "expected a rank that is a number, got NaN at position 1",
+    ),
+    "assign age from the future": (
+        lambda cls: cls(2).assign(_floats(1, 2), _ints(0, 3), 3),
+        "expected ages in [0, 3), got 3 at position 1",
+    ),
+    "assign negative age": (
+        lambda cls: cls(2).assign(_floats(1, 2), _ints(-1, 1), 3),
+        "expected ages in [0, 3), got -1 at position 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_input_is_refused_in_the_same_words(heap_class: Any, case: str) -> None:
+    call, message = ERRORS[case]
+    with pytest.raises(ValueError) as caught:
+        call(heap_class)
+    assert str(caught.value) == message
+
+
+def test_a_refused_offer_changes_nothing(heap_class: Any) -> None:
+    heap = heap_class(3)
+    offer(heap, [1, 2, 3])
+    before = content(heap)
+    with pytest.raises(ValueError, match="NaN at position 2"):
+        offer(heap, [9, 9, math.nan])
+    with pytest.raises(ValueError, match="at most 3"):
+        heap.assign(_floats(1, 2, 3, 4), _ints(0, 1, 2, 3), 4)
+    assert content(heap) == before
+    assert heap.next_age == 3
+
+
+@pytest.mark.skipif(not native.HAS_CORE, reason="checks that the core converts nothing silently")
+@pytest.mark.parametrize(
+    ("ranks", "slots"),
+    [
+        (np.zeros(2, dtype=np.float32), _ints(0, 0)),
+        (_floats(1, 2), np.zeros(2, dtype=np.int32)),
+        (np.zeros(4)[::2], _ints(0, 0)),
+        (_floats(1, 2), np.zeros(4, dtype=np.int64)[::2]),
+        (np.zeros((2, 1)), _ints(0, 0)),
+    ],
+    ids=["float32", "int32", "strided ranks", "strided slots", "two dimensions"],
+)
+def test_the_core_takes_arrays_as_they_are_or_not_at_all(ranks: Any, slots: Any) -> None:
+    """A converted copy of an output would lose its result without a word."""
+    with pytest.raises(TypeError):
+        native.RankHeap(2).offer(ranks, slots)
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
+def test_the_environment_turns_the_core_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("REPLAYKIT_NATIVE", value)
+    core, why = native._load()
+    assert core is None
+    assert "REPLAYKIT_NATIVE" in str(why)
+
+
+@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
+@pytest.mark.parametrize("value", ["1", "", "yes"])
+def test_the_core_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("REPLAYKIT_NATIVE", value)
+    core, why = native._load()
+    assert core.RankHeap is native.RankHeap is not fallback.RankHeap
+    assert why is None
+
+
+class _Finder:
+    """Stands before all other finders and fails for the core."""
+
+    def __init__(self, error: ImportError) -> None:
+        self.error = error
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name == "replaykit.native._core":
+            raise self.error
+
+
+def _without_core(monkeypatch: pytest.MonkeyPatch, error: ImportError) -> None:
+    monkeypatch.setenv("REPLAYKIT_NATIVE", "1")
+    monkeypatch.delattr(native, "_core", raising=False)
+    monkeypatch.delitem(sys.modules, "replaykit.native._core", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Finder(error), *sys.meta_path])
+
+
+def test_a_core_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "replaykit.native._core"
+    _without_core(monkeypatch, ModuleNotFoundError(f"No module named {name!r}", name=name))
+    assert native._load() == (None, "this installation was built without it")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("undefined symbol: something"),
+        ModuleNotFoundError("No module named 'something'", name="something"),
+    ],
+)
+def test_a_core_that_does_not_load_is_said(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError
+) -> None:
+    _without_core(monkeypatch, error)
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded, .*: .*something"):
+        core, why = native._load()
+    assert core is None
+    assert why == str(error)
+
+
+def test_the_package_works_without_the_core(run_python: Any) -> None:
+    """A selection of the writers' and storages' tests, with the fallback in place of the core."""
+    tests = Path(__file__).parents[1]
+    selected = [tests / "writers" / "test_max_value.py", tests / "storages" / "test_lists.py"]
+    environment = {**os.environ, "REPLAYKIT_NATIVE": "0"}
+    program = f"""
+import sys, pytest
+from replaykit import native
+assert not native.HAS_CORE
+arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+sys.exit(pytest.main([*arguments, *{[str(path) for path in selected]!r}]))
+"""
+    done = run_python(program, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,354 @@
+"""Every record once, before any comes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+
+
+def _buffer(
+    rows: int, batch_size: int | None, capacity: int | None = None, seed: int = 0, **options: Any
+) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(capacity or max(rows, 1)),
+        sampler=SamplerWithoutReplacement(**options),
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    if rows:
+        rb.extend(torch.arange(rows))
+    return rb
+
+
+def _epoch(rb: ReplayBuffer) -> list[list[int]]:
+    return [batch.tolist() for batch in rb]
+
+
+# -- epochs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("RD13")
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 45), st.booleans())
+def test_an_epoch_is_a_permutation(rows: int, batch: int, shuffle: bool) -> None:
+    """RD13: batches are consecutive pieces; the last one may be shorter and is not topped up."""
+    rb = _buffer(rows, batch, shuffle=shuffle)
+    for _ in range(3):
+        pieces = _epoch(rb)
+        assert [len(piece) for piece in pieces] == [
+            min(batch, rows - start) for start in range(0, rows, batch)
+        ]
+        flat = [number for piece in pieces for number in piece]
+        assert sorted(flat) == list(range(rows))
+        if not shuffle:
+            assert flat == list(range(rows))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_drop_last_leaves_out_the_short_tail(rows: int, batch: int) -> None:
+    rb = _buffer(rows, batch, drop_last=True)
+    if batch > rows:
+        assert not rb.can_sample()
+        with pytest.raises(ValueError, match=f"at most the {rows} stored rows .* got {batch}"):
+            rb.sample()
+        return
+    seen = set()
+    for _ in range(3):
+        pieces = _epoch(rb)
+        assert [len(piece) for piece in pieces] == [batch] * (rows // batch)
+        flat = [number for piece in pieces for number in piece]
+        assert len(set(flat)) == len(flat)
+        seen |= set(flat)
+    assert rows % batch or seen == set(range(rows))
+
+
+def test_the_documented_sizes() -> None:
+    assert [len(b) for b in _epoch(_buffer(10, 4))] == [4, 4, 2]
+    assert [len(b) for b in _epoch(_buffer(10, 4, drop_last=True))] == [4, 4]
+
+
+def test_epochs_differ_and_are_uniform() -> None:
+    """Each of the 24 orders of four rows, and each row first, equally often; fixed seed."""
+    rb = _buffer(4, 4)
+    orders = [tuple(rb.sample().tolist()) for _ in range(4800)]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 24
+    chi_square = sum((count - 200) ** 2 / 200 for count in counts)
+    assert chi_square < 23 + 5 * (2 * 23) ** 0.5
+
+
+def test_ran_out_comes_with_the_batch_that_ends_the_epoch() -> None:
+    rb = _buffer(10, 4)
+    assert rb.sampler.ran_out is False
+    said = []
+    for _ in range(6):
+        rb.sample()
+        said.append(rb.sampler.ran_out)
+    assert said == [False, False, True] * 2
+    rb = _buffer(8, 4)
+    assert [rb.sample() is not None and rb.sampler.ran_out for _ in range(4)] == [False, True] * 2
+    rb = _buffer(10, 4, drop_last=True)
+    assert [rb.sample() is not None and rb.sampler.ran_out for _ in range(4)] == [False, True] * 2
+
+
+def test_iterating_after_a_break_goes_on_with_the_epoch() -> None:
+    rb = _buffer(10, 4)
+    first = next(iter(rb)).tolist()
+    rest = [number for piece in _epoch(rb) for number in piece]
+    assert sorted(first + rest) == list(range(10))
+    assert len(rest) == 6
+
+
+def test_batches_of_other_sizes_take_pieces_of_the_same_epoch() -> None:
+    rb = _buffer(10, 4)
+    seen = [*rb.sample(3).tolist(), *rb.sample(1).tolist(), *rb.sample(5).tolist()]
+    assert len(rb.sample(5)) == 1
+    assert rb.sampler.ran_out
+    assert len(set(seen)) == 9
+    assert len(rb.sample(100)) == 10
+
+
+def test_drop_last_with_a_size_that_no_longer_fits_begins_anew() -> None:
+    rb = _buffer(10, 4, drop_last=True)
+    rb.sample(4)
+    assert len(rb.sample(7)) == 7  # of 6 left, none is given short
+
+
+def test_every_cell_of_the_lanes_comes_once(make_lanes: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2), sampler=SamplerWithoutReplacement(), batch_size=4
+    )
+    rb.extend(make_lanes(0, 5))
+    batches = list(rb)
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    ids = sorted(torch.cat([batch["id"] for batch in batches]).tolist())
+    assert ids == [0, 1, 2, 3, 4, 100, 101, 102, 103, 104]
+    assert batches[0]["index"].shape == (4, 2)
+    for batch in batches:
+        step, lane = batch["index"].unbind(-1)
+        assert torch.equal(batch["id"], step + 100 * lane)
+
+
+# -- writes ---------------------------------------------------------------------------------------
+
+
+def test_a_changed_length_begins_a_new_epoch() -> None:
+    rb = _buffer(6, 4, capacity=10)
+    rb.sample()
+    rb.extend(torch.arange(6, 8))
+    assert sorted(n for piece in _epoch(rb) for n in piece) == list(range(8))
+
+
+def test_overwriting_does_not_begin_a_new_epoch() -> None:
+    rb = _buffer(6, 4, shuffle=False)
+    assert rb.sample().tolist() == [0, 1, 2, 3]
+    rb.extend(torch.tensor([10, 11, 12, 13, 14]))
+    assert rb.sample().tolist() == [14, 5]
+    assert rb.sampler.ran_out
+
+
+def test_emptying_begins_a_new_epoch() -> None:
+    rb = _buffer(6, 4, shuffle=False)
+    rb.sample()
+    rb.empty()
+    assert not rb.can_sample()
+    rb.extend(torch.arange(6) + 20)
+    assert rb.sample().tolist() == [20, 21, 22, 23]
+
+
+def test_drop_last_needs_a_batch_size() -> None:
+    with pytest.raises(ValueError, match="needs the buffer to have a batch_size"):
+        _buffer(6, None, drop_last=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    with pytest.raises(ValueError, match="needs a batch_size"):
+        rb.set_sampler(SamplerWithoutReplacement(drop_last=True))
+
+
+def test_whether_one_could_sample_is_told_without_a_draw() -> None:
+    rb = _buffer(5, 4, capacity=10, drop_last=True)
+    state = rb.sampler.state_dict()
+    assert rb.can_sample()
+    assert rb.can_sample(5)
+    assert not rb.can_sample(6)
+    assert str(rb.sampler.state_dict()) == str(state)
+    assert _buffer(1, 4).can_sample()
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("RD3")
+@pytest.mark.parametrize("taken", range(6))
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": False}], ids=str)
+def test_a_saved_epoch_is_finished_elsewhere(taken: int, options: dict[str, Any]) -> None:
+    """RD3: stop at every batch; together, both see every row of the epoch exactly once."""
+    rb = _buffer(11, 3, **options)
+    for _ in range(taken):
+        rb.sample()
+    state = rb.state_dict()
+    twin = _buffer(0, 3, capacity=11, seed=9, **options)
+    twin.load_state_dict(state)
+    assert twin.sampler.ran_out == rb.sampler.ran_out
+    for _ in range(9):  # on into the next epochs: the generator came along as well
+        assert twin.sample().tolist() == rb.sample().tolist()
+        assert twin.sampler.ran_out == rb.sampler.ran_out
+
+
+def test_a_state_is_a_copy() -> None:
+    rb = _buffer(6, 2, shuffle=False)
+    rb.sample()
+    state = rb.sampler.state_dict()
+    state["_remaining"].fill_(0)
+    assert rb.sample().tolist() == [2, 3]
+    other = SamplerWithoutReplacement()
+    state = rb.sampler.state_dict()
+    other.load_state_dict(state)
+    state["_remaining"].fill_(0)
+    assert other.state_dict()["_remaining"].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_kind": "random"}, "the state of a 'without_replacement' sampler, got 'random'"),
+        ({"_length": -1}, "a length and ran_out"),
+        ({"_length": True}, "a length and ran_out"),
+        ({"_ran_out": 1}, "a length and ran_out"),
+        ({"_remaining": [1, 2]}, "remaining records as int64"),
+        ({"_remaining": torch.tensor([0.0])}, "remaining records as int64"),
+        ({"_remaining": torch.tensor([6])}, r"records in \[0, 6\)"),
+        ({"_remaining": torch.tensor([-1])}, r"records in \[0, 6\)"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    rb = _buffer(6, 2)
+    rb.sample()
+    with pytest.raises(ValueError, match=message):
+        rb.sampler.check_state({**rb.sampler.state_dict(), **changes}, rb.storage)
+    with pytest.raises(ValueError, match=message):
+        rb.sampler.load_state_dict({**rb.sampler.state_dict(), **changes})
+    assert len(rb.sample()) + len(rb.sample()) == 4
+
+
+def test_a_state_between_epochs_has_nothing_remaining() -> None:
+    rb = _buffer(4, 4)
+    rb.sample()
+    state = rb.sampler.state_dict()
+    assert state["_remaining"] is None
+    assert state["_ran_out"]
+    rb.sampler.check_state(state, rb.storage)
+
+
+@pytest.mark.pitfall("CK9")
+@pytest.mark.parametrize("capacity", [5, 30])
+@pytest.mark.parametrize("written", [7, 11, 25])
+def test_an_epoch_goes_on_in_another_capacity(capacity: int, written: int) -> None:
+    """CK9: what is left of the epoch follows its rows, and rows that are gone leave it."""
+    rb = _buffer(written, 3, capacity=11)
+    seen = {int(value) for _ in range(2) for value in rb.sample()}
+    stored = set(rb[:].tolist())
+    twin = _buffer(0, 3, capacity=capacity)
+    if capacity < len(stored):
+        with pytest.warns(UserWarning, match="do not fit"):
+            twin.load_state_dict(rb.state_dict())
+    else:
+        twin.load_state_dict(rb.state_dict())
+    kept = set(twin[:].tolist())
+    assert len(kept) == min(capacity, len(stored))
+    rest = [number for piece in _epoch(twin) for number in piece]
+    # Where every row that is left has come, the epoch is over and another one begins.
+    assert sorted(rest) == sorted(kept - seen or kept)
+    assert sorted(n for piece in _epoch(twin) for n in piece) == sorted(kept)
+
+
+@pytest.mark.parametrize("capacity", [4, 30])
+def test_an_epoch_that_rows_came_after_begins_anew_in_another_capacity(capacity: int) -> None:
+    rb = _buffer(5, 3, capacity=11)
+    rb.sample()
+    rb.extend(torch.arange(5, 9))
+    twin = _buffer(0, 3, capacity=capacity)
+    if capacity < 9:
+        with pytest.warns(UserWarning, match="5 rows do not fit"):
+            twin.load_state_dict(rb.state_dict())
+    else:
+        twin.load_state_dict(rb.state_dict())
+    numbers = [number for piece in _epoch(twin) for number in piece]
+    assert sorted(numbers) == sorted(twin[:].tolist())
+
+
+def test_lanes_move_step_by_step(make_lanes: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8, ndim=2), sampler=SamplerWithoutReplacement(), batch_size=3
+    )
+    rb.extend(make_lanes(0, 6))  # steps 2 to 5 are left, 4 and 5 in slots 0 and 1
+    seen = set(rb.sample()["id"].tolist())
+    twin = ReplayBuffer(
+        storage=LazyTensorStorage(4, ndim=2), sampler=SamplerWithoutReplacement(), batch_size=3
+    )
+    with pytest.warns(UserWarning, match="2 rows do not fit"):
+        twin.load_state_dict(rb.state_dict())
+    rest = torch.cat([batch["id"] for batch in twin]).tolist()
+    assert sorted(rest) == sorted({4, 5, 104, 105} - seen)
+
+
+# -- draws that are given back --------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("RD2")
+def test_draws_that_are_put_back_come_first_and_again() -> None:
+    """RD2: a draw that nobody got is not lost, and its rows keep their order."""
+    rb = _buffer(10, 3)
+    sampler, storage = rb.sampler, rb.storage
+    whole = _buffer(10, 3)
+    expected = [whole.sample().tolist() for _ in range(4)]
+    first = rb.sample().tolist()
+    drawn = [sampler.sample(storage, 3)[0] for _ in range(2)]
+    assert [first, *(piece.tolist() for piece in drawn)] == expected[:3]
+    sampler.put_back(drawn, storage)
+    assert [rb.sample().tolist() for _ in range(3)] == expected[1:]
+    assert sampler.ran_out
+
+
+def test_a_draw_that_ended_the_epoch_can_be_put_back() -> None:
+    rb = _buffer(4, 3)
+    sampler, storage = rb.sampler, rb.storage
+    drawn = [sampler.sample(storage, 3)[0] for _ in range(2)]
+    assert sampler.ran_out
+    sampler.put_back(drawn, storage)
+    assert [len(sampler.sample(storage, 3)[0]) for _ in range(2)] == [3, 1]
+    sampler.put_back([], storage)
+    assert len(sampler.sample(storage, 9)[0]) == 4
+
+
+def test_cells_of_lanes_can_be_put_back(make_lanes: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(6, ndim=2), sampler=SamplerWithoutReplacement(shuffle=False)
+    )
+    rb.extend(make_lanes(0, 3))
+    drawn, _ = rb.sampler.sample(rb.storage, 4)
+    assert drawn.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    rb.sampler.put_back([drawn], rb.storage)
+    assert rb.sample(6)["id"].tolist() == [0, 100, 1, 101, 2, 102]
+
+
+def test_it_shows_its_options() -> None:
+    assert repr(SamplerWithoutReplacement(True, False)) == (
+        "SamplerWithoutReplacement(drop_last=True, shuffle=False)"
+    )
+
+
+@pytest.mark.pitfall("SL8")
+def test_a_batch_costs_what_it_has_not_what_is_stored() -> None:
+    """Cost O(B): a draw takes views of the permutation and copies none of it."""
+    rb = _buffer(1000, 10)
+    rb.sample()
+    before = rb.sampler._remaining.untyped_storage().data_ptr()
+    rb.sample()
+    assert rb.sampler._remaining.untyped_storage().data_ptr() == before

@@ -1,0 +1,332 @@
+"""Columns: rows in and out of one tensor per key, for every dtype."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+from replaykit.errors import SchemaError
+from replaykit.schema import Schema, take_apart
+from replaykit.storages.columns import Columns, carried
+
+
+def _columns(data: Any, ndim: int = 1) -> Columns:
+    rows = take_apart(data, ndim)
+    return Columns(Schema(rows.root), rows.leaves, ndim)
+
+
+# -- dtypes and values ----------------------------------------------------------------------------
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that its half complex numbers are experimental
+
+    def _holds_data(dtype: torch.dtype) -> bool:
+        """Whether torch itself can copy values of it (not the names kept for compilers)."""
+        try:
+            probe = torch.empty(2, dtype=dtype)
+            return not probe.is_quantized and probe.clone().dtype == dtype
+        except (RuntimeError, NotImplementedError):
+            return False
+
+    DTYPES = sorted(
+        {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+    )
+    DTYPES = [dtype for dtype in DTYPES if _holds_data(dtype)]
+
+
+def test_the_dtypes_that_matter_are_among_those_tested() -> None:
+    names = {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+    assert names >= {
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+        "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+        "float8_e4m3fn", "float8_e5m2",
+    }  # fmt: skip
+
+
+def _patterned(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Rows ``[count, 2]`` of different bits; bool has two values only."""
+    raw = torch.arange(count * 2 * dtype.itemsize) % (2 if dtype == torch.bool else 120)
+    return raw.to(torch.uint8).view(dtype).view(count, 2)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits(column_kind: Any, fingerprint: Any, dtype: torch.dtype) -> None:
+    rows = TensorDict({"x": _patterned(dtype, 5)}, [5])
+    rb = column_kind.buffer(4, TensorDict({"x": _patterned(dtype, 1)[0]}, []), batch_size=3)
+
+    def bits(x: torch.Tensor) -> Any:
+        assert x.dtype == dtype
+        return fingerprint(carried(x))
+
+    raw = carried(rows["x"])
+    expected = torch.stack([raw[4], raw[1], raw[2], raw[3]])
+    rb.extend(rows)  # one row more than there is room for
+    assert bits(rb[:]["x"]) == fingerprint(expected)
+    assert bits(rb[1:3]["x"]) == fingerprint(expected[1:3])
+    assert bits(rb[[3, 0]]["x"]) == fingerprint(expected[[3, 0]])
+    assert bits(rb[2]["x"]) == fingerprint(expected[2])
+    assert bits(rb.storage.read(torch.tensor([0, 2]))["x"]) == fingerprint(expected[[0, 2]])
+    batch = rb.sample()
+    assert bits(batch["x"]) == fingerprint(expected[batch["index"].cpu()])
+    rb[0:2] = rb[2:4]
+    expected[0:2] = expected[2:4]
+    rb.extend([TensorDict({"x": _patterned(dtype, 1)[0]}, [])])
+    expected[1] = carried(_patterned(dtype, 1))[0]
+    assert bits(rb[:]["x"]) == fingerprint(expected)
+    other = column_kind.buffer(4, TensorDict({"x": _patterned(dtype, 1)[0]}, []))
+    other.load_state_dict(rb.state_dict())
+    assert bits(other[:]["x"]) == fingerprint(expected)
+    other.dumps(column_kind.folder / "saved")
+    rb.empty()
+    rb.loads(column_kind.folder / "saved")
+    assert bits(rb[:]["x"]) == fingerprint(expected)
+
+
+def test_features_without_elements_are_kept(column_kind: Any) -> None:
+    row = TensorDict({"none": torch.zeros(0, 3), "x": torch.zeros(())}, [])
+    rb = column_kind.buffer(4, row, batch_size=8)
+    rb.extend(torch.stack([row] * 6))
+    assert rb[:]["none"].shape == (4, 0, 3)
+    assert rb.sample()["none"].shape == (8, 0, 3)
+    with pytest.raises(SchemaError, match=r"expected float32 \[0, 3\], got float32 \[0, 2\]"):
+        rb.add(TensorDict({"none": torch.zeros(0, 2), "x": torch.zeros(())}, []))
+
+
+def test_conjugates_and_negatives_are_stored_as_values(column_kind: Any) -> None:
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    rows = TensorDict({"z": z.conj(), "y": z.conj().imag}, [2])
+    rb = column_kind.buffer(2, TensorDict({"z": z[0], "y": z[0].imag}, []))
+    rb.extend(rows)
+    assert rb[:]["z"].tolist() == [1 - 2j, 3 + 1j]
+    assert rb[:]["y"].tolist() == [-2.0, 1.0]
+
+
+def test_gradients_stay_outside(storage_kind: Any) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    rows = TensorDict({"x": weight * 2}, [3])
+    rb = storage_kind.buffer(3, rows[0].detach(), batch_size=2)
+    rb.extend(rows)
+    assert not rb.sample()["x"].requires_grad
+    assert not rb[0]["x"].requires_grad
+    assert rows["x"].requires_grad
+
+
+# -- gather, view, scatter ------------------------------------------------------------------------
+
+
+def test_gathered_rows_have_memory_of_their_own_and_views_do_not() -> None:
+    columns = _columns(TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4]))
+    base = columns[("x",)]
+    gathered = columns.gather(torch.tensor([3, 3, 0]))[("x",)]
+    assert gathered.tolist() == [[6.0, 7.0], [6.0, 7.0], [0.0, 1.0]]
+    gathered.fill_(-1)
+    assert base[3].tolist() == [6.0, 7.0]
+    assert columns.view(3)[("x",)].data_ptr() == base.data_ptr()
+    assert columns.view(3)[("x",)].shape == (3, 2)
+    columns.view(4, slice(1, 3))[("x",)].fill_(9)
+    assert base.tolist() == [[0.0, 1.0], [9.0, 9.0], [9.0, 9.0], [6.0, 7.0]]
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_cells_are_gathered_by_their_coordinates(contiguous: bool) -> None:
+    data = torch.arange(24).view(4, 3, 2)
+    if not contiguous:
+        data = data.transpose(0, 1).contiguous().transpose(0, 1)
+    columns = _columns(data, ndim=2)
+    index = torch.tensor([[3, 2], [0, 1], [3, 2]])
+    assert columns.gather(index)[()].tolist() == [[22, 23], [2, 3], [22, 23]]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), slots=st.integers(1, 9))
+def test_scatter_writes_what_numpy_would(data: st.DataObject, slots: int) -> None:
+    """Rings (one run or two), single slots and any order of distinct slots."""
+    count = data.draw(st.integers(0, slots))
+    if data.draw(st.booleans()):
+        first = data.draw(st.integers(0, slots - 1))
+        target = [(first + i) % slots for i in range(count)]
+    else:
+        target = data.draw(st.permutations(range(slots)))[:count]
+    total = data.draw(st.integers(count, 12))
+    kept: Any = torch.tensor(data.draw(st.permutations(range(total)))[:count], dtype=torch.int64)
+    if data.draw(st.booleans()):
+        kept = slice(total - count, None)
+    values = {"a": torch.arange(total) + 100, "b": torch.arange(total * 2.0).view(total, 2) + 50}
+    state = TensorDict({"a": torch.arange(slots), "b": torch.zeros(slots, 2)}, [slots])
+    columns = _columns(state.clone())
+    leaves = {(key,): value for key, value in values.items()}
+    columns.scatter(torch.tensor(target, dtype=torch.int64), leaves, kept)
+    for key, value in values.items():
+        expected = state[key].numpy().copy()
+        rows = value.numpy()[kept if isinstance(kept, slice) else kept.numpy()]
+        for slot, row in zip(target, rows, strict=True):
+            expected[slot] = row
+        assert np.array_equal(columns[(key,)].numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["cursor in the middle", "around the end"])
+def test_rows_of_the_buffer_itself_can_be_written_again(column_kind: Any, kind: str) -> None:
+    """Slices are views: what a write displaces must not be read as its own input."""
+    rb = column_kind.buffer(10, torch.tensor(0))
+    rb.extend(torch.arange(18 if kind == "around the end" else 15))
+    stored = rb[:].tolist()
+    cursor = rb.storage.ledger.cursor
+    for first in (cursor - 2, cursor - 3, 2):
+        rows = rb[first : first + 4]
+        expected = stored.copy()
+        for i in range(4):
+            expected[(cursor + i) % 10] = stored[first + i]
+        rb.extend(rows)
+        assert rb[:].tolist() == expected
+        stored, cursor = expected, (cursor + 4) % 10
+    rb[2:7] = rb[1:6]
+    stored[2:7] = stored[1:6]
+    assert rb[:].tolist() == stored
+    rb[[5, 4, 3]] = rb[3:6]
+    stored[5], stored[4], stored[3] = stored[3], stored[4], stored[5]
+    assert rb[:].tolist() == stored
+
+
+def test_columns_can_be_exchanged_with_one_another(column_kind: Any) -> None:
+    row = TensorDict({"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, [])
+    rb = column_kind.buffer(4, row)
+    rb.extend(torch.stack([row] * 4))
+    rb.update_({"a": rb["b"], "b": rb["a"]})
+    assert (rb["a"].tolist(), rb["b"].tolist()) == ([1.0] * 4, [0.0] * 4)
+    rb["a"] = torch.arange(4.0)
+    rb.set_at_("a", rb["a"][:3], slice(1, 4))
+    assert rb["a"].tolist() == [0.0, 0.0, 1.0, 2.0]
+
+
+def test_of_rows_named_twice_the_last_value_counts_in_every_column(column_kind: Any) -> None:
+    """Otherwise chance decides, and for every column anew: a record mixed of two."""
+    row = TensorDict({"a": torch.tensor(0), "b": torch.zeros(3)}, [])
+    rb = column_kind.buffer(100, row)
+    rb.extend(torch.stack([row] * 100))
+    index = torch.randint(0, 100, (50_000,), generator=torch.Generator().manual_seed(0))
+    values = torch.arange(50_000)
+    rb[index] = TensorDict({"a": values, "b": values[:, None].float().expand(-1, 3)}, [50_000])
+    expected = torch.zeros(100, dtype=torch.int64)
+    for position, slot in enumerate(index.tolist()):
+        expected[slot] = position
+    assert torch.equal(rb["a"].cpu(), expected)
+    assert torch.equal(rb["b"].cpu(), expected[:, None].float().expand(-1, 3))
+    rb[[[1, 2], [2, 1]]] = TensorDict(
+        {"a": -values[:4].view(2, 2), "b": torch.ones(2, 2, 3)}, [2, 2]
+    )
+    assert rb["a"][1:3].tolist() == [-3, -2]
+
+
+def test_of_cells_named_twice_the_last_value_counts() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    rb.extend(torch.zeros(2, 3, dtype=torch.int64))
+    lanes, steps = torch.tensor([0, 1, 0]), torch.tensor([2, 1, 2])
+    rb[lanes, steps] = torch.tensor([5, 6, 7])
+    assert rb[:].tolist() == [[0, 0, 7], [0, 6, 0]]
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        torch.zeros(1, 2).expand(3, 2),
+        torch.arange(5.0).unfold(0, 3, 1),
+        torch.zeros(3, 1).expand(3, 4),
+    ],
+    ids=["expanded rows", "sliding windows", "expanded features"],
+)
+def test_rows_that_share_memory_can_be_read_and_not_written(shared: torch.Tensor) -> None:
+    """One write would change several rows; the other columns stay as well."""
+    data = TensorDict({"own": torch.zeros(3), "shared": shared}, [3])
+    rb = ReplayBuffer(storage=TensorStorage(data))
+    assert torch.equal(rb[:]["shared"], shared)
+    row = TensorDict({"own": torch.ones(()), "shared": torch.ones(shared.shape[1])}, [])
+    for write in (
+        lambda: rb.add(row),
+        lambda: rb.__setitem__(0, row),
+        lambda: rb.set_("shared", torch.ones_like(shared)),
+    ):
+        with pytest.raises(RuntimeError, match=r"memory of their own.*'shared'; clone"):
+            write()
+    assert rb["own"].tolist() == [0.0, 0.0, 0.0]
+    assert rb.storage.ledger.next_position == 3
+
+
+def test_transposed_rows_have_memory_of_their_own() -> None:
+    rb = ReplayBuffer(storage=TensorStorage(torch.arange(6).view(2, 3).T))
+    rb.extend(torch.tensor([[8, 9]]))
+    assert rb[:].tolist() == [[8, 9], [1, 4], [2, 5]]
+
+
+def test_a_transfer_that_fails_changes_nothing(
+    make_rows: Any, snapshot: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G1: all values are brought to the device before the first column is touched."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend(make_rows(0, 4))
+    before = snapshot(rb)
+    calls: list[int] = []
+    whole = Columns.own
+
+    def failing(self: Columns, values: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return whole(self, values)
+
+    monkeypatch.setattr(Columns, "own", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rb.extend(make_rows(7, 2))
+    assert len(calls) == 4
+    assert snapshot(rb) == before
+
+
+def test_an_interrupt_is_passed_on_after_the_last_column(
+    make_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record is never left half old and half new (G4), not even by Ctrl-C."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend(make_rows(0, 4))
+    whole = Columns._scatter
+    calls: list[int] = []
+
+    class ThirdTime(dict[Any, Any]):
+        """Values of which the third that is asked for is Ctrl-C."""
+
+        asked = 0
+
+        def __getitem__(self, path: Any) -> Any:
+            self.asked += 1
+            if self.asked == 3:
+                raise KeyboardInterrupt
+            return super().__getitem__(path)
+
+    def interrupted(self: Columns, slots: Any, runs: Any, sources: Any) -> None:
+        calls.append(1)
+        whole(self, slots, runs, ThirdTime(sources) if len(calls) == 1 else sources)
+
+    monkeypatch.setattr(Columns, "_scatter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(make_rows(7, 2))
+    assert len(calls) == 2
+    assert rb["id"].tolist() == [7, 8, 2, 3]
+    assert rb["observation"][:, 0].tolist() == [70.0, 80.0, 20.0, 30.0]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no second device on this machine")
+def test_rows_move_to_the_device_of_the_storage(make_rows: Any) -> None:
+    for home, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4, device=home))
+        rb.extend(make_rows(0, 3).to(other))
+        assert rb.sample(2).device.type == home
+        assert rb["id"].tolist() == [0, 1, 2]

@@ -1,0 +1,179 @@
+"""What ``import replaykit`` does, and what it does not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import replaykit
+
+_LOOK = """
+import atexit, json, os, signal, sys, threading, time
+import tensordict  # what it loads is not this package's doing
+from pathlib import Path
+
+def handlers():
+    return {str(s): str(signal.getsignal(s)) for s in signal.valid_signals()}
+
+opened = []
+def audit(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        mode, flags = arguments[1], arguments[2] or 0
+        if (mode and set(mode) & set("wax+")) or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            opened.append(str(arguments[0]))
+    elif event in ("socket.connect", "subprocess.Popen", "os.fork", "os.mkdir"):
+        opened.append(event)
+
+before = set(sys.modules), handlers(), threading.active_count(), dict(os.environ)
+exits, register = [], atexit.register
+def noting(function, *arguments, **keywords):
+    exits.append(function.__code__.co_filename)
+    return register(function, *arguments, **keywords)
+atexit.register = noting
+sys.addaudithook(audit)
+start = time.process_time()
+import replaykit
+seconds = time.process_time() - start
+after = set(sys.modules), handlers(), threading.active_count(), dict(os.environ)
+during = list(opened)  # what follows writes pipes of its own
+print(json.dumps({
+    "modules": sorted(after[0] - before[0]),
+    "handlers": before[1] == after[1],
+    "threads": [before[2], after[2]],
+    "exits": exits,
+    "environment": before[3] == after[3],
+    "opened": during,
+    "seconds": seconds,
+    "files": sorted(path.name for path in Path.cwd().iterdir()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one import did, in a folder of its own and an interpreter of its own."""
+    folder = tmp_path_factory.mktemp("empty")
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=True,
+        timeout=120,
+    )
+    (line,) = done.stdout.splitlines()
+    return {**json.loads(line), "stderr": done.stderr}
+
+
+@pytest.mark.pitfall("TH10")
+def test_importing_loads_no_optional_package(looked: Any) -> None:
+    """G7, D10: what only some users need is loaded when they ask for it."""
+    heavy = {"h5py", "huggingface_hub", "ray", "filelock", "torchrl", "gymnasium", "matplotlib"}
+    loaded = {name.split(".")[0] for name in looked["modules"]}
+    assert not loaded & heavy
+    ours = {name for name in looked["modules"] if name.startswith("replaykit")}
+    assert not {
+        name for name in ours if name.startswith(("replaykit.datasets", "replaykit.testing"))
+    }
+
+
+@pytest.mark.pitfall("TH10")
+def test_importing_has_no_side_effects(looked: Any) -> None:
+    """TH10: no handlers, threads, processes, connections, files or words."""
+    assert looked["stderr"] == ""
+    assert looked["handlers"]
+    assert looked["threads"][0] == looked["threads"][1]
+    # None of ours; nanobind, which the core is built with, has one that looks for leaks.
+    assert set(looked["exits"]) <= {"<internal>"}
+    assert looked["environment"]
+    assert looked["opened"] == []
+    assert looked["files"] == []
+
+
+def test_importing_takes_at_most_a_sixth_of_a_second_longer(looked: Any, run_python: Any) -> None:
+    """The time of the processor, the best of some: what other programs do does not count."""
+    seconds = looked["seconds"]
+    for _ in range(4):
+        if seconds <= 0.15:
+            break
+        program = (
+            "import time, tensordict; t = time.process_time(); import replaykit; "
+            "print(time.process_time() - t)"
+        )
+        seconds = min(seconds, float(run_python(program).stdout))
+    assert seconds <= 0.15
+
+
+def test_every_public_name_resolves() -> None:
+    assert sorted(replaykit.__all__) == replaykit.__dir__()
+    assert len(set(replaykit.__all__)) == len(replaykit.__all__)
+    for name in replaykit.__all__:
+        assert getattr(replaykit, name) is not None
+    namespace: dict[str, Any] = {}
+    exec("from replaykit import *", namespace)
+    assert set(replaykit.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["storages", "samplers", "writers", "transforms", "datasets", "remote"],
+)
+def test_every_name_of_a_sub_package_is_one_of_the_package(name: str) -> None:
+    part = importlib.import_module(f"replaykit.{name}")
+    for public in part.__all__:
+        assert public in replaykit.__all__, public
+        assert getattr(part, public) is getattr(replaykit, public)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'replaykit' has no attribute 'Zoo'"):
+        replaykit.Zoo  # noqa: B018
+
+
+def _public_classes() -> list[type]:
+    found = (getattr(replaykit, name) for name in replaykit.__all__)
+    return [thing for thing in found if inspect.isclass(thing)]
+
+
+@pytest.mark.parametrize("thing", _public_classes(), ids=lambda thing: thing.__name__)
+def test_every_public_class_shows_how_it_is_used(thing: type) -> None:
+    # As it is written: tensordict puts a signature in the place of what a TensorClass says.
+    (definition,) = ast.parse(inspect.getsource(thing)).body
+    assert isinstance(definition, ast.ClassDef)
+    text = ast.get_docstring(definition)
+    assert text, "no docstring"
+    assert ">>>" in text, "no example"
+
+
+@pytest.mark.pitfall("IF6")
+@pytest.mark.parametrize("thing", _public_classes(), ids=lambda thing: thing.__name__)
+def test_every_public_method_says_what_it_does(thing: type) -> None:
+    """IF6: and has a signature that tools can read."""
+    inspect.signature(thing)
+    for name, member in vars(thing).items():
+        function = member.fget if isinstance(member, property) else member
+        written_here = getattr(function, "__module__", "").startswith("replaykit")
+        if name.startswith("_") or not callable(function) or not written_here:
+            continue
+        inherited = [vars(base).get(name) for base in thing.__mro__]
+        assert any(getattr(part, "__doc__", None) for part in inherited if part), name
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert replaykit.__version__ == version("replaykit")
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert (Path(replaykit.__file__).parent / "py.typed").exists()

@@ -1,0 +1,58 @@
+"""Keys: how they are written, joined and told apart."""
+
+from __future__ import annotations
+
+import pytest
+
+import replaykit
+from replaykit.ted import (
+    DEFAULT_DONE_KEYS,
+    EPISODE_KEYS,
+    FLAG_KEYS,
+    RESERVED_KEYS,
+    format_key,
+    unravel,
+)
+
+
+def test_the_vocabulary_is_the_documented_one() -> None:
+    assert DEFAULT_DONE_KEYS == ("done", "truncated", "terminated")
+    assert replaykit.DEFAULT_DONE_KEYS is DEFAULT_DONE_KEYS
+    assert {
+        ("done",),
+        ("truncated",),
+        ("terminated",),
+        ("next", "done"),
+        ("next", "truncated"),
+        ("next", "terminated"),
+    } == FLAG_KEYS
+    assert {"index", "index_generation"} == RESERVED_KEYS
+    assert EPISODE_KEYS == (("collector", "traj_ids"), ("episode",), ("seed",))
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("reward", ("reward",)),
+        ("next.reward", ("next.reward",)),  # a dot is part of a name, never a separator
+        ("", ("",)),
+        (("next", "reward"), ("next", "reward")),
+        (("reward",), ("reward",)),
+        ((("next",), (("info",), "x")), ("next", "info", "x")),
+    ],
+)
+def test_a_key_becomes_a_flat_tuple(key: object, expected: tuple[str, ...]) -> None:
+    assert unravel(key) == expected
+
+
+@pytest.mark.parametrize("key", [None, 3, (), ("a", 1), ("a", ()), ["a"], b"a", ("a", None)])
+def test_what_is_no_key_is_refused_with_its_value(key: object) -> None:
+    with pytest.raises(TypeError, match=r"expected a key .*, got"):
+        unravel(key)
+
+
+def test_keys_are_printed_as_users_write_them() -> None:
+    assert format_key(("action",)) == "'action'"
+    assert format_key(("next", "done")) == "('next', 'done')"
+    assert format_key((0,)) == "0"
+    assert format_key(("it's",)) == '"it\'s"'

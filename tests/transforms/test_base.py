@@ -1,0 +1,345 @@
+"""The chain: which way data go through which transforms, and what is taken for one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import Compose, LazyTensorStorage, ReplayBuffer, Transform
+
+
+class Says(Transform):
+    """Writes down its name for every way it is used."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def forward(self, data: Any) -> Any:
+        self.log.append(f"{self.name}.forward")
+        return data
+
+    def inv(self, data: Any) -> Any:
+        self.log.append(f"{self.name}.inv")
+        return data
+
+
+class ForwardOnly:
+    def forward(self, data: Any) -> Any:
+        return data + 1
+
+
+class InvOnly:
+    def inv(self, data: Any) -> Any:
+        return data * 10
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def test_reading_goes_in_order_and_writing_in_reverse() -> None:
+    log: list[str] = []
+    chain = Compose(Says("a", log), Says("b", log))
+    chain.append(Says("c", log))
+    chain.insert(0, Says("z", log))
+    chain.insert(-1, Says("y", log))  # before the last one
+    chain.forward(1)
+    assert log == ["z.forward", "a.forward", "b.forward", "y.forward", "c.forward"]
+    log.clear()
+    chain.inv(1)
+    assert log == ["c.inv", "y.inv", "b.inv", "a.inv", "z.inv"]
+    assert [transform.name for transform in chain] == ["z", "a", "b", "y", "c"]
+    assert (len(chain), chain[0].name, chain[-1].name) == (5, "z", "c")
+
+
+def test_an_inverted_transform_swaps_its_ways_and_keeps_its_place() -> None:
+    log: list[str] = []
+    chain = Compose(Says("a", log))
+    chain.append(Says("b", log), invert=True)
+    chain(1)
+    assert log == ["a.forward", "b.inv"]
+    log.clear()
+    chain.inv(1)
+    assert log == ["b.forward", "a.inv"]
+    assert "(inverted)" in repr(chain)
+
+
+def test_a_callable_has_no_way_back() -> None:
+    chain = Compose(lambda x: x + 1)
+    assert (chain(1), chain.inv(1)) == (2, 1)
+    inverted = Compose()
+    inverted.append(lambda x: x + 1, invert=True)
+    assert (inverted(1), inverted.inv(1)) == (1, 2)
+
+
+def test_one_of_both_ways_is_enough() -> None:
+    chain = Compose(ForwardOnly(), InvOnly())
+    assert (chain(1), chain.inv(1)) == (2, 10)
+    turned = Compose()
+    turned.append(ForwardOnly(), invert=True)
+    turned.append(InvOnly(), invert=True)
+    assert (turned(1), turned.inv(1)) == (10, 2)
+
+
+def test_chains_can_be_nested() -> None:
+    inner = Compose(lambda x: x + 1, lambda x: x * 2)
+    assert Compose(inner, lambda x: x - 3)(4) == 7
+
+
+def test_a_row_that_is_swallowed_goes_no_further(snapshot: Any) -> None:
+    log: list[str] = []
+
+    class Swallows(Transform):
+        def inv(self, data: Any) -> Any:
+            return None
+
+    chain = Compose(Says("first", log), Swallows(), Says("last", log))
+    assert chain.inv(1) is None
+    assert log == ["last.inv"]
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), transform=chain)
+    before = snapshot(rb)
+    assert rb.add(torch.tensor(1)) is None
+    assert rb.extend(torch.arange(3)).shape == (0,)
+    assert snapshot(rb) == before
+
+
+def test_a_transform_may_change_the_number_of_rows() -> None:
+    class Doubles(Transform):
+        def inv(self, data: Any) -> Any:
+            return torch.cat([data, data])
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Doubles())
+    assert rb.extend(torch.arange(2)).tolist() == [0, 1, 2, 3]
+    assert rb.add(torch.tensor(7)).tolist() == [4, 5]
+    assert rb[:].tolist() == [0, 1, 0, 1, 7, 7]
+
+
+# -- what is a transform --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [None, 3, "x", object(), Transform, dict, []])
+def test_what_is_no_transform_is_refused(thing: Any) -> None:
+    chain = Compose(abs)
+    for use in (
+        lambda: Compose(thing),
+        lambda: chain.append(thing),
+        lambda: chain.insert(0, thing),
+        lambda: ReplayBuffer().append_transform(thing),
+        lambda: ReplayBuffer().insert_transform(0, thing),
+    ):
+        with pytest.raises(RuntimeError, match="expected a callable, or an object with forward"):
+            use()
+    if thing is not None:
+        with pytest.raises(RuntimeError, match="expected a callable"):
+            ReplayBuffer(transform=thing)
+    assert len(chain) == 1
+
+
+def test_a_place_that_is_not_there_is_refused() -> None:
+    chain = Compose(abs)
+    for index in (2, -2):
+        with pytest.raises(IndexError, match=r"a position in \[0, 1\], got"):
+            chain.insert(index, abs)
+    with pytest.raises(IndexError):
+        chain[1]
+
+
+def test_modules_are_put_in_eval_mode() -> None:
+    noisy = torch.nn.Dropout(0.5)
+    assert noisy.training
+    chain = Compose(noisy)
+    assert not noisy.training
+    assert torch.equal(chain(torch.ones(100)), torch.ones(100))
+    later = torch.nn.Dropout(0.5)
+    rb = ReplayBuffer(storage=LazyTensorStorage(3)).append_transform(later)
+    assert not later.training
+    rb.extend(torch.ones(3))
+    assert rb.sample(20).tolist() == [1.0] * 20
+
+
+def test_a_copy_is_a_chain_of_the_same_transforms() -> None:
+    chain = Compose(abs)
+    twin = chain.copy()
+    twin.append(abs)
+    assert (len(chain), len(twin)) == (1, 2)
+    assert twin[0] is chain[0]
+
+
+def test_the_base_class_does_nothing() -> None:
+    transform = Transform()
+    assert transform(3) == transform.forward(3) == transform.inv(3) == 3
+
+
+# -- in a buffer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("WR13")
+@pytest.mark.parametrize("index", [0, -1, slice(None), slice(0, 2), [0, 1], None])
+def test_a_transform_in_place_never_reaches_the_rows(
+    storage_kind: Any, make_rows: Any, index: Any
+) -> None:
+    """WR13, E6: what is read through a transform is a copy."""
+
+    def edits(batch: TensorDict) -> TensorDict:
+        assert not batch.is_locked
+        batch["observation"].mul_(-1)
+        batch.set(("next", "reward"), batch["next", "reward"].add_(100))
+        return batch.set("new", batch["id"].clone())
+
+    rb = storage_kind.buffer(4, batch_size=6)
+    rb.extend(make_rows(0, 4))
+    rb.append_transform(edits)
+    for _ in range(3):
+        rows = rb.sample() if index is None else rb[index]
+        assert (rows["next", "reward"] >= 100).all()
+    for row, number in zip(rb.storage, range(4), strict=True):
+        assert row["observation"].tolist() == [number * 10.0, number * 10.0 + 1, number * 10.0 + 2]
+        assert row["next", "reward"].tolist() == [number / 2]
+        assert "new" not in set(row.keys())
+
+
+def test_written_rows_go_through_inv_and_read_rows_through_forward() -> None:
+    class Scales(Transform):
+        def forward(self, data: Any) -> Any:
+            return data / 10
+
+        def inv(self, data: Any) -> Any:
+            return data * 10
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), transform=Scales())
+    rb.extend(torch.tensor([1.0, 2.0]))
+    rb.add(torch.tensor(3.0))
+    rb[0] = torch.tensor(4.0)
+    assert rb.storage[:].tolist() == [40.0, 20.0, 30.0]
+    assert rb[:].tolist() == [4.0, 2.0, 3.0]
+    assert float(rb[2]) == 3.0
+    assert set(rb.sample(50).tolist()) == {4.0, 2.0, 3.0}
+
+
+def test_adding_one_row_shows_transforms_a_batch_of_one() -> None:
+    shapes: list[Any] = []
+
+    class Looks(Transform):
+        def inv(self, data: Any) -> Any:
+            shapes.append(tuple(data.shape))
+            return data
+
+    for ndim, row in ((1, torch.zeros(3)), (2, torch.zeros(4, 3))):
+        rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=ndim), transform=Looks())
+        rb.add(row)
+    assert shapes == [(1, 3), (4, 1, 3)]
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class Counts(Transform):
+    """Has a state: how many batches it saw."""
+
+    def __init__(self) -> None:
+        self.seen = torch.tensor(0)
+
+    def forward(self, data: Any) -> Any:
+        self.seen += 1
+        return data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"].clone()
+
+
+def test_states_are_found_by_position() -> None:
+    chain = Compose(abs, Counts(), torch.nn.Identity(), Counts())
+    chain(torch.tensor(1))
+    chain[3].forward(None)
+    state = chain.state_dict()
+    assert {key: int(value["seen"]) for key, value in state.items()} == {"1": 1, "3": 2}
+    twin = Compose(abs, Counts(), abs, Counts())
+    twin.load_state_dict(state)
+    assert [int(twin[i].seen) for i in (1, 3)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "the states of transforms"),
+        ({"0": {"seen": torch.tensor(1)}}, "at position 0, got builtin_function"),
+        ({"2": {"seen": torch.tensor(1)}}, "at position 2, got none"),
+        ({"x": {}}, "at position x, got none"),
+        ({"-1": {}}, "at position -1, got none"),
+    ],
+)
+def test_a_state_for_a_transform_that_is_not_there_is_refused(state: Any, message: str) -> None:
+    chain = Compose(abs, Counts())
+    with pytest.raises(ValueError, match=message):
+        chain.load_state_dict(state)
+    assert int(chain[1].seen) == 0
+
+
+# -- TorchRL's transforms -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torchrl() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrl.envs import transforms
+    return transforms
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchrl_transforms_read_and_write(torchrl: Any, make_rows: Any) -> None:
+    """Objects of the library that this one is compatible with work as they are."""
+    pixels = torch.arange(2 * 4 * 5 * 3).view(2, 4, 5, 3).to(torch.uint8)
+    rows = make_rows(0, 2, pixels=pixels, real=torch.arange(2.0, dtype=torch.float64))
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(5),
+        transform=torchrl.ExcludeTransform("observation", ("next", "done")),
+        batch_size=3,
+    )
+    rb.append_transform(torchrl.RenameTransform(["action", ("next", "reward")], ["act", "rew"]))
+    rb.append_transform(torchrl.ToTensorImage(in_keys=["pixels"]))
+    rb.append_transform(torchrl.DoubleToFloat(in_keys=["real"]))
+    rb.extend(rows)
+    assert torch.equal(rb.storage[:]["pixels"], pixels)
+    batch = rb.sample()
+    assert set(batch.keys()) == {"id", "act", "rew", "next", "pixels", "real", "index"}
+    assert batch["pixels"].shape == (3, 3, 4, 5)
+    assert batch["pixels"].dtype == torch.float32
+    expected = pixels[batch["index"]].permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(batch["pixels"], expected)
+    assert batch["real"].dtype == torch.float32
+    assert torch.equal(batch["rew"], batch["id"][:, None] / 2)
+    assert set(rb.storage[:].keys()) == {"id", "observation", "action", "next", "pixels", "real"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchrl_transforms_with_a_way_back_are_inverted_on_writing(
+    torchrl: Any, fingerprint: Any
+) -> None:
+    rows = TensorDict({"x": torch.arange(3, dtype=torch.float32)}, [3])
+    before = fingerprint(rows)
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.append_transform(
+        torchrl.DTypeCastTransform(torch.float64, torch.float32, in_keys=["x"], in_keys_inv=["x"])
+    )
+    rb.append_transform(
+        torchrl.RenameTransform(["y"], ["x"], in_keys_inv=["x"], out_keys_inv=["y"]), invert=False
+    )
+    rb2 = ReplayBuffer(storage=LazyTensorStorage(5)).append_transform(
+        torchrl.ExcludeTransform("secret"), invert=True
+    )
+    rb2.extend(TensorDict({"x": torch.zeros(2), "secret": torch.ones(2)}, [2]))
+    assert set(rb2.storage[:].keys()) == {"x"}
+    casts = ReplayBuffer(storage=LazyTensorStorage(5), transform=rb.transform[0])
+    casts.extend(rows)
+    assert casts.storage[:]["x"].dtype == torch.float64
+    assert casts.sample(2)["x"].dtype == torch.float32
+    assert fingerprint(rows) == before

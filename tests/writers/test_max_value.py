@@ -1,0 +1,439 @@
+"""Only the records of largest rank, against a sorted list."""
+
+from __future__ import annotations
+
+import copy
+import math
+import multiprocessing
+import pickle
+import time
+from bisect import insort
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+)
+
+STORAGES = {
+    "list": ListStorage,
+    "lazy_stack": LazyStackStorage,
+    "lazy_tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+}
+
+
+def _rows(ranks: Any, start: int = 0) -> TensorDict:
+    ranks = torch.as_tensor(ranks, dtype=torch.float64)
+    count = len(ranks)
+    return TensorDict(
+        {"id": torch.arange(start, start + count), "next": {"reward": ranks[:, None]}}, [count]
+    )
+
+
+def _buffer(capacity: int, storage: Any = LazyTensorStorage, **arguments: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=storage(capacity), writer=TensorDictMaxValueWriter(**arguments))
+
+
+def _ids(rb: ReplayBuffer) -> list[int]:
+    return [int(row["id"]) for row in rb.storage]
+
+
+class SortedModel:
+    """What is kept, smallest rank first, among equals the youngest; one row at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.kept, self.count = capacity, [], 0
+        self.generations: dict[int, int] = {}
+
+    def add(self, number: int, rank: float) -> int | None:
+        if len(self.kept) < self.capacity:
+            slot = len(self.kept)
+        elif rank > self.kept[0][0]:
+            slot = self.kept.pop(0)[2]
+        else:
+            return None
+        insort(self.kept, (rank, -self.count, slot, number))
+        self.count += 1
+        self.generations[slot] = self.generations.get(slot, -1) + 1
+        return slot
+
+    def ids(self) -> list[int]:
+        return [record[3] for record in sorted(self.kept, key=lambda record: record[2])]
+
+    def extend(self, start: int, ranks: list[float]) -> list[int]:
+        """The slot of each row that is there at the end of the call, -1 for the others."""
+        slots = [self.add(start + i, rank) for i, rank in enumerate(ranks)]
+        by_slot = {record[2]: record[3] for record in self.kept}
+        return [
+            slot if slot is not None and by_slot[slot] == start + i else -1
+            for i, slot in enumerate(slots)
+        ]
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_the_documented_case(name: str) -> None:
+    """6.3: capacity 3, ranks 1, 5, 2, 3, 0: index -1, 1, 2, 0, -1."""
+    rb = _buffer(3, STORAGES[name])
+    index = rb.extend(_rows([1, 5, 2, 3, 0]))
+    assert index.dtype == torch.int64
+    assert index.tolist() == [-1, 1, 2, 0, -1]
+    assert _ids(rb) == [3, 1, 2]
+    assert rb.write_count == 4  # rank 1 was accepted, and displaced again
+    assert rb.add(_rows([0.5], 5)[0]) is None
+    assert rb.add(_rows([2.5], 6)[0]) == 2
+    assert rb.write_count == 5
+    assert _ids(rb) == [3, 1, 6]
+
+
+@pytest.mark.pitfall("WR17")
+@pytest.mark.parametrize("batch", [1, 7, 100, 10_000])
+def test_ten_thousand_ranks_equal_a_sorted_list(batch: int) -> None:
+    """WR17: ties and infinities included, whatever the batches."""
+    generator = np.random.default_rng(batch)
+    ranks = generator.choice(
+        [*np.round(generator.normal(size=400), 2), math.inf, -math.inf], 10_000
+    )
+    count = 2_000 if batch == 1 else 10_000
+    rb, model = _buffer(100), SortedModel(100)
+    for start in range(0, count, batch):
+        piece = ranks[start : start + batch].tolist()
+        if batch == 1:
+            assert rb.add(_rows(piece, start)[0]) == model.add(start, piece[0])
+        else:
+            assert rb.extend(_rows(piece, start)).tolist() == model.extend(start, piece)
+    assert _ids(rb) == model.ids()
+    assert rb.write_count == model.count
+    slots = torch.arange(100)
+    generations = rb.storage.ledger.generations(slots).tolist()
+    assert generations == [model.generations[slot] for slot in range(100)]
+    by_age = [record[2] for record in sorted(model.kept, key=lambda record: -record[1])]
+    assert rb.storage.ledger.write_order().tolist() == by_age
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.lists(st.lists(st.integers(-2, 2).map(float), max_size=9), max_size=5),
+    st.sampled_from(sorted(STORAGES)),
+    st.booleans(),
+)
+@pytest.mark.pitfall("WR17")
+def test_batches_equal_rows_one_by_one_across_saving(
+    capacity: int, batches: list[list[float]], name: str, reload: bool
+) -> None:
+    rb, model, start = _buffer(capacity, STORAGES[name]), SortedModel(capacity), 0
+    for ranks in batches:
+        rows = _rows(ranks, start)
+        assert rb.extend(rows).tolist() == model.extend(start, ranks)
+        assert _ids(rb) == model.ids()
+        start += len(ranks)
+        if reload and len(rb):
+            again = _buffer(capacity, STORAGES[name])
+            again.load_state_dict(rb.state_dict())
+            rb = again
+
+
+def test_one_slot_keeps_the_largest() -> None:
+    rb = _buffer(1)
+    assert rb.extend(_rows([1, 3, 2, 3, 4])).tolist() == [-1, -1, -1, -1, 0]
+    assert rb.extend(_rows([4, 3], 5)).tolist() == [-1, -1]
+    assert rb.add(_rows([math.inf], 9)[0]) == 0
+    assert rb.add(_rows([math.inf], 10)[0]) is None
+    assert _ids(rb) == [9]
+
+
+def test_among_equals_the_older_row_stays() -> None:
+    rb = _buffer(2)
+    rb.extend(_rows([1, 1]))
+    assert rb.extend(_rows([1, 1], 2)).tolist() == [-1, -1]
+    assert rb.extend(_rows([2], 4)).tolist() == [1]  # the younger of the two goes
+    assert _ids(rb) == [0, 4]
+
+
+# -- the rank -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("sum", [3.0, 1.0, 6.0]),
+        ("mean", [1.0, 1 / 3, 2.0]),
+        ("max", [3.0, 9.0, 2.0]),
+        ("min", [-1.0, -5.0, 2.0]),
+        ("median", [1.0, -3.0, 2.0]),
+    ],
+)
+def test_the_rank_is_reduced_over_all_but_the_row(reduction: str, expected: list[float]) -> None:
+    features = torch.tensor([[1.0, 3.0, -1.0], [9.0, -5.0, -3.0], [2.0, 2.0, 2.0]])
+    layouts = {
+        "features": TensorDict({"r": features}, [3]),
+        "trajectories": TensorDict({"r": features}, [3, 3]),
+        "trajectories of features": TensorDict({"r": features.unsqueeze(-1)}, [3, 3]),
+        "integers": TensorDict({"r": features.to(torch.int32)}, [3]),
+        "half": TensorDict({"r": features.to(torch.bfloat16)}, [3]),
+    }
+    order = sorted(range(3), key=lambda row: -expected[row])
+    for name, data in layouts.items():
+        for capacity in (1, 2):
+            rb = _buffer(capacity, rank_key="r", reduction=reduction)
+            index = rb.extend(data)
+            kept = {row for row in range(3) if index[row] >= 0}
+            assert kept == set(order[:capacity]), name
+    with pytest.raises(ValueError, match=rf"a reduction of .*'{reduction}'.*, got 'total'"):
+        TensorDictMaxValueWriter(reduction="total")
+
+
+def test_trajectories_are_kept_by_their_return() -> None:
+    rb = _buffer(2)
+    rewards = torch.tensor([[1.0, 1.0], [5.0, -9.0], [0.0, 3.0]])
+    data = TensorDict(
+        {"next": {"reward": rewards[..., None]}, "id": torch.arange(6).view(3, 2)}, [3, 2]
+    )
+    assert rb.extend(data).tolist() == [0, -1, 1]
+    assert rb[:]["id"].tolist() == [[0, 1], [4, 5]]
+    assert rb.add(data[1]) is None
+    assert rb[:].batch_size == (2, 2)
+
+
+@pytest.mark.pitfall("WR17")
+@pytest.mark.parametrize("position", [0, 2, 4])
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_rank_that_is_no_number_is_refused_with_nothing_written(
+    snapshot: Any, name: str, position: int
+) -> None:
+    rb = _buffer(4, STORAGES[name])
+    rb.extend(_rows([3, 1, 2]))
+    before = snapshot(rb)
+    ranks = [9.0] * 5
+    ranks[position] = math.nan
+    message = rf"got NaN under \('next', 'reward'\) at row {position}"
+    if name in ("list", "lazy_stack"):
+        message = r"got NaN under \('next', 'reward'\)"
+    with pytest.raises(ValueError, match=message):
+        rb.extend(_rows(ranks))
+    with pytest.raises(ValueError, match="got NaN"):
+        rb.add(_rows(ranks)[position])
+    assert snapshot(rb) == before
+    # Nor does the writer remember the ranks that it saw.
+    assert rb.extend(_rows([0.5, 0.4], 5)).tolist() == [3, -1]
+
+
+def test_a_mean_of_both_infinities_is_no_number() -> None:
+    with pytest.raises(ValueError, match="got NaN"):
+        _buffer(2, rank_key="r").extend(
+            TensorDict({"r": torch.tensor([[math.inf, -math.inf]])}, [1])
+        )
+
+
+def test_rows_without_a_rank_are_refused(snapshot: Any) -> None:
+    for make in STORAGES.values():
+        rb = _buffer(3, make)
+        before = snapshot(rb)
+        with pytest.raises(KeyError, match=r"the rank under \('next', 'reward'\); got none"):
+            rb.extend(_rows([1, 2]).exclude(("next", "reward")))
+        with pytest.raises(KeyError):
+            rb.add(TensorDict({"id": torch.tensor(0)}, []))
+        if make is not LazyStackStorage:  # which refuses them itself
+            with pytest.raises(RuntimeError, match="takes TensorDicts, got"):
+                rb.extend(torch.zeros(3))
+        assert snapshot(rb) == before
+
+
+def test_a_rank_without_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a rank under 'r', got shape \[2, 0\]"):
+        _buffer(2, rank_key="r").extend(TensorDict({"r": torch.zeros(2, 0)}, [2]))
+
+
+def test_lanes_are_refused() -> None:
+    with pytest.raises(ValueError, match="storages with ndim=1, got ndim=2"):
+        ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
+
+
+def test_no_rows_are_no_write(snapshot: Any) -> None:
+    rb = _buffer(3)
+    rb.extend(_rows([1]))
+    before = snapshot(rb)
+    assert rb.extend(_rows([])).tolist() == []
+    assert snapshot(rb) == before
+
+
+# -- with others ----------------------------------------------------------------------------------
+
+
+def test_rows_that_others_wrote_are_known() -> None:
+    storage = LazyTensorStorage(3)
+    ring = ReplayBuffer(storage=storage)
+    best = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
+    ring.extend(_rows([5, 1, 4]))
+    assert best.extend(_rows([3, 2], 3)).tolist() == [1, -1]
+    ring.writer.write_at(torch.tensor([0]), _rows([0], 9))
+    assert best.extend(_rows([1], 10)).tolist() == [0]
+    assert _ids(best) == [10, 3, 2]
+
+
+@pytest.mark.parametrize("stack_dim", [0, 1, -1])
+def test_rows_of_a_lazy_stack_are_known_along_any_dimension(stack_dim: int) -> None:
+    storage = LazyStackStorage(2, stack_dim=stack_dim)
+    ring = ReplayBuffer(storage=storage)
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+    for row in TensorDict({"next": {"reward": rewards}}, [2, 3]).unbind(0):
+        ring.add(row)
+    best = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
+    assert best.add(TensorDict({"next": {"reward": torch.full((3,), 1.5)}}, [3])) == 0
+    assert best.add(TensorDict({"next": {"reward": torch.full((3,), 1.5)}}, [3])) is None
+
+
+def test_a_ring_goes_on_after_the_newest_row() -> None:
+    """Records that are there are not displaced as long as there is room."""
+    rb = _buffer(5)
+    rb.extend(_rows([1, 2]))
+    rb.set_writer(RoundRobinWriter())
+    assert rb.extend(_rows([0, 0], 2)).tolist() == [2, 3]
+    assert _ids(rb) == [0, 1, 2, 3]
+
+
+def test_wrapped_rows_are_ranked() -> None:
+    rb = ReplayBuffer(storage=TensorStorage(_rows([3, 1, 2])), writer=TensorDictMaxValueWriter())
+    assert rb.extend(_rows([2.5, 0], 3)).tolist() == [1, -1]
+    assert _ids(rb) == [0, 3, 2]
+    other = ReplayBuffer(
+        storage=TensorStorage(TensorDict({"x": torch.zeros(2)}, [2])),
+        writer=TensorDictMaxValueWriter(),
+    )
+    with pytest.raises(KeyError, match="the rank under"):
+        other.writer.state_dict()
+
+
+def test_empty_forgets_the_ranks() -> None:
+    rb = _buffer(2)
+    rb.extend(_rows([8, 9]))
+    rb.empty()
+    assert rb.extend(_rows([1, 2, 3], 2)).tolist() == [-1, 1, 0]
+    assert rb.storage.ledger.generations(torch.arange(2)).tolist() == [3, 2]
+
+
+def test_write_at_is_refused() -> None:
+    rb = _buffer(2)
+    with pytest.raises(RuntimeError, match="chooses the slots of its records itself"):
+        rb.writer.write_at(torch.tensor([0]), _rows([1]))
+
+
+def test_edits_of_the_rank_do_not_reorder() -> None:
+    """In-place edits change no position and no rank: they are no writes."""
+    rb = _buffer(2)
+    rb.extend(_rows([1, 2]))
+    rb.set_(("next", "reward"), torch.tensor([[9.0], [9.0]], dtype=torch.float64))
+    assert rb.extend(_rows([1.5], 2)).tolist() == [0]
+
+
+@pytest.mark.pitfall("WR17")
+def test_a_write_that_fails_leaves_no_ghost_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer knows ranks of stored records only, also after an error below it."""
+    rb = _buffer(2)
+    rb.extend(_rows([1, 2]))
+    with monkeypatch.context() as patched:
+        patched.setattr(rb.storage, "write", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            rb.extend(_rows([9, 9], 2))
+    assert rb.extend(_rows([1.5], 4)).tolist() == [0]
+    assert _ids(rb) == [4, 1]
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("WR17")
+@pytest.mark.parametrize("way", ["state_dict", "dumps", "pickle", "deepcopy"])
+def test_a_saved_writer_goes_on_as_the_original_would(tmp_path: Any, way: str) -> None:
+    """WR17: with equal ranks, so that ages decide, and a rank edited after it was written."""
+    rb = _buffer(4)
+    rb.extend(_rows([3, 1, 2, 2, 1, 2]))
+    twin = _buffer(4)
+    if way in ("pickle", "deepcopy"):
+        twin = pickle.loads(pickle.dumps(rb)) if way == "pickle" else copy.deepcopy(rb)
+    else:
+        rb.set_at_(("next", "reward"), torch.tensor([7.0], dtype=torch.float64), 0)
+        if way == "state_dict":
+            twin.load_state_dict(rb.state_dict())
+        else:
+            rb.dumps(tmp_path)
+            twin.loads(tmp_path)
+    rows = _rows([2, 2.5, 1, 4, 3.5], 10)
+    assert twin.extend(rows).tolist() == rb.extend(rows).tolist()
+    assert _ids(twin) == _ids(rb)
+    assert twin.write_count == rb.write_count
+
+
+def test_of_a_larger_storage_the_largest_ranks_are_kept() -> None:
+    rb = _buffer(6)
+    rb.extend(_rows([3, 1, 2, 2, 5, 0]))
+    small = _buffer(3)
+    with pytest.warns(UserWarning, match="3 rows do not fit"):
+        small.load_state_dict(rb.state_dict())
+    assert sorted(_ids(small)) == [0, 2, 4]  # ranks 3, 2 (the older), 5
+    model = SortedModel(3)
+    for number, rank in ((0, 3.0), (2, 2.0), (4, 5.0)):
+        model.add(number, rank)
+    assert small.extend(_rows([2, 4, 2.5], 10)).tolist() == model.extend(10, [2, 4, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_ranks": None}, "2 ranks in float64"),
+        ({"_ranks": torch.zeros(2)}, "2 ranks in float64"),
+        ({"_ranks": torch.zeros(3, dtype=torch.float64)}, "2 ranks in float64"),
+        ({"_ranks": torch.tensor([0.0, math.nan], dtype=torch.float64)}, "got NaN"),
+        ({"_kind": "round_robin"}, "a 'max_value' writer"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(
+    snapshot: Any, changes: dict[str, Any], message: str
+) -> None:
+    rb = _buffer(3)
+    rb.extend(_rows([1, 2]))
+    before = snapshot(rb)
+    with pytest.raises(ValueError, match=message):
+        rb.writer.load_state_dict({**rb.writer.state_dict(), **changes})
+    assert snapshot(rb) == before
+
+
+def test_it_is_not_handed_to_a_spawned_process() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(_buffer(2).writer,))
+    with pytest.raises(RuntimeError, match="cannot be handed to a spawned process"):
+        process.start()
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("SL3")
+def test_time_per_row_falls_with_the_size_of_the_batch() -> None:
+    """SL3: no TensorDict work per row; a batch of 4000 costs far less than 4000 batches of 1."""
+
+    def seconds(batch: int, rows: int) -> float:
+        rb = _buffer(1000)
+        data = _rows(torch.rand(rows, generator=torch.Generator().manual_seed(0)))
+        pieces = data.split(batch)
+        start = time.process_time()
+        for piece in pieces:
+            rb.extend(piece)
+        return (time.process_time() - start) / rows
+
+    one_by_one = min(seconds(1, 300) for _ in range(3))
+    at_once = min(seconds(30_000, 30_000) for _ in range(3))
+    assert at_once < one_by_one / 20

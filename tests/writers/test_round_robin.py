@@ -1,0 +1,447 @@
+"""The ring: any write equals writing row by row, for every storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+
+
+def _ids(rb: ReplayBuffer) -> list[int]:
+    return [int(row["id"]) for row in rb.storage]
+
+
+def _handles(rb: ReplayBuffer) -> Any:
+    """Positions and generations, from where they were before the test wrote anything."""
+    ledger = rb.storage.ledger
+    slots = torch.arange(ledger.slots)
+    return {
+        "cursor": ledger.cursor,
+        "length": ledger.length,
+        "positions": ledger.positions(slots).tolist(),
+        "generations": ledger.generations(slots).tolist(),
+        "write_count": rb.write_count,
+    }
+
+
+CAPACITY = 4
+LENGTHS = [0, 1, CAPACITY - 1] + [k * CAPACITY + r for k in (1, 2, 3) for r in (0, 1, 3)]
+
+
+@pytest.mark.pitfall("WR6")
+@pytest.mark.pitfall("WR7")
+@pytest.mark.pitfall("WR5")
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 6])
+def test_extend_equals_adding_row_by_row(
+    storage_kind: Any, make_rows: Any, fingerprint: Any, before: int
+) -> None:
+    """WR5 to WR7: rows, returned index, cursor, length, count, positions, generations."""
+    for count in LENGTHS:
+        together, one_by_one = storage_kind.buffer(CAPACITY), storage_kind.buffer(CAPACITY)
+        for rb in (together, one_by_one):
+            rb.extend(make_rows(100, before))
+        rows = make_rows(0, count)
+        index = together.extend(rows)
+        expected = [one_by_one.add(row) for row in rows.unbind(0)] if count else []
+        assert index.dtype == torch.int64
+        assert index.tolist() == expected == [(before + i) % CAPACITY for i in range(count)]
+        assert _handles(together) == _handles(one_by_one)
+        assert [fingerprint(row) for row in together.storage] == [
+            fingerprint(row) for row in one_by_one.storage
+        ]
+        assert together.write_count == before + count
+
+
+@pytest.mark.pitfall("WR6")
+def test_the_last_rows_of_a_long_batch_stay(storage_kind: Any, make_rows: Any) -> None:
+    """The documented case: capacity 4, 10 rows from cursor 0: rows 6 to 9 at 2, 3, 0, 1."""
+    rb = storage_kind.buffer(4)
+    assert rb.extend(make_rows(0, 10)).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert _ids(rb) == [8, 9, 6, 7]
+    assert rb.write_count == 10
+
+
+@pytest.mark.pitfall("WR5")
+def test_no_rows_are_no_write(storage_kind: Any, make_rows: Any, snapshot: Any) -> None:
+    """WR5, E5: an empty int64 index, nothing changed, no schema, in any state."""
+    nothing = make_rows(0, 3)[:0]
+    rb = storage_kind.buffer(4)
+    for rows in (nothing, []):
+        before = snapshot(rb)
+        index = rb.extend(rows)
+        assert (index.tolist(), index.shape, index.dtype) == ([], (0,), torch.int64)
+        index = rb.writer.extend(rows)
+        assert (index.shape, index.dtype) == ((0,), torch.int64)
+        assert rb.writer.write_at(torch.empty(0, dtype=torch.int64), rows).shape == (0,)
+        assert snapshot(rb) == before
+    rb.extend(make_rows(0, 6))
+    before = snapshot(rb)
+    assert rb.extend(nothing).shape == (0,)
+    assert snapshot(rb) == before
+
+
+def test_no_rows_with_lanes_have_an_index_with_their_dimensions(make_lanes: Any) -> None:
+    for ndim, lanes in ((2, (2,)), (3, (2, 2))):
+        rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=ndim))
+        rows = make_lanes(0, 2, lanes)
+        assert rb.extend(rows[..., :0]).shape == (0, ndim)
+        rb.extend(rows)
+        assert rb.extend(rows[..., :0]).shape == (0, ndim)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(0, 13)),
+        st.tuples(st.just("add"), st.just(1)),
+        st.tuples(st.just("list"), st.integers(0, 6)),
+        st.tuples(st.just("write_at"), st.lists(st.integers(0, 3), min_size=1, max_size=5)),
+        st.tuples(st.just("set"), st.lists(st.integers(0, 3), min_size=1, max_size=5)),
+        st.tuples(st.just("replace"), st.lists(st.integers(0, 3), min_size=1, max_size=3)),
+        st.tuples(st.just("empty"), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(operations=OPERATIONS)
+def test_any_sequence_of_writes_equals_a_dictionary(
+    storage_kind: Any, make_rows: Any, operations: list[tuple[str, Any]]
+) -> None:
+    """Rows and counters against slots kept in plain Python, row by row."""
+    rb = storage_kind.buffer(4)
+    rows: dict[int, int] = {}
+    cursor = count = written = 0
+    for name, what in operations:
+        length = len(rows)
+        if name in ("write_at", "set", "replace"):
+            limit = length + (name != "replace")
+            slots = [slot for slot in what if slot < min(limit, 4)]
+            if not slots:
+                continue
+            batch = make_rows(written, len(slots))
+            numbers = range(written, written + len(slots))
+            if name == "write_at":
+                assert rb.writer.write_at(torch.tensor(slots), batch).tolist() == slots
+                count += len(slots)
+            elif name == "set":
+                rb.storage.set(slots, batch)
+                cursor = (slots[-1] + 1) % 4
+            else:
+                rb.storage.set(slots, batch, set_cursor=False)
+            rows.update(zip(slots, numbers, strict=True))
+        elif name == "empty":
+            rb.empty(what)
+            rows, cursor = {}, 0
+            count = 0 if what else count
+            continue
+        else:
+            slots = [(cursor + i) % 4 for i in range(what)]
+            batch = make_rows(written, what)
+            if name == "add":
+                index: Any = [rb.add(batch[0])]
+            else:
+                index = rb.extend(batch if name == "extend" else list(batch.unbind(0))).tolist()
+            assert index == slots
+            rows.update(zip(slots, range(written, written + what), strict=True))
+            cursor = (cursor + what) % 4
+            count += what
+        written += len(slots)
+        assert _ids(rb) == [rows[slot] for slot in range(len(rows))]
+        assert rb.storage.ledger.cursor == cursor
+        assert rb.write_count == count
+        assert len(rb) == len(rows)
+
+
+# -- write_at -------------------------------------------------------------------------------------
+
+
+def test_write_at_leaves_the_cursor(storage_kind: Any, make_rows: Any) -> None:
+    rb = storage_kind.buffer(4, writer=RoundRobinWriter(track_generations=True))
+    rb.extend(make_rows(0, 3))
+    first = rb.writer.generations_of(torch.arange(4))
+    index = rb.writer.write_at(torch.tensor([1, 3, 1]), make_rows(10, 3))
+    assert index.tolist() == [1, 3, 1]
+    assert _ids(rb) == [0, 12, 2, 11]
+    assert rb.storage.ledger.cursor == 3
+    assert rb.write_count == 6
+    again = rb.writer.generations_of(torch.arange(4))
+    assert (again - first).tolist() == [0, 2, 0, 1]
+    assert rb.writer.write_at(0, make_rows(20, 1)[0]).tolist() == [0]
+    assert rb.add(make_rows(30, 1)[0]) == 3
+    assert _ids(rb) == [20, 12, 2, 30]
+
+
+def test_write_at_that_cannot_be_changes_nothing(
+    storage_kind: Any, make_rows: Any, snapshot: Any
+) -> None:
+    rb = storage_kind.buffer(4)
+    rb.extend(make_rows(0, 2))
+    before = snapshot(rb)
+    for index, count, error in (
+        ([4], 1, IndexError),
+        ([-1], 1, IndexError),
+        ([3], 1, RuntimeError),
+        ([0, 1], 1, ValueError),
+        ([0], 2, ValueError),
+        ([True, False], 1, TypeError),
+    ):
+        with pytest.raises(error):
+            rb.writer.write_at(torch.tensor(index), make_rows(9, count))
+    assert snapshot(rb) == before
+
+
+def test_write_at_addresses_steps_of_lanes(make_lanes: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
+    rb.extend(make_lanes(0, 3))
+    index = rb.writer.write_at(torch.tensor([1]), make_lanes(50, 1))
+    assert index.tolist() == [[1, 0], [1, 1]]
+    assert rb[:]["id"].tolist() == [[0, 50, 2], [100, 150, 102]]
+    assert rb.write_count == 8
+
+
+# -- several writers ------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("WR15")
+def test_writers_over_one_storage_share_its_cursor(storage_kind: Any, make_rows: Any) -> None:
+    """WR15, E9: alternate extends leave what one writer would have left."""
+    storage = storage_kind(5)
+    one, two = ReplayBuffer(storage=storage), ReplayBuffer(storage=storage)
+    alone = storage_kind.buffer(5)
+    for start, count in ((0, 2), (2, 2), (4, 3), (7, 1), (8, 12)):
+        rows = make_rows(start, count)
+        writing = one if start % 4 == 0 else two
+        assert writing.extend(rows).tolist() == alone.extend(rows).tolist()
+    assert _ids(one) == _ids(two) == _ids(alone)
+    assert storage.ledger.write_order().tolist() == alone.storage.ledger.write_order().tolist()
+    assert one.write_count + two.write_count == alone.write_count == 20
+    # Cursor and generations belong to the storage; each writer counts what it wrote.
+    assert one.write_count == 17
+
+
+@pytest.mark.pitfall("WR15")
+def test_generations_are_those_of_the_storage(make_rows: Any) -> None:
+    storage = LazyTensorStorage(3)
+    one = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
+    two = ReplayBuffer(storage=storage)
+    two.extend(make_rows(0, 4))
+    assert one.writer.generations_of(torch.arange(3)).tolist() == [1, 0, 0]
+    one.extend(make_rows(4, 1))
+    assert one.writer.generations_of(torch.tensor([1, -1, 7])).tolist() == [1, -1, -1]
+    assert two.writer.generations_of(torch.arange(3)).tolist() == [-1, -1, -1]
+    assert one.writer.tracks_generations
+    assert not two.writer.tracks_generations
+
+
+def test_generations_of_lanes_are_those_of_their_step(make_lanes: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8, ndim=2), writer=RoundRobinWriter(track_generations=True)
+    )
+    index = rb.extend(make_lanes(0, 5))
+    assert rb.writer.generations_of(index).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert rb.writer.generations_of(torch.tensor([0, 3])).tolist() == [1, 0]
+    assert rb.sample(16)["index_generation"].shape == (16,)
+
+
+def test_handles_stay_stale_across_empty(storage_kind: Any, make_rows: Any) -> None:
+    """6.2: ``empty`` adds 1 to every written slot; no old handle names a new record."""
+    rb = storage_kind.buffer(4, writer=RoundRobinWriter(track_generations=True))
+    rb.extend(make_rows(0, 3))
+    slots = torch.arange(4)
+    old = rb.writer.generations_of(slots)
+    rb.empty()
+    between = rb.writer.generations_of(slots)
+    assert (between - old)[:3].tolist() == [1, 1, 1]
+    rb.extend(make_rows(10, 2))
+    new = rb.writer.generations_of(slots)
+    assert (new - between)[:3].tolist() == [1, 1, 0]
+
+
+# -- the rest of a writer -------------------------------------------------------------------------
+
+
+def test_the_two_names_are_one_writer(make_rows: Any) -> None:
+    one = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter())
+    two = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter())
+    for rb in (one, two):
+        rb.extend(make_rows(0, 4))
+    two.writer.load_state_dict(one.writer.state_dict())
+    one.load_state_dict(two.state_dict())
+    assert _ids(one) == [3, 1, 2]
+    assert repr(two.writer) == "TensorDictRoundRobinWriter(write_count=4)"
+
+
+def test_state_carries_count_cursor_and_handles(make_rows: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True))
+    rb.extend(make_rows(0, 4))
+    rb.writer.write_at(torch.tensor([2]), make_rows(9, 1))
+    state = rb.writer.state_dict()
+    assert (state["_write_count"], state["_cursor"], state["_kind"]) == (5, 1, "round_robin")
+    other = ReplayBuffer(
+        storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True)
+    )
+    other.storage.load_state_dict(rb.storage.state_dict())
+    other.writer.load_state_dict(state)
+    assert other.write_count == 5
+    assert other.storage.ledger.cursor == 1
+    assert other.storage.ledger.write_order().tolist() == [1, 0, 2]
+    rb.extend(make_rows(0, 3))
+    assert state["_ledger"]["length"] == 3
+    assert state["_ledger"]["positions"].tolist() == [3, 1, 4]
+
+
+def test_a_writer_can_be_saved_alone(make_rows: Any, tmp_path: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(make_rows(0, 5))
+    rb.writer.dumps(tmp_path / "writer")
+    rb.extend(make_rows(5, 2))
+    rb.writer.loads(tmp_path / "writer")
+    assert (rb.write_count, rb.storage.ledger.cursor) == (5, 2)
+    assert rb.storage.ledger.next_position > 7  # positions that were given out are not used again
+    other = ReplayBuffer(storage=LazyTensorStorage(4))
+    other.extend(make_rows(0, 3))
+    with pytest.raises(ValueError, match="the state of 4 slots, got 3"):
+        other.writer.loads(tmp_path / "writer")
+    assert other.write_count == 3
+    with pytest.raises(FileNotFoundError):
+        other.writer.loads(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_kind": "max_value"}, "expected the state of a 'round_robin' writer, got 'max_value'"),
+        ({"_write_count": -1}, "a write count"),
+        ({"_write_count": 1.0}, "a write count"),
+        ({"_ledger": {}}, "slots"),
+        ({"_ledger": None}, "a mapping"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(
+    make_rows: Any, snapshot: Any, changes: dict[str, Any], message: str
+) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(make_rows(0, 2))
+    before = snapshot(rb)
+    with pytest.raises(ValueError, match=message):
+        rb.writer.load_state_dict({**rb.writer.state_dict(), **changes})
+    with pytest.raises(ValueError, match="the state of a writer"):
+        rb.writer.load_state_dict({})
+    assert snapshot(rb) == before
+
+
+def test_a_state_of_another_capacity_or_length_is_refused(make_rows: Any, snapshot: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(make_rows(0, 2))
+    before = snapshot(rb)
+    larger = ReplayBuffer(storage=LazyTensorStorage(4))
+    larger.extend(make_rows(0, 2))
+    with pytest.raises(ValueError, match="the state of 3 slots, got 4"):
+        rb.writer.load_state_dict(larger.writer.state_dict())
+    fuller = ReplayBuffer(storage=LazyTensorStorage(3))
+    fuller.extend(make_rows(0, 3))
+    with pytest.raises(ValueError, match="the state of 2 stored rows, got 3"):
+        rb.writer.load_state_dict(fuller.writer.state_dict())
+    assert snapshot(rb) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        RoundRobinWriter,
+        TensorDictRoundRobinWriter,
+        TensorDictMaxValueWriter,
+        ImmutableDatasetWriter,
+    ],
+)
+def test_a_writer_without_a_storage_says_so(make: Any) -> None:
+    writer = make()
+    assert writer.write_count == 0
+    with pytest.raises(RuntimeError, match="no storage yet"):
+        _ = writer.storage
+
+
+def test_writers_work_without_a_buffer(make_rows: Any) -> None:
+    told: list[Any] = []
+
+    class Listens:
+        def mark_update(self, index: torch.Tensor) -> None:
+            told.append(index.tolist())
+
+    listener = Listens()
+    storage = LazyTensorStorage(3)
+    storage.attach(listener)
+    storage.attach(listener)  # once is enough
+    writer = RoundRobinWriter()
+    writer.register_storage(storage)
+    assert writer.add(make_rows(0, 1)[0]) == 0
+    assert writer.extend(make_rows(1, 3)).tolist() == [1, 2, 0]
+    writer.write_at(torch.tensor([1]), make_rows(7, 1))
+    storage.set(2, make_rows(8, 1)[0])
+    assert told == [[0], [1, 2, 0], [1], [2]]
+    storage.detach(listener)
+    storage.detach(listener)
+    writer.add(make_rows(0, 1)[0])
+    assert len(told) == 4
+    storage.attach(listener)
+    del listener
+    writer.add(make_rows(0, 1)[0])  # held weakly: nobody to tell any more
+
+
+def test_a_writer_of_ones_own_brings_write_only(make_rows: Any, tmp_path: Any) -> None:
+    class AlwaysFirst(Writer):
+        """Every row displaces the one in slot 0."""
+
+        def write(self, rows: Any) -> torch.Tensor:
+            self.storage.accept(rows)
+            self.storage.write(torch.tensor([0]), rows, slice(len(rows) - 1, None))
+            self.storage.ledger.place(torch.zeros(len(rows), dtype=torch.int64), move_cursor=True)
+            self._count(len(rows))
+            return torch.zeros(len(rows), dtype=torch.int64)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=AlwaysFirst())
+    assert rb.extend(make_rows(0, 4)).tolist() == [0, 0, 0, 0]
+    assert rb.add(make_rows(9, 1)[0]) == 0
+    assert _ids(rb) == [9]
+    with pytest.raises(RuntimeError, match="AlwaysFirst chooses the slots of its records itself"):
+        rb.writer.write_at(torch.tensor([0]), make_rows(0, 1))
+    rb.dumps(tmp_path)
+    with pytest.raises(ValueError, match="AlwaysFirst"):
+        ReplayBuffer(storage=LazyTensorStorage(3)).loads(tmp_path)
+
+
+def test_arguments_without_effect_are_taken() -> None:
+    for make in (RoundRobinWriter, TensorDictMaxValueWriter, ImmutableDatasetWriter):
+        make(compilable=True)
+    for storage in (LazyTensorStorage(3, compilable=True), ListStorage(3, compilable=True)):
+        assert storage.max_size == 3
+
+
+def test_trajectories_are_rows_of_the_ring() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    data = TensorDict({"x": torch.arange(8).view(2, 4)}, [2, 4])
+    assert rb.extend(data).tolist() == [0, 1]
+    assert rb.add(data[0]) == 2
+    assert rb.extend(data).tolist() == [0, 1]
+    assert rb[:]["x"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
