@@ -25,6 +25,7 @@ from replaykit._version import __version__
 from replaykit.checkpoint.chunks import ChunkWriter, RowChunks, chunk_bytes, map_tensor
 from replaykit.checkpoint.tree import decode, encode
 from replaykit.errors import CheckpointError
+from replaykit.filesystem import make_directory, sync_directory
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Checkpoint", "save_checkpoint"]
 
@@ -58,7 +59,7 @@ def save_checkpoint(
     encoded = {name: encode(state, name, tensors) for name, state in parts.items()}
     head = {name: encode(value, name, {}) for name, value in document.items()}
     folder = Path(path)
-    _make(folder)
+    make_directory(folder)
     with _exclusive(folder):
         _check_own(folder)
         token = uuid.uuid4().hex[:12]
@@ -86,17 +87,6 @@ def save_checkpoint(
         _remove_unnamed(folder, set(writer.files))
 
 
-def _make(folder: Path) -> None:
-    """Makes a directory with its parents, and has the disk know their names."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
-
-
 def _publish(folder: Path, manifest: dict[str, Any], token: str) -> None:
     text = json.dumps(manifest, allow_nan=False)
     # The last entry is the checksum of the text without it.
@@ -107,9 +97,9 @@ def _publish(folder: Path, manifest: dict[str, Any], token: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(folder)
+        sync_directory(folder)
         os.replace(draft, folder / MANIFEST)
-        _sync_folder(folder)
+        sync_directory(folder)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -149,14 +139,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
     with FileLock(folder / ".lock"):
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_manifest(folder: Path, *, check: bool = False) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.filesystem import disk_errors, no_room, require_room, reserve
 from replaykit.datasets.manifest import Array
+from replaykit.filesystem import disk_errors, no_room, require_room, reserve
 from replaykit.ted import Key, format_key
 
 __all__ = ["ColumnFile", "ColumnSpec", "create_columns", "torch_dtype", "unstorable"]

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile, create_columns
 from replaykit.datasets.episode_table import write_episode_table
-from replaykit.datasets.filesystem import remove_tree
 from replaykit.datasets.h5 import open_h5
 from replaykit.datasets.layout import DropLeaves, Layout, Notes
 from replaykit.datasets.manifest import Array, Manifest
@@ -29,6 +28,7 @@ from replaykit.datasets.report import make_report, summary
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.write import RowWriter, column_specs
 from replaykit.errors import CorpusError
+from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
 
 __all__ = ["ConvertOptions", "ensure_dataset"]

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnSpec, create_columns, torch_dtype
-from replaykit.datasets.filesystem import disk_errors
 from replaykit.datasets.manifest import Array
+from replaykit.filesystem import disk_errors
 
 __all__ = ["EPISODE_DIRECTORY", "EPISODE_FIELDS", "read_groups", "write_episode_table"]
 

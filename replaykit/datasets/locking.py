@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from replaykit.datasets.filesystem import make_directory
+from replaykit.filesystem import make_directory
 
 __all__ = ["target_lock"]
 

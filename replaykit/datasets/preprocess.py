@@ -19,7 +19,8 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
-from replaykit.datasets.filesystem import (
+from replaykit.errors import SchemaError
+from replaykit.filesystem import (
     disk_errors,
     private_path,
     remove_tree,
@@ -28,7 +29,6 @@ from replaykit.datasets.filesystem import (
     sync_directory,
     sync_tree,
 )
-from replaykit.errors import SchemaError
 from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.memmap import map_file

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from replaykit.datasets.filesystem import (
+from replaykit.datasets.locking import target_lock
+from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
+from replaykit.datasets.opened import Published, open_directory, verify_directory
+from replaykit.filesystem import (
     disk_errors,
     exchange,
     private_path,
@@ -23,9 +26,6 @@ from replaykit.datasets.filesystem import (
     sync_directory,
     sync_tree,
 )
-from replaykit.datasets.locking import target_lock
-from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
-from replaykit.datasets.opened import Published, open_directory, verify_directory
 
 __all__ = [
     "ensure_published",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from replaykit.filesystem import reserve_blocks
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import column_shapes, format_bytes
 from replaykit.storages.column_storage import ColumnStorage
@@ -168,8 +169,7 @@ def _reserve(file: FilePath, nbytes: int) -> None:
     with open(file, "a+b") as opened:
         try:
             opened.truncate(nbytes)
-            if nbytes:
-                _reserve_blocks(opened.fileno(), nbytes)
+            reserve_blocks(opened.fileno(), nbytes)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -177,17 +177,6 @@ def _reserve(file: FilePath, nbytes: int) -> None:
                 "use a smaller max_size or a scratch_dir on a larger disk",
                 str(file),
             ) from None
-
-
-def _reserve_blocks(descriptor: int, nbytes: int) -> None:
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        # Some file systems cannot; their blocks are taken when they are written.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
 
 
 def _check_disk(folder: FilePath, needed: int, present: set[FilePath]) -> None:

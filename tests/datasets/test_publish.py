@@ -18,9 +18,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets import filesystem, publish
+from replaykit import filesystem
+from replaykit.datasets import publish
 from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.filesystem import private_path, reserve, siblings
 from replaykit.datasets.locking import target_lock
 from replaykit.datasets.manifest import Manifest
 from replaykit.datasets.opened import Published
@@ -28,6 +28,7 @@ from replaykit.datasets.publish import open_published, remove_published, verify_
 from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
+from replaykit.filesystem import private_path, reserve, siblings
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "remove_tree",
     "require_room",
     "reserve",
+    "reserve_blocks",
     "siblings",
     "sync_directory",
     "sync_tree",
@@ -37,7 +38,7 @@ _SYNC_THREADS: Final = 8
 def make_directory(path: Path) -> None:
     """Makes a directory and those above it, durably; existing ones are left alone."""
     missing = []
-    while not path.exists():
+    while not path.is_dir():
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
@@ -137,15 +138,25 @@ def reserve(path: Path, nbytes: int) -> None:
     descriptor = os.open(path, os.O_RDWR)
     try:
         with disk_errors(path, nbytes):
-            if hasattr(os, "posix_fallocate") and nbytes:
-                try:
-                    os.posix_fallocate(descriptor, 0, nbytes)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                        raise
+            reserve_blocks(descriptor, nbytes)
             os.ftruncate(descriptor, nbytes)
     finally:
         os.close(descriptor)
+
+
+def reserve_blocks(descriptor: int, nbytes: int) -> None:
+    """Takes the blocks of an open file now; where the file system cannot, when they are written.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if not nbytes or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def sync_tree(directory: Path) -> None:
