@@ -10,18 +10,11 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.core import BufferCore
+from replaykit.reductions import reduce_rows
 from replaykit.samplers import Sampler
 from replaykit.ted import Key, format_key
 
 __all__ = ["Priorities", "written_priorities"]
-
-_REDUCTIONS = {
-    "max": lambda x: x.amax(-1),
-    "min": lambda x: x.amin(-1),
-    "mean": lambda x: x.mean(-1),
-    "median": lambda x: x.median(-1).values,
-    "sum": lambda x: x.sum(-1),
-}
 
 
 class Priorities(BufferCore):
@@ -171,8 +164,7 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
         raise ValueError(
             f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
         )
-    flat = value.detach().to(torch.float64).reshape(rows, -1)
-    reduced = _REDUCTIONS[getattr(sampler, "reduction", "max")](flat)
+    reduced = reduce_rows(value, getattr(sampler, "reduction", "max"))
     wrong = (~((reduced >= 0) & reduced.isfinite())).nonzero()
     if len(wrong):
         row = int(wrong[0])

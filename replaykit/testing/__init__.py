@@ -1,4 +1,5 @@
-"""Test support for users of the package: a Hub on loopback that serves files to the real client.
+"""Test support for users of the package: a Hub on loopback that serves files to the real client,
+and a writer of files as RoboSet has them.
 
 Example:
     >>> from replaykit.testing import LoopbackHub
@@ -12,5 +13,6 @@ from __future__ import annotations
 from replaykit.testing.hub import LoopbackHub
 from replaykit.testing.hub_faults import Fault, lfs_pointer
 from replaykit.testing.hub_server import Request
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
-__all__ = ["Fault", "LoopbackHub", "Request", "lfs_pointer"]
+__all__ = ["Fault", "LoopbackHub", "Request", "RoboHiveWriter", "lfs_pointer", "make_trial"]

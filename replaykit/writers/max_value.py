@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.context
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from replaykit._compat import is_tensordict, lookup
 from replaykit.native import RankHeap
+from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.indexing import last_occurrences
@@ -19,14 +19,6 @@ from replaykit.ted import format_key, unravel
 from replaykit.writers.base import Writer, ledger_of
 
 __all__ = ["TensorDictMaxValueWriter"]
-
-_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "max": lambda x: x.amax(-1),
-    "min": lambda x: x.amin(-1),
-    "mean": lambda x: x.mean(-1),
-    "median": lambda x: x.median(-1).values,
-    "sum": lambda x: x.sum(-1),
-}
 
 
 class TensorDictMaxValueWriter(Writer):
@@ -65,8 +57,8 @@ class TensorDictMaxValueWriter(Writer):
         *,
         compilable: bool = False,
     ) -> None:
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"expected a reduction of {list(_REDUCTIONS)}, got {reduction!r}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"expected a reduction of {list(REDUCTIONS)}, got {reduction!r}")
         super().__init__()
         self.rank_key = unravel(rank_key)
         self.reduction = reduction
@@ -170,8 +162,7 @@ class TensorDictMaxValueWriter(Writer):
             raise ValueError(
                 f"expected a rank under {format_key(self.rank_key)}, got shape {list(values.shape)}"
             )
-        flat = values.detach().cpu().to(torch.float64).reshape(rows, -1)
-        ranks = _REDUCTIONS[self.reduction](flat)
+        ranks = reduce_rows(values.cpu(), self.reduction)
         wrong = ranks.isnan().nonzero()
         if len(wrong):
             raise ValueError(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,3 +35,24 @@ def point_client_at(
         monkeypatch.setattr(f"huggingface_hub.constants.HF_HUB_DISABLE_{name}", True)
     yield point
     huggingface_hub.close_session()
+
+
+class CountingHub(LoopbackHub):
+    """A hub whose every request counts, those of the client for itself apart."""
+
+    def asked(self, method: str | None = None, route: str | None = None) -> list[Any]:
+        return [
+            request
+            for request in self.requests
+            if request.route and method in (None, request.method) and route in (None, request.route)
+        ]
+
+
+@pytest.fixture
+def hub(
+    request: pytest.FixtureRequest, point_client_at: Callable[[LoopbackHub], None]
+) -> Iterator[CountingHub]:
+    """A hub that serves the ``FILES`` of the test's module as its ``REPO``."""
+    with CountingHub({request.module.REPO: request.module.FILES}) as hub:
+        point_client_at(hub)
+        yield hub

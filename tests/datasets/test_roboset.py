@@ -424,6 +424,7 @@ def test_a_buffer_over_a_data_set_can_be_saved_and_loaded(serve, small, root, tm
 # -- fetching ----------------------------------------------------------------------------------
 
 
+@pytest.mark.pitfall("IF9")
 def test_second_construction_makes_no_request(serve, small, root):
     serving = serve(*small)
     construct(root)
@@ -442,6 +443,7 @@ def test_files_beside_the_directory_of_the_id_are_not_taken(serve, small, root, 
     assert len(construct(root)) == 17
 
 
+@pytest.mark.pitfall("IF9")
 def test_absent_data_set_without_download_touches_no_network(serve, small, root):
     serving = serve(*small)
     with pytest.raises(FileNotFoundError, match="download=True"):

@@ -208,7 +208,6 @@ def test_a_mask_is_no_list_of_slots(cursor: Any) -> None:
 
 
 @pytest.mark.pitfall("WR11")
-@pytest.mark.pitfall("E21")
 def test_set_makes_records_and_leaves_no_hole(
     column_kind: Any, make_rows: Any, snapshot: Any
 ) -> None:

@@ -184,7 +184,6 @@ def test_set_and_get() -> None:
 
 
 @pytest.mark.pitfall("WR11")
-@pytest.mark.pitfall("E21")
 def test_positions_that_cannot_be_written_are_refused(snapshot: Any) -> None:
     """WR11, E21: one past the end is the next record; anything further is a RuntimeError."""
     storage = ListStorage(4)

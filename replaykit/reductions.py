@@ -1,0 +1,34 @@
+"""From several numbers per row to one, where a rank or a priority is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["REDUCTIONS", "reduce_rows"]
+
+_OVER_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda x: x.amax(-1),
+    "min": lambda x: x.amin(-1),
+    "mean": lambda x: x.mean(-1),
+    "median": lambda x: x.median(-1).values,
+    "sum": lambda x: x.sum(-1),
+}
+
+REDUCTIONS = tuple(_OVER_FEATURES)
+"""Names of the reductions; of an even count the median is the lower one, as in torch."""
+
+
+def reduce_rows(values: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Returns float64 ``[N]`` of ``[N, *F]``; a row needs at least one number.
+
+    Example:
+        >>> reduce_rows(torch.tensor([[1, 2], [5, 3]]), "max")
+        tensor([2., 5.], dtype=torch.float64)
+    """
+    rows = values.shape[0]
+    if not rows:
+        return torch.empty(0, dtype=torch.float64)
+    flat = values.detach().to(torch.float64).reshape(rows, values.shape[1:].numel())
+    return _OVER_FEATURES[reduction](flat)

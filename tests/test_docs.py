@@ -1,0 +1,114 @@
+"""README, docs and CHANGELOG say what is so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import replaykit
+from replaykit.testing import LoopbackHub, RoboHiveWriter, make_trial
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").iterdir())]
+CORPUS = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = [(page, number) for page in PAGES for number in range(len(blocks(page)))]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The RoboSet repository with one file, and a home and a working directory of its own."""
+    import huggingface_hub
+
+    recorded = tmp_path / "recorded.h5"
+    with RoboHiveWriter(recorded) as writer:
+        for seed in range(3):
+            writer.add_trial(**make_trial(30, seed=seed))
+    files = {f"{CORPUS}/seed0/trace.h5": recorded}
+    with LoopbackHub({"jdvakil/RoboSet_Sim": files}) as hub:
+        for name, value in hub.env(tmp_path / "hf").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield
+        huggingface_hub.close_session()
+
+
+@pytest.mark.pitfall("RD12")
+@pytest.mark.filterwarnings("default::UserWarning")  # what a conversion has to say
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+def test_an_example_runs(page: str, number: int, corpus: None) -> None:
+    code = compile(blocks(page)[number], f"{page}, example {number}", "exec")
+    state = torch.get_rng_state()
+    names: dict[str, object] = {}
+    exec(code, names)
+    for name, value in names.items():
+        if name in ("rb", "data"):
+            assert len(value) > 0  # type: ignore[arg-type]
+    torch.set_rng_state(state)
+
+
+def test_the_readme_has_examples() -> None:
+    assert len(blocks("README.md")) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page))
+    assert [link for link in links if not (folder / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_targets_and_files_that_are_named_exist(page: str) -> None:
+    made = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text_of(page))) <= made
+    named = re.findall(
+        r"`((?:docs|benchmarks|examples|csrc|tests|replaykit)/[\w./-]+)`", text_of(page)
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_names_of_classes_exist(page: str) -> None:
+    import replaykit.datasets
+
+    known = set(dir(replaykit)) | set(dir(replaykit.datasets))
+    named = re.findall(
+        r"`(\w+(?:Storage|Sampler|Writer|ReplayBuffer|ExperienceReplay))\b", text_of(page)
+    )
+    assert named
+    assert [name for name in named if name not in known] == []
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first is not None
+    assert first[1].strip("[]") == replaykit.__version__
+
+
+def test_rooms_of_the_design_are_those_on_disk() -> None:
+    tree = text_of("docs/design.md")
+    listed = set(re.findall(r"^      (\w+)(?:\.py|/)\s", tree, re.MULTILINE))
+    package = ROOT / "replaykit"
+    there = {
+        path.stem
+        for path in package.iterdir()
+        if (path.suffix == ".py" and path.stem not in ("__init__", "_version"))
+        or (path / "__init__.py").exists()
+    }
+    assert listed == there
