@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -220,7 +221,8 @@ class BufferCore:
         else:
             size, count = len(self._storage), self._writer.write_count
             capacity = self._storage.max_size
-        queued = 0 if self._prefetcher is None else len(self._prefetcher)
+        queue = self._queue()
+        queued = 0 if queue is None else len(queue)
         return {
             "size": size,
             "write_count": count,
@@ -243,9 +245,21 @@ class BufferCore:
         inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
         return f"{type(self).__name__}(\n{inside})"
 
+    def _queue(self) -> Prefetcher | None:
+        """What prepares batches in threads; a forked process, where they are not, gets others."""
+        queue = self._prefetcher
+        if queue is not None and queue.process != os.getpid():
+            with self._locked():
+                if self._prefetcher is queue:
+                    self._pending.extendleft(reversed(queue.left_behind()))
+                    queue = self._prefetcher = Prefetcher(queue.depth, cast(Any, self))
+                return self._prefetcher
+        return queue
+
     def _take_prepared(self) -> list[Drawn]:
         """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
-        drawn = [] if self._prefetcher is None else self._prefetcher.clear()
+        queue = self._queue()
+        drawn = [] if queue is None else queue.clear()
         # The queue is fed from what was kept, so what is left of that comes after it.
         drawn = [*drawn, *self._pending]
         self._pending.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -12,7 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Drawn", "Prefetcher"]
+__all__ = ["Drawn", "Origin", "Prefetcher"]
+
+
+@dataclass
+class Origin:
+    """Where a draw comes from, and what there was before it, for taking it back.
+
+    ``size``: the batch size that was asked for. ``ran_out``: what the sampler said before.
+    ``random``, ``random_after``: states of the generator around it, where they may be needed.
+    """
+
+    storage: Any
+    sampler: Any
+    size: int
+    ran_out: bool
+    random: torch.Tensor | None = None
+    random_after: torch.Tensor | None = None
 
 
 @dataclass
@@ -30,6 +47,7 @@ class Drawn:
     rows: Any = None
     collate: Callable[[Any], Any] | None = None
     stack_dim: int = 0
+    origin: Origin | None = None
 
 
 @dataclass
@@ -57,6 +75,8 @@ class _Source(Protocol):
 
     def _written(self) -> int: ...
 
+    def _abandon(self, entry: Any) -> None: ...
+
 
 class Prefetcher:
     """Keeps ``depth`` batches in the making.
@@ -65,11 +85,13 @@ class Prefetcher:
     that a buffer without prefetch would make; what comes after a draw runs in parallel. After a
     draw that ends a pass, or fails, none follows before it has been delivered.
 
-    The threads hold no reference to the buffer and end with it.
+    The threads hold no reference to the buffer and end with it. They stay behind when a process
+    forks: ``process`` says where they are.
     """
 
     def __init__(self, depth: int, source: _Source) -> None:
         self.depth = depth
+        self.process = os.getpid()
         self._source = weakref.ref(source)
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
@@ -100,6 +122,9 @@ class Prefetcher:
             try:
                 result = entry.future.result()
             except BaseException as error:
+                source = self._source()
+                if source is not None:
+                    source._abandon(entry)
                 self._release(entry.drawn is None or entry.drawn.ran_out)
                 if isinstance(error, Exception) and self._outdated(entry):
                     continue
@@ -169,6 +194,15 @@ class Prefetcher:
                 self._turn += 1
                 self._changed.notify_all()
         return drawn
+
+    def forget(self, entry: _Entry) -> None:
+        """Gives up a batch that was waited for. The storage's lock is held."""
+        with self._changed:
+            entry.claimed, entry.era = False, -1
+
+    def left_behind(self) -> list[Drawn]:
+        """Returns the draws not delivered, in a process that has forked off and has no threads."""
+        return [entry.drawn for entry in self._entries if entry.drawn is not None]
 
     def wanted(self, entry: _Entry) -> bool:
         """Whether a batch is still waited for. The storage's lock is held."""

@@ -11,7 +11,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.core import BufferCore, checked_batch_size
-from replaykit.buffer.prefetch import Drawn
+from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
 
@@ -63,9 +63,8 @@ class Sampling(BufferCore):
                 DeprecationWarning,
                 stacklevel=2,
             )
-        drawn, data, info = self._next(batch_size)
-        if include_info is None or include_info:
-            data = _merged(data, info, drawn.stack_dim, needed=not return_info)
+        merge = include_info is None or bool(include_info)
+        _, data, info = self._next(batch_size, merge=merge, needed=not return_info)
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -91,9 +90,9 @@ class Sampling(BufferCore):
     def _batches(self) -> Iterator[Any]:
         ran_out = False
         while not ran_out:
-            drawn, data, info = self._next(None)
+            drawn, data, _ = self._next(None)
             ran_out = drawn.ran_out
-            yield _merged(data, info, drawn.stack_dim)
+            yield data
 
     def next(self) -> Any:
         """Returns the next batch of an iteration of its own; None at its end, then starts over.
@@ -112,15 +111,16 @@ class Sampling(BufferCore):
         if self._pass_ended:
             self._pass_ended = False
             return None
-        drawn, data, info = self._next(None)
+        drawn, data, _ = self._next(None)
         self._pass_ended = drawn.ran_out
-        return _merged(data, info, drawn.stack_dim)
+        return data
 
     def shutdown(self) -> None:
         """Joins the threads that prepare batches; sampling raises RuntimeError from now on."""
         self._closed = True
-        if self._prefetcher is not None:
-            self._prefetcher.shutdown()
+        queue = self._queue()
+        if queue is not None:
+            queue.shutdown()
 
     # -- the way of a batch -------------------------------------------------------------------
 
@@ -136,21 +136,67 @@ class Sampling(BufferCore):
             )
         return self._batch_size
 
-    def _next(self, batch_size: int | None) -> tuple[Drawn, Any, dict[Any, Any]]:
-        """Returns a draw, its data, and what is known of them."""
+    def _next(
+        self, batch_size: int | None, *, merge: bool = True, needed: bool = True
+    ) -> tuple[Drawn, Any, dict[Any, Any]]:
+        """Returns a draw, its data, and what is known of them.
+
+        Where making the batch fails, the draw is the next one again.
+        """
         size = self._size_of(batch_size)
-        if self._prefetcher is not None and size == self._batch_size:
-            drawn, (data, info) = self._prefetcher.next()
+        queue = self._queue() if size == self._batch_size else None
+        made = None
+        if queue is None:
+            drawn = self._draw(size)
+        else:
+            drawn, made = queue.next()
+        try:
+            data, info = self._finish(drawn) if made is None else made
+            if merge:
+                data = _merged(data, info, drawn.stack_dim, needed=needed)
+        except BaseException:
+            self._give_back(drawn)
+            raise
+        if queue is not None:
             with self._locked():
                 self._sampler.ran_out = drawn.ran_out
-        else:
-            drawn = self._draw(size)
-            data, info = self._finish(drawn)
         return drawn, data, info
 
     def _draw(self, size: int) -> Drawn:
         with self._locked() as storage:
-            return self._drawn(storage, size)
+            origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
+            if size != self._batch_size:
+                origin.random = _random_state(self._generator)
+            drawn = self._drawn(storage, size)
+            if size != self._batch_size:
+                origin.random_after = _random_state(self._generator)
+            drawn.origin = origin
+            return drawn
+
+    def _abandon(self, entry: Any) -> None:
+        """Takes back what was drawn for a prefetched batch that will not be delivered."""
+        with self._locked():
+            if self._prefetcher is not None:
+                self._prefetcher.forget(entry)
+            if entry.drawn is not None:
+                self._give_back(entry.drawn)
+
+    def _give_back(self, drawn: Drawn) -> None:
+        """Takes back a draw whose batch could not be made: it comes next, as if not yet drawn."""
+        origin = drawn.origin
+        with self._locked() as storage:
+            if origin is None or origin.storage is not storage:
+                return
+            if origin.sampler is not self._sampler:
+                return
+            self._sampler.ran_out = origin.ran_out
+            if origin.size == self._batch_size:
+                kept = Drawn(drawn.index, drawn.info, drawn.ran_out, drawn.anchors)
+                self._pending.extend([kept, *self._take_prepared()])
+            elif type(self._sampler).put_back is not Sampler.put_back:
+                self._sampler.put_back([drawn.anchors], storage)
+            elif _unchanged_since(self._generator, origin):
+                _set_random_state(self._generator, origin.random)
 
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
@@ -161,8 +207,10 @@ class Sampling(BufferCore):
             entry.written = storage.ledger.next_position
             # What users see of the sampler belongs to the batch that they got last.
             delivered = sampler._shown = sampler.ran_out
+            size = self._size_of(None)
             try:
-                entry.drawn = self._drawn(storage, self._size_of(None))
+                entry.drawn = self._drawn(storage, size)
+                entry.drawn.origin = Origin(storage, sampler, size, delivered)
             finally:
                 sampler.ran_out, sampler._shown = delivered, None
             return entry.drawn
@@ -176,7 +224,11 @@ class Sampling(BufferCore):
         if drawn is None:
             anchors, info = self._sampler.sample(storage, size)
             anchors = _as_index(anchors, storage.ndim)
-            index, info = self._sample_unit.expand(anchors, dict(info), storage)
+            try:
+                index, info = self._sample_unit.expand(anchors, dict(info), storage)
+            except BaseException:
+                self._sampler.put_back([anchors], storage)
+                raise
             drawn = Drawn(index, info, _ended(self._sampler), anchors)
         if self._writer.tracks_generations or self._sampler.prioritized:
             slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
@@ -208,6 +260,25 @@ class Sampling(BufferCore):
             data = _pinned(data)
             info = {key: _pinned(value) for key, value in info.items()}
         return data, info
+
+
+def _random_state(generator: torch.Generator | None) -> torch.Tensor:
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
+    """Whether nobody has drawn from the generator after the draw."""
+    after = origin.random_after
+    return after is not None and torch.equal(_random_state(generator), after)
+
+
+def _set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    if state is None:
+        return
+    if generator is None:
+        torch.set_rng_state(state)
+    else:
+        generator.set_state(state)
 
 
 def _ended(sampler: Sampler) -> bool:

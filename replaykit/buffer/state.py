@@ -55,7 +55,8 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
 
 def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
     """Returns the draws made ahead and not delivered, without their rows. The lock is held."""
-    ahead = [] if buffer._prefetcher is None else buffer._prefetcher.pending()
+    queue = buffer._queue()
+    ahead = [] if queue is None else queue.pending()
     return [
         {
             "index": drawn.index.clone(),

@@ -63,10 +63,20 @@ class Storage(ABC):
         self.max_size = max_size
         self.ndim = ndim
         self.ledger = Ledger(max_size)
-        self.lock = threading.RLock()
+        self._locks: dict[int, Any] = {}
         self._listeners: list[weakref.ref[Listener]] = []
         self.save_hooks: list[Hook] = []
         self.load_hooks: list[Hook] = []
+
+    @property
+    def lock(self) -> Any:
+        """Guards the rows and the ledger; may be taken again by the thread that has it.
+
+        A forked process has one of its own: the thread that held this one is not there.
+        """
+        process = os.getpid()
+        lock = self._locks.get(process)
+        return self._locks.setdefault(process, threading.RLock()) if lock is None else lock
 
     # -- what a storage brings ----------------------------------------------------------------
 
@@ -276,13 +286,11 @@ class Storage(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["lock"]
-        state["_listeners"] = []
+        state["_locks"], state["_listeners"] = {}, []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.lock = threading.RLock()
 
 
 def restore_rows(storage: Storage, content: Content, state: dict[str, Any]) -> None:
