@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from replaykit._compat import dtype_name
+
 __all__ = ["REDUCTIONS", "reduce_rows"]
 
 _OVER_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,10 +25,15 @@ REDUCTIONS = tuple(_OVER_FEATURES)
 def reduce_rows(values: torch.Tensor, reduction: str) -> torch.Tensor:
     """Returns float64 ``[N]`` of ``[N, *F]``; a row needs at least one number.
 
+    Raises:
+        ValueError: complex numbers, which have no order.
+
     Example:
         >>> reduce_rows(torch.tensor([[1, 2], [5, 3]]), "max")
         tensor([2., 5.], dtype=torch.float64)
     """
+    if values.is_complex():
+        raise ValueError(f"expected real numbers to rank by, got {dtype_name(values.dtype)}")
     rows = values.shape[0]
     if not rows:
         return torch.empty(0, dtype=torch.float64)

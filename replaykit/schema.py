@@ -65,11 +65,6 @@ class Schema:
         self.root = root
         self.leaves: dict[Path, Leaf] = dict(leaf_paths(root))
 
-    @property
-    def is_ted(self) -> bool:
-        """Whether the records are TensorDicts (tensorclasses apart)."""
-        return isinstance(self.root, Branch) and self.root.kind == "tensordict"
-
     def check(self, root: Node) -> None:
         """Compares the tree of other rows with the schema.
 
@@ -84,7 +79,7 @@ class Schema:
         problems = [] if got == self.leaves else self._differences(got)
         problems += _container_differences(self.root, root, ())
         if problems:
-            raise SchemaError("; ".join(problems))
+            raise SchemaError("; ".join(problems) + self._hint(got))
 
     def _differences(self, got: dict[Path, Leaf]) -> list[str]:
         paths = sorted(self.leaves.keys() | got.keys(), key=lambda path: [str(p) for p in path])
@@ -94,6 +89,14 @@ class Schema:
             for path in paths
             if self.leaves.get(path) != got.get(path)
         ]
+
+    def _hint(self, got: dict[Path, Leaf]) -> str:
+        """What to say of a batch that was given where one row was expected."""
+        batches = got.keys() == self.leaves.keys() and all(
+            leaf.shape[1:] == self.leaves[path].shape and len(leaf.shape)
+            for path, leaf in got.items()
+        )
+        return "; add() takes one row, extend() a batch" if batches and got else ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as plain JSON values; ``from_json`` takes it back."""
@@ -206,9 +209,9 @@ def _exchange(data: Any, time_dim: int, single: bool) -> Any:
     if isinstance(data, np.ndarray):
         data = from_numpy(data)
     if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
-        if single:
-            data = data.unsqueeze(time_dim)
         dims = data.ndim if isinstance(data, torch.Tensor) else data.batch_dims
+        if single and dims >= time_dim:
+            data, dims = data.unsqueeze(time_dim), dims + 1
         if dims <= time_dim:
             raise SchemaError(
                 f"expected time along batch dimension {time_dim}, got batch shape "

@@ -150,7 +150,7 @@ def _flatten(
         if data.ndim < ndim:
             raise SchemaError(
                 f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
-                f"got shape {list(data.shape)}"
+                f"got shape {list(data.shape)}; extend() takes a batch, add() one row"
             )
         # A lazy conjugate or negative has other bytes than it has values.
         leaf = data.detach().resolve_conj().resolve_neg()
@@ -200,7 +200,7 @@ def _branch(
     if data.batch_dims < ndim:
         raise SchemaError(
             f"key {_at(path)}: expected a batch_size of at least {ndim} dimension(s), "
-            f"got {list(data.batch_size)}"
+            f"got {list(data.batch_size)}; extend() takes a batch, add() one row"
         )
     children = tuple(
         (part, _flatten(_get(data, part, path), ndim, (*path, part), leaves, rules))

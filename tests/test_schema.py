@@ -532,10 +532,8 @@ def test_optional_keys_are_left_out_where_the_schema_has_none() -> None:
 def test_a_schema_tells_its_size_and_layout(make_rows: Any) -> None:
     schema = Schema(take_apart(make_rows(0, 2), 1).root)
     assert schema.row_bytes() == 8 + 3 * 4 + 1 + 4 + 1
-    assert schema.is_ted
     assert repr(schema).splitlines()[2] == "    'observation': float32 [3]"
     assert Schema.from_json(schema.to_json()).leaves == schema.leaves
-    assert not Schema(take_apart(torch.zeros(2), 1).root).is_ted
 
 
 def test_zero_rows_do_not_fix_the_schema(column_kind: Any, make_rows: Any) -> None:

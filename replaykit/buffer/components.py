@@ -100,6 +100,7 @@ class Components(BufferCore):
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
+            self._claim(sampler)
             sampler.attach(storage)
             sampler.generator = self._generator
             previous = self._sampler
@@ -121,6 +122,7 @@ class Components(BufferCore):
         """
         _check_type("writer", writer, Writer)
         with self._locked() as storage:
+            self._claim(writer)
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
             previous, self._writer = self._writer, writer

@@ -122,6 +122,7 @@ class Conditional(BufferCore):
                 shape = (count, *columns.column(path).shape[storage.ndim :])
                 values[path] = versions.view(shape)
             winners = _best(handles, torch.arange(count), live)
+            columns.edits += 1
             for path, value in values.items():
                 column = columns.column(path)
                 cells = tuple(handles[winners].to(column.device).unbind(-1))
@@ -134,8 +135,8 @@ def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
         raise RuntimeError("update_if_present needs a writer with track_generations=True")
     if not isinstance(storage, TensorStorage):
         raise RuntimeError(f"a {type(storage).__name__} has no columns to patch")
-    if not storage.initialized:
-        raise RuntimeError("nothing is stored yet")
+    if not len(storage):
+        raise RuntimeError("nothing is stored")
     return storage
 
 

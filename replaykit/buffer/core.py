@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from replaykit.buffer.prefetch import Drawn, Prefetcher
@@ -66,7 +67,7 @@ class BufferCore:
             if given is not None and not isinstance(given, kind) and not callable(given):
                 raise TypeError(
                     f"expected {name} as a {kind.__name__} or a callable that returns one, "
-                    f"got {type(given).__name__}"
+                    f"got {_class_of(given)}"
                 )
         self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
         depth = _checked_prefetch(prefetch, self._batch_size)
@@ -98,13 +99,12 @@ class BufferCore:
         chain = _chain(transform if transform_factory is None else transform_factory())
         sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
         writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
-        if not isinstance(getattr(sampler, "drop_last", False), bool) or (
-            getattr(sampler, "drop_last", False) and self._batch_size is None
-        ):
+        if getattr(sampler, "drop_last", False) and self._batch_size is None:
             raise ValueError("a sampler with drop_last=True needs the buffer to have a batch_size")
         # Last, since making a storage may be long work: all else has been checked by then.
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
+        self._claim(sampler, writer)
         writer.register_storage(storage)
         sampler.generator = self._generator
         sampler.attach(storage)
@@ -122,6 +122,26 @@ class BufferCore:
             with self._making:
                 if not self._initialized:
                     self._initialize()
+
+    def _claim(self, *parts: Sampler | Writer) -> None:
+        """Takes a sampler or writer for this buffer alone.
+
+        Raises:
+            ValueError: another buffer uses it, and would find its rows or its pass changed.
+        """
+        for part in parts:
+            owner = part.owner
+            if owner is None or owner is self:
+                continue
+            if getattr(part, "stateless", False) and owner._generator is self._generator:
+                continue
+            if owner._sampler is part or owner._writer is part:
+                raise ValueError(
+                    f"expected a {type(part).__name__} of this buffer's own, got one that another "
+                    "buffer uses"
+                )
+        for part in parts:
+            part.owner = self
 
     def _time_dim(self, storage: Storage) -> int:
         """Dimension of written data that is time: what was asked for, else the storage's last."""
@@ -273,6 +293,13 @@ def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     return made
 
 
+def _class_of(given: object) -> str:
+    """A class with its package: those of other libraries have the same names."""
+    cls = type(given)
+    module = cls.__module__.split(".")[0]
+    return cls.__qualname__ if module == "builtins" else f"{module} {cls.__qualname__}"
+
+
 def _chain(transform: Any) -> Compose:
     if transform is None:
         return Compose()
@@ -281,6 +308,8 @@ def _chain(transform: Any) -> Compose:
 
 def checked_batch_size(batch_size: object) -> int:
     """Returns a batch size; ValueError where it is not an int of at least 1."""
+    if isinstance(batch_size, np.integer):
+        batch_size = int(batch_size)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"expected batch_size as an int of at least 1, got {batch_size!r}")
     return batch_size

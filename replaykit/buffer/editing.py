@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import LazyStackedTensorDict, is_tensordict
 from replaykit.buffer.core import BufferCore
 from replaykit.storages import Storage, TensorStorage
-from replaykit.structure import flatten
+from replaykit.structure import flatten, map_leaves
 from replaykit.ted import RESERVED_KEYS, format_key, unravel
 
 __all__ = ["Editing"]
@@ -48,6 +48,9 @@ class Editing(BufferCore):
                 rows = storage.get(index)
             single = storage.ndim == 1 and _is_single(index)
             collate = storage.collate if self._collate_fn is None else self._collate_fn
+            if not single and isinstance(rows, list) and not rows and self._collate_fn is None:
+                rows = storage.get(slice(0, 1)) if len(storage) else None
+                collate = _nothing_of(collate, storage.stack_dim)
         if not single:
             rows = collate(rows)
         return self._chain.forward(_own(rows)) if len(self._chain) else rows
@@ -59,7 +62,13 @@ class Editing(BufferCore):
             known = is_tensordict(value) or is_tensorclass(value) or isinstance(value, dict)
             value = value.get(part, None) if known else None
         if value is None:
-            raise KeyError(f"no key {format_key(unravel(key))}")
+            known = (
+                [format_key(unravel(k)) for k in rows.keys(True, True)]
+                if (is_tensordict(rows))
+                else []
+            )
+            there = f"; there are {', '.join(sorted(known))}" if known else ""
+            raise KeyError(f"no key {format_key(unravel(key))}{there}")
         return value
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -91,6 +100,9 @@ class Editing(BufferCore):
             self.set_(index, value)
             return
         if len(self.transform):
+            single = _is_single(index) and self.storage.ndim == 1
+            if single:  # transforms see a batch, as they do in add
+                value, index = self.storage.batch_of_one(value, 0), torch.as_tensor([index])
             value = self._chain.inv(value)
             if value is None:
                 return
@@ -115,6 +127,8 @@ class Editing(BufferCore):
             >>> rb[:]
             tensor([7, 8, 2])
         """
+        if data is None:
+            raise TypeError("expected rows to write, got None")
         if end is None:
             end = _count(data)
         if len(self.transform):
@@ -231,6 +245,23 @@ def _is_single(index: Any) -> bool:
     if isinstance(index, (torch.Tensor, np.ndarray)):
         return index.ndim == 0
     return isinstance(index, (int, np.integer))
+
+
+def _nothing_of(collate: Callable[[Any], Any], dim: int) -> Callable[[Any], Any]:
+    """Collates no rows: what a batch of one would be, cut to nothing along ``dim``."""
+
+    def collated(rows: Any) -> Any:
+        if rows is None:
+            raise RuntimeError("nothing is stored")
+        batch = collate(rows)
+        if isinstance(batch, LazyStackedTensorDict):
+            batch = batch.contiguous()  # a stack of nothing knows no keys
+        if isinstance(batch, (dict, tuple)):
+            return map_leaves(batch, lambda leaf: leaf[:0])
+        at = dim if dim >= 0 else dim + batch.ndim
+        return batch[(slice(None),) * at + (slice(0, 0),)]
+
+    return collated
 
 
 def _count(data: Any) -> int:

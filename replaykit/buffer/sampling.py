@@ -222,6 +222,7 @@ class Sampling(BufferCore):
     def _drawn(self, storage: Storage, size: int) -> Drawn:
         drawn = self._kept(storage) if size == self._batch_size else None
         if drawn is None:
+            self._sampler.generator = self._generator  # it may serve other buffers too
             anchors, info = self._sampler.sample(storage, size)
             anchors = _as_index(anchors, storage.ndim)
             try:

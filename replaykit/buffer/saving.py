@@ -19,6 +19,7 @@ from replaykit.buffer.state import (
     generator_state,
     prepared_state,
     saved_generator,
+    saved_sampler,
 )
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.errors import CheckpointError
@@ -45,7 +46,8 @@ class Saving(BufferCore):
 
         Raises:
             TypeError: something that cannot be represented; names it, nothing was written.
-            CheckpointError: the directory holds something else. OSError: the disk refused.
+            CheckpointError: the directory has a ``manifest.json`` of something else; other files
+                in it are left alone. OSError: the disk refused.
 
         Cost: one pass over the bytes of the stored rows.
 
@@ -68,7 +70,7 @@ class Saving(BufferCore):
             parts = {
                 "storage": content.to_state(),
                 "writer": writer,
-                "sampler": self._sampler.state_dict(),
+                "sampler": saved_sampler(self._sampler),
                 "transforms": self._chain.state_dict(),
                 "generator": generator_state(self._generator),
                 "prepared": prepared_state(self),
@@ -184,7 +186,7 @@ class Saving(BufferCore):
         with self._locked() as storage:
             return {
                 "_storage": storage.state_dict(),
-                "_sampler": self._sampler.state_dict(),
+                "_sampler": copy.deepcopy(saved_sampler(self._sampler)),
                 "_writer": self._writer.state_dict(),
                 "_transforms": copy.deepcopy(self._chain.state_dict()),
                 "_batch_size": self._batch_size,
@@ -199,6 +201,8 @@ class Saving(BufferCore):
         Raises:
             ValueError: entries are missing, or do not fit this buffer; nothing has changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"expected the state of a buffer, got {type(state_dict).__name__}")
         names = ("_storage", "_sampler", "_writer", "_transforms", "_rng", "_prefetch_state")
         missing = [name for name in names if name not in state_dict]
         if missing:
@@ -252,6 +256,7 @@ class Saving(BufferCore):
             return
         self._pending = deque(checked_prepared(from_value(state["_pending"])))
         self._sampler.generator = self._generator
+        self._claim(self._sampler, self._writer)
         self._writer.register_storage(self._storage)
         self._storage.attach(cast(Any, self))
         if self._prefetch_depth and not self._closed:

@@ -13,6 +13,8 @@ import torch
 
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.prefetch import Drawn
+from replaykit.samplers import Sampler
+from replaykit.storages import Storage
 from replaykit.storages.base import warn_left_out
 from replaykit.storages.content import Content
 
@@ -46,6 +48,26 @@ class BufferState:
     prepared: list[Any]
 
 
+def saved_sampler(sampler: Sampler) -> dict[str, Any]:
+    """Returns a sampler's state with its kind, which a sampler of one's own need not know of."""
+    state = sampler.state_dict()
+    if isinstance(state, Mapping) and state.get("_kind") == sampler.kind:
+        return dict(state)
+    return {"_kind": sampler.kind, "_state": state}
+
+
+def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
+    """Returns the state to give to the sampler; ValueError where it is not of its kind."""
+    if not (isinstance(saved, Mapping) and "_state" in saved):
+        sampler.check_state(saved, storage)
+        return saved
+    if saved.get("_kind") != sampler.kind:
+        raise ValueError(
+            f"expected the state of a {sampler.kind!r} sampler, got {saved.get('_kind')!r}"
+        )
+    return copy.deepcopy(saved["_state"])
+
+
 def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
     """Returns device and state of a generator, as values that can be saved."""
     if generator is None:
@@ -76,7 +98,7 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     """
     storage, writer, sampler = buffer._storage, buffer._writer, buffer._sampler
     writer.check_state(state.writer)
-    sampler.check_state(state.sampler, storage)
+    sampler_state = _checked_sampler(sampler, state.sampler, storage)
     buffer._chain.check_state(state.transforms)
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
@@ -88,7 +110,7 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     try:
         # User code first; then the storage, which takes memory before it changes anything.
         buffer._chain.load_state_dict(copy.deepcopy(state.transforms))
-        sampler.load_state_dict(state.sampler)
+        sampler.load_state_dict(sampler_state)
         if state.content is None:
             storage.load_state_dict(dict(state.storage or {}))
         else:
@@ -168,7 +190,7 @@ def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
     shape = torch.tensor([state.content.rows, *state.content.lanes])
     for drawn in prepared:
         for index in (drawn.index, drawn.anchors):
-            cells = index if index.ndim > 1 else index[:, None]
+            cells = (index if index.ndim > 1 else index[:, None]).cpu()
             if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
                 raise ValueError(
                     f"expected draws among the {shape.tolist()} saved rows, got {index.tolist()}"

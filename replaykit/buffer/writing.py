@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import is_tensorclass
 
-from replaykit._compat import is_tensordict
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.priorities import written_priorities
 from replaykit.writers.base import single_index
@@ -43,11 +41,10 @@ class Writing(BufferCore):
             >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
             (0, 1, 0)
         """
-        single = True
-        if len(self.transform):
+        single = not len(self.transform)
+        if not single:
             # Transforms see a batch of one row, as they do in extend.
-            if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
-                data, single = data.unsqueeze(self.dim_extend), False
+            data = self.storage.batch_of_one(data, self.dim_extend)
             data = self._chain.inv(data)
             if data is None:
                 return None

@@ -58,7 +58,7 @@ def save_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     encoded = {name: encode(state, name, tensors) for name, state in parts.items()}
     head = {name: encode(value, name, {}) for name, value in document.items()}
-    folder = Path(path)
+    folder = Path(path).expanduser()
     make_directory(folder)
     with _exclusive(folder):
         _check_own(folder)
@@ -174,7 +174,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder = Path(path)
+        self.folder = Path(path).expanduser()
         self._mappings: dict[str, mmap.mmap | None] = {}
         for attempt in range(_ATTEMPTS):
             self.manifest = _read_manifest(self.folder, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -45,6 +46,11 @@ class Sampler(ABC):
 
     prioritized = False
 
+    stateless = False
+    """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
+
+    _owner: weakref.ref[Any] | None = None
+
     _shown: bool | None = None
     """What ``ran_out`` says while a buffer draws ahead of what it has delivered."""
 
@@ -58,6 +64,15 @@ class Sampler(ABC):
             raise TypeError(f"{type(self).__name__} has no form that draws without replacement")
         self.generator: torch.Generator | None = None
         self._ran_out = False
+
+    @property
+    def owner(self) -> Any:
+        """The buffer that uses it; None where there is none, or none any more."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, buffer: Any) -> None:
+        self._owner = weakref.ref(buffer)
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -142,7 +157,10 @@ class Sampler(ABC):
         return {"_kind": self.kind}
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        """Raises ValueError where the state is not one of a sampler of this kind."""
+        """Raises ValueError where the state is not one of a sampler of this kind.
+
+        Not asked about the state of a sampler of one's own that keeps no ``_kind`` in it.
+        """
         if not isinstance(state_dict, dict) or state_dict.get("_kind") != self.kind:
             found = state_dict.get("_kind") if isinstance(state_dict, dict) else state_dict
             raise ValueError(f"expected the state of a {self.kind!r} sampler, got {found!r}")
@@ -173,7 +191,7 @@ class Sampler(ABC):
         return f"{type(self).__name__}()"
 
     def __getstate__(self) -> dict[str, Any]:
-        return by_value({**self.__dict__, "generator": None})
+        return by_value({**self.__dict__, "generator": None, "_owner": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(from_value(state))

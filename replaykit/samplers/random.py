@@ -32,6 +32,7 @@ class RandomSampler(Sampler):
     """
 
     kind = "random"
+    stateless = True
 
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
         if not replacement:
@@ -43,6 +44,7 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         count = require_rows(storage)
+        self._ran_out = False  # there is no pass; a flag that was set is over
         device = drawing_device(storage, self.generator)
         flat = torch.randint(count, (batch_size,), generator=self.generator, device=device)
         return as_drawn(flat, storage), {}

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
 from replaykit.schema import Schema
 from replaykit.structure import Path
 
-__all__ = ["allocate", "available_memory", "column_shapes", "format_bytes"]
+__all__ = ["allocate", "as_device", "available_memory", "column_shapes", "format_bytes"]
 
 
 def column_shapes(schema: Schema, slots: int, lanes: torch.Size) -> dict[Path, torch.Size]:
     """Shape of the column of every leaf."""
     return {path: torch.Size([slots, *lanes, *leaf.shape]) for path, leaf in schema.leaves.items()}
+
+
+def as_device(device: Any) -> torch.device:
+    """Returns a device; ValueError where it is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'expected a device such as "cpu" or "cuda:0", got {device!r}') from None
 
 
 def allocate(
@@ -24,8 +33,13 @@ def allocate(
     """Returns uninitialised columns ``[slots, *lanes, *F]``.
 
     Raises:
+        RuntimeError: there is no such device on this machine.
         MemoryError: they would take more than the device has free; names both numbers.
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"expected a device of this machine, got {device}: CUDA is not available"
+        )
     shapes = column_shapes(schema, slots, lanes)
     needed = slots * lanes.numel() * schema.row_bytes()
     free = available_memory(device)

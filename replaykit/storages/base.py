@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
+from tensordict import is_tensorclass
 
+from replaykit._compat import is_tensordict
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.saved import content_after_load, content_to_save
-from replaykit.structure import Path
+from replaykit.structure import Path, map_leaves
 
 __all__ = ["Hook", "Listener", "Storage", "warn_left_out"]
 
@@ -64,6 +66,8 @@ class Storage(ABC):
         self.ndim = ndim
         self.ledger = Ledger(max_size)
         self._locks: dict[int, Any] = {}
+        # Grows whenever stored rows are changed where they are: what is derived from them is old.
+        self.edits = 0
         self._listeners: list[weakref.ref[Listener]] = []
         self.save_hooks: list[Hook] = []
         self.load_hooks: list[Hook] = []
@@ -139,6 +143,12 @@ class Storage(ABC):
         """
         return [data] if single else data
 
+    def batch_of_one(self, data: Any, dim: int) -> Any:
+        """Returns one row as a batch of one, along ``dim``."""
+        if isinstance(data, torch.Tensor) or is_tensordict(data) or is_tensorclass(data):
+            return data.unsqueeze(dim)
+        return map_leaves(data, lambda leaf: leaf.unsqueeze(dim))
+
     def slots_for(self, rows: Any) -> int:
         """Number of slots that there will be once these prepared rows are accepted."""
         return self.ledger.slots
@@ -186,7 +196,15 @@ class Storage(ABC):
         return rows
 
     def clear(self) -> None:
-        """Lets go of what it holds for rows that are about to be forgotten."""
+        """Lets go of all rows; the caller holds the lock.
+
+        Raises:
+            NotImplementedError: a storage of one's own that does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be emptied: it defines no clear(self) that removes all "
+            "of its rows"
+        )
 
     def content(self) -> Content:
         """Returns what is stored, as columns or row by row; the caller holds the lock."""
@@ -307,6 +325,7 @@ def restore_rows(storage: Storage, content: Content, state: dict[str, Any]) -> N
         warn_left_out(content.rows - len(rows))
     storage.load_content(content, target, rows)
     storage.ledger.restore(state, rows)
+    storage.edits += 1
 
 
 def warn_left_out(count: int, stacklevel: int = 4) -> None:

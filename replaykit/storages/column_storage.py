@@ -10,7 +10,7 @@ import torch
 from replaykit._compat import dtype_name
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
-from replaykit.storages.allocation import allocate
+from replaykit.storages.allocation import allocate, as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.columns import Columns, carried
 from replaykit.storages.indexing import (
@@ -37,7 +37,7 @@ class ColumnStorage(Storage):
 
     def __init__(self, max_size: int, *, device: Any, ndim: int) -> None:
         super().__init__(max_size, ndim=ndim)
-        self._device = device if device == "auto" else torch.device(device)
+        self._device = device if device == "auto" else as_device(device)
         self._columns: Columns | None = None
 
     # -- description --------------------------------------------------------------------------
@@ -161,6 +161,7 @@ class ColumnStorage(Storage):
                 check_range(slots, 0, self.ledger.length)
             self.accept(rows)
             last = last_occurrences(slots)
+            self.edits += 1
             self.write(slots[last], rows, last)
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
@@ -193,6 +194,7 @@ class ColumnStorage(Storage):
             return
         columns = self.require()
         columns.check_writable()
+        self.edits += 1
         shape = next(iter(views.values())).shape[: self.ndim]
         if (once := without_repeats(at, shape)) is not None:
             at, last = once
@@ -246,6 +248,9 @@ class ColumnStorage(Storage):
             return as_cells(index, shape)
         at = as_index(index, len(self))
         return at, indexed_shape(shape, at)
+
+    def clear(self) -> None:
+        """Nothing to let go of: memory stays, and records are forgotten by the ledger."""
 
     # -- reading ------------------------------------------------------------------------------
 

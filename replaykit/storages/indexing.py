@@ -63,7 +63,7 @@ def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
 
 def _as_tensor(index: Any) -> torch.Tensor:
     if isinstance(index, torch.Tensor):
-        tensor = index
+        tensor = index.cpu()  # bounds are checked there; it may index tensors of any device
     elif isinstance(index, (list, range, np.ndarray)) or (
         isinstance(index, Sequence) and not isinstance(index, (str, bytes, tuple))
     ):

@@ -13,9 +13,11 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDictBase, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
+from replaykit.storages.allocation import as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.indexing import as_index, as_slots
+from replaykit.storages.plain_state import from_plain, to_plain
 from replaykit.structure import Path
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS
 
@@ -47,7 +49,7 @@ class ListStorage(Storage):
         self, max_size: int | None = None, *, device: Any = None, compilable: bool = False
     ) -> None:
         super().__init__(_UNBOUNDED if max_size is None else max_size)
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else as_device(device)
         self._items: list[Any] = []
 
     @property
@@ -70,21 +72,33 @@ class ListStorage(Storage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> list[Any]:
-        """Returns the rows as a list: the elements of ``data`` along dimension 0, copied.
+        """Returns the rows as a list: the elements of ``data`` along ``time_dim``, copied.
 
         Raises:
+            SchemaError: one row, without that dimension.
             TypeError: not a list, tuple, range, set, array, tensor, TensorDict or tensorclass.
         """
         if single:
             return [self._owned(data)]
         if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
-            return list(self._owned(data).unbind(0)) if len(data) else []
+            dims = data.ndim if isinstance(data, torch.Tensor) else data.batch_dims
+            _check_batch(data, dims, time_dim)
+            # A dimension of size 0 cannot be taken apart.
+            return list(self._owned(data).unbind(time_dim)) if data.shape[time_dim] else []
+        if isinstance(data, np.ndarray):
+            _check_batch(data, data.ndim, time_dim)
+            data = np.moveaxis(data, time_dim, 0)
         if isinstance(data, (list, tuple, range, set, frozenset, np.ndarray)):
             return [self._owned(row) for row in data]
         raise TypeError(
             "expected a list, tuple, range, set, ndarray, tensor, TensorDict or tensorclass whose "
             f"elements are the rows, got {type(data).__name__}; add() stores it as one row"
         )
+
+    def batch_of_one(self, data: Any, dim: int) -> Any:
+        if isinstance(data, torch.Tensor) or is_tensordict(data) or is_tensorclass(data):
+            return data.unsqueeze(dim)
+        return [data]
 
     def _owned(self, item: Any) -> Any:
         if is_tensordict(item):
@@ -122,6 +136,7 @@ class ListStorage(Storage):
                 if slot > end or (slot == end and not set_cursor):
                     raise RuntimeError(f"expected a position up to {end}, got {slot}")
                 end = max(end, slot + 1)
+            self.edits += 1
             self.write(slots, rows, slice(None))
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
@@ -139,6 +154,7 @@ class ListStorage(Storage):
             slots = as_slots(at, len(self))
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
+            self.edits += 1
             self.write(slots, rows, slice(None))
 
     # -- reading ------------------------------------------------------------------------------
@@ -155,6 +171,10 @@ class ListStorage(Storage):
                 return self._items[at]
             if isinstance(at, slice):
                 return self._items[at]
+            if at.ndim != 1:
+                raise IndexError(
+                    f"expected an index of one dimension for a list, got shape {list(at.shape)}"
+                )
             return [self._items[row] for row in at.tolist()]
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
@@ -163,7 +183,7 @@ class ListStorage(Storage):
         return [copy_item(row) for row in rows] if own else rows
 
     def collate(self, rows: Any) -> Any:
-        """Stacks rows that are tensors, TensorDicts, arrays or numbers.
+        """Stacks rows that are tensors, TensorDicts, arrays or numbers, or dicts or tuples of them.
 
         Raises:
             TypeError: rows of other types; ValueError: rows that cannot be stacked, or none.
@@ -183,9 +203,14 @@ class ListStorage(Storage):
             return torch.as_tensor(rows)
         if all(isinstance(row, np.ndarray) for row in rows):
             return torch.from_numpy(np.stack(rows))
+        if type(first) is dict and all(type(r) is dict and r.keys() == first.keys() for r in rows):
+            return {key: self.collate([row[key] for row in rows]) for key in first}
+        if type(first) is tuple and all(type(r) is tuple and len(r) == len(first) for r in rows):
+            return tuple(self.collate(list(parts)) for parts in zip(*rows, strict=True))
         raise TypeError(
-            "expected rows that are tensors, TensorDicts, arrays or numbers, got "
-            f"{type(first).__name__}; give the buffer a collate_fn"
+            "expected rows that are tensors, TensorDicts, arrays or numbers, or dicts or tuples "
+            f"of them that have the same keys, got {type(first).__name__}; give the buffer a "
+            "collate_fn"
         )
 
     def contains(self, item: Any) -> bool | torch.Tensor:
@@ -200,6 +225,7 @@ class ListStorage(Storage):
         raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
 
     def clear(self) -> None:
+        """Lets go of all objects."""
         self._items.clear()
 
     # -- state --------------------------------------------------------------------------------
@@ -220,7 +246,7 @@ class ListStorage(Storage):
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the stored tensors and TensorDicts, other objects as they are."""
         with self.lock:
-            items = [copy_item(item) for item in self._items]
+            items = [to_plain(copy_item(item)) for item in self._items]
         return {"_storage": items, "initialized": True, "_len": len(items)}
 
     def content_of(self, state_dict: dict[str, Any]) -> Content:
@@ -230,7 +256,8 @@ class ListStorage(Storage):
             raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
         items = state_dict["_storage"]
         if not isinstance(items, list):
-            items = [] if items is None else list(items.unbind(0))
+            items = [] if items is None else list(from_plain(items).unbind(0))
+        items = from_plain(items)
         if len(items) != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
         order = torch.full((len(items),), -1)
@@ -273,6 +300,14 @@ def _normalised(item: TensorDictBase) -> TensorDictBase:
         for path in flat:
             item.set(path, item.get(path).unsqueeze(-1))
     return item
+
+
+def _check_batch(data: Any, dims: int, dim: int) -> None:
+    if dims <= dim:
+        raise SchemaError(
+            f"expected rows along dimension {dim}, got a {type(data).__name__} of shape "
+            f"{list(data.shape)}; add() stores one row"
+        )
 
 
 def copy_item(item: Any) -> Any:

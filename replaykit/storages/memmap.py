@@ -19,7 +19,7 @@ import torch
 
 from replaykit.filesystem import reserve_blocks
 from replaykit.schema import Rows, Schema
-from replaykit.storages.allocation import column_shapes, format_bytes
+from replaykit.storages.allocation import as_device, column_shapes, format_bytes
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.tensors import LazyTensorStorage
@@ -71,10 +71,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: bool = False,
         compilable: bool = False,
     ) -> None:
-        if torch.device(device).type != "cpu":
+        if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
         ColumnStorage.__init__(self, max_size, device="cpu", ndim=ndim)
-        self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir)
+        self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:

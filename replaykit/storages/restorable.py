@@ -14,6 +14,7 @@ from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.content import Content, Group
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.plain_state import from_plain, to_plain
 from replaykit.structure import Branch, map_leaves
 
 __all__ = ["RestorableStorage"]
@@ -102,7 +103,7 @@ class RestorableStorage(ColumnStorage):
                 raise TypeError("state_dict takes TensorDicts and tensors; use dumps for pytrees")
             stored = None if self._columns is None else map_leaves(self.view_at(), torch.clone)
             return {
-                "_storage": stored,
+                "_storage": to_plain(stored),
                 "initialized": self.initialized,
                 "_len": content.rows * self.lanes.numel(),
             }
@@ -115,6 +116,7 @@ class RestorableStorage(ColumnStorage):
             if content.rows > limit:
                 raise ValueError(f"expected at most {limit} rows, got {content.rows}")
             self.load_content(content, target, None)
+            self.edits += 1
             self.ledger.clear()
             self.ledger.advance(content.rows)
 
@@ -132,7 +134,7 @@ class RestorableStorage(ColumnStorage):
             if state_dict["_len"]:
                 raise ValueError(f"expected {state_dict['_len']} rows, got none")
             return Content(0)
-        rows = take_apart(stored, self.ndim)
+        rows = take_apart(from_plain(stored), self.ndim)
         if rows.batch.numel() != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {rows.batch.numel()}")
         group = Group(Schema(rows.root), tuple(rows.leaves.values()))

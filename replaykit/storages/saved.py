@@ -30,7 +30,7 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
         return content
     data = _copied(storage)
     for hook in storage.save_hooks:
-        data = _call(hook, data, path=path)
+        data = _call(hook, "save", data, path=path)
     return _content_of(data, storage)
 
 
@@ -49,7 +49,7 @@ def content_after_load(storage: Storage, content: Content) -> Content:
     else:
         data = content.items()
     for hook in storage.load_hooks:
-        data = _call(hook, data, out=_copied(storage) if len(storage) else None)
+        data = _call(hook, "load", data, out=_copied(storage) if len(storage) else None)
     return _content_of(data, storage)
 
 
@@ -60,12 +60,15 @@ def _copied(storage: Storage) -> Any:
     return map_leaves(storage[:], torch.clone)
 
 
-def _call(hook: Hook, data: Any, **offered: Any) -> Any:
+def _call(hook: Hook, kind: str, data: Any, **offered: Any) -> Any:
     parameters = inspect.signature(hook).parameters.values()
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     taken = {name: value for name, value in offered.items() if any_keyword or name in names}
-    return hook(data, **taken)
+    result = hook(data, **taken)
+    if result is None:
+        raise TypeError(f"the {kind} hook {hook!r} returned None; expected the rows")
+    return result
 
 
 def _content_of(data: Any, storage: Storage) -> Content:

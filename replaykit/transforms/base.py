@@ -99,8 +99,15 @@ class Compose(Transform):
         self._entries.insert(index, _Entry(transform, invert))
 
     def forward(self, data: Any) -> Any:
+        """Applies all transforms, first to last.
+
+        Raises:
+            TypeError: one of them returned None.
+        """
         for entry in self._entries:
-            data = entry.apply(data, reading=True)
+            given, data = data, entry.apply(data, reading=True)
+            if data is None and given is not None:
+                raise TypeError(f"the transform {entry.transform!r} returned None; return the data")
         return data
 
     def inv(self, data: Any) -> Any:
@@ -113,8 +120,13 @@ class Compose(Transform):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, index: int) -> Any:
-        return self._entries[index].transform
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the transform at an int, a chain of those in a slice."""
+        if not isinstance(index, slice):
+            return self._entries[index].transform
+        chain = Compose()
+        chain._entries = self._entries[index]
+        return chain
 
     def __iter__(self) -> Iterator[Any]:
         return (entry.transform for entry in self._entries)

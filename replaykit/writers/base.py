@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
@@ -42,6 +43,8 @@ class Writer(ABC):
 
     tracks_generations = False
 
+    _owner: weakref.ref[Any] | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.kind == "custom":
@@ -51,6 +54,15 @@ class Writer(ABC):
         self._storage: Storage | None = None
         self._write_count = 0
         self.time_dim = 0
+
+    @property
+    def owner(self) -> Any:
+        """The buffer that uses it; None where there is none, or none any more."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, buffer: Any) -> None:
+        self._owner = weakref.ref(buffer)
 
     # -- what a writer brings -----------------------------------------------------------------
 
@@ -216,7 +228,7 @@ class Writer(ABC):
         return f"{type(self).__name__}(write_count={self.write_count})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "_owner": None}
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:

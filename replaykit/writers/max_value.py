@@ -52,7 +52,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def __init__(
         self,
-        rank_key: Any = ("next", "reward"),
+        rank_key: Any = None,
         reduction: str = "sum",
         *,
         compilable: bool = False,
@@ -60,10 +60,11 @@ class TensorDictMaxValueWriter(Writer):
         if reduction not in REDUCTIONS:
             raise ValueError(f"expected a reduction of {list(REDUCTIONS)}, got {reduction!r}")
         super().__init__()
-        self.rank_key = unravel(rank_key)
+        self.rank_key = unravel(("next", "reward") if rank_key is None else rank_key)
         self.reduction = reduction
         self._heap: RankHeap | None = None
-        self._seen = -1  # position up to which the heap knows the storage's records
+        # How far, and with which edits, the heap knows the storage's records.
+        self._seen = (-1, -1)
 
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim > 1:
@@ -101,18 +102,23 @@ class TensorDictMaxValueWriter(Writer):
             raise
         # The cursor as well, for a writer that may come after this one and go on from here.
         storage.ledger.place(index[accepted], move_cursor=True)
-        self._seen = storage.ledger.next_position
+        self._seen = self._state_of_storage()
         self._count(len(accepted))
         result = torch.full_like(index, -1)
         result[stored] = index[stored]
         return result
 
     def _known_heap(self) -> RankHeap:
-        """The heap over the records that are stored now; made anew if others wrote them."""
-        ledger = self.storage.ledger
-        if self._heap is None or self._seen != ledger.next_position:
+        """The heap over the records that are stored now; made anew if others wrote or edited them.
+
+        Cost: O(1); O(N log N) after an edit.
+        """
+        if self._heap is None or self._seen != self._state_of_storage():
             self._heap = self._rebuilt(self._stored_ranks())
         return self._heap
+
+    def _state_of_storage(self) -> tuple[int, int]:
+        return self.storage.ledger.next_position, self.storage.edits
 
     def _rebuilt(self, ranks: np.ndarray[Any, Any]) -> RankHeap:
         ledger = self.storage.ledger
@@ -120,7 +126,7 @@ class TensorDictMaxValueWriter(Writer):
         if len(ranks):
             ages = ledger.positions(torch.arange(ledger.length))
             heap.assign(ranks, ages.numpy(), ledger.next_position)
-        self._seen = ledger.next_position
+        self._seen = self._state_of_storage()
         return heap
 
     def _stored_ranks(self) -> np.ndarray[Any, Any]:

@@ -114,13 +114,28 @@ def test_an_index_beyond_the_stored_rows_is_refused(
 
 
 def test_nothing_to_read_is_an_error(buffer_of: Any):
-    for kind in COLUMNS:
+    for kind in KINDS:
         with pytest.raises(RuntimeError, match="nothing is stored"):
             buffer_of(kind)[:]
     with pytest.raises(IndexError):
         buffer_of("list")[0]
-    with pytest.raises(ValueError, match="at least one row"):
-        buffer_of("list")[:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [slice(2, 2), [], torch.zeros(0, dtype=torch.int64)])
+def test_no_rows_are_a_batch_of_none(kind: str, index: Any, buffer_of: Any, rows: Any):
+    buffer = buffer_of(kind)
+    buffer.extend(rows(3))
+    found = buffer[index]
+    assert found.batch_size == (0,)
+    assert set(found.keys(True, True)) == set(buffer[:].keys(True, True))
+
+
+def test_a_list_is_not_indexed_by_a_table(buffer_of: Any, rows: Any):
+    buffer = buffer_of("list")
+    buffer.extend(rows(3))
+    with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):
+        buffer[torch.tensor([[0, 1]])]
 
 
 @pytest.mark.parametrize("kind", KINDS)

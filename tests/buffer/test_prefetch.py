@@ -506,6 +506,7 @@ print(time.time(), flush=True)
 
     def seconds(depth: int) -> float:
         done = run_python(program, depth)
+        assert done.stderr == ""
         return time.time() - float(done.stdout)
 
     # The end of a torch process takes its own time; on a busy machine one attempt says little.
@@ -513,7 +514,6 @@ print(time.time(), flush=True)
         if seconds(4) < seconds(0) + 1.0:
             return
     raise AssertionError("prepared batches keep the interpreter from ending")
-    assert done.stderr == ""
 
 
 # -- two races, step by step ----------------------------------------------------------------------

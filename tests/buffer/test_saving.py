@@ -24,6 +24,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import CheckpointError
+from replaykit.storages.plain_state import from_plain
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -195,7 +196,7 @@ def test_hooks_map_copies_in_the_order_they_came(
     same(before, buffer.state_dict())
     unhooked = make()
     unhooked.loads(tmp_path)
-    expected = before["_storage"]["_storage"]
+    expected = from_plain(before["_storage"]["_storage"])
     expected = torch.stack(expected) if isinstance(expected, list) else expected
     assert torch.equal(
         unhooked.storage[:]["id"] if kind != "list" else unhooked["id"], expected["id"] * 2 + 1

@@ -217,8 +217,8 @@ def _random_mix(
         "has no columns to patch",
         "no key",
         "expected a row in",  # edited beyond what is left
+        "expected rows in",  # the same through a transform
         "expected the state of a",  # the sampler is of another kind than the one saved
-        "at least one row to stack",
     )
     functions, weights = [call for _, call in calls], [weight for weight, _ in calls]
     end = time.monotonic() + seconds

@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import time
 from bisect import insort
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -332,12 +333,29 @@ def test_write_at_is_refused() -> None:
         rb.writer.write_at(torch.tensor([0]), _rows([1]))
 
 
-def test_edits_of_the_rank_do_not_reorder() -> None:
-    """In-place edits change no position and no rank: they are no writes."""
-    rb = _buffer(2)
-    rb.extend(_rows([1, 2]))
-    rb.set_(("next", "reward"), torch.tensor([[9.0], [9.0]], dtype=torch.float64))
-    assert rb.extend(_rows([1.5], 2)).tolist() == [0]
+def _edit_by_key(rb: ReplayBuffer, row: Any) -> None:
+    rb.set_at_(("next", "reward"), row["next", "reward"], 0)
+
+
+def _edit_by_row(rb: ReplayBuffer, row: Any) -> None:
+    rb[0] = row
+
+
+def _edit_by_handle(rb: ReplayBuffer, row: Any) -> None:
+    rb.storage.set(torch.tensor([0]), row[None], set_cursor=False)
+
+
+@pytest.mark.pitfall("WR17")
+@pytest.mark.parametrize("edit", [_edit_by_key, _edit_by_row, _edit_by_handle])
+def test_the_rank_is_the_one_that_is_stored_now(edit: Callable[[ReplayBuffer, Any], None]) -> None:
+    """6.3: the rows of largest rank are kept, also after an edit; a copy does the same."""
+    rb = _buffer(3)
+    rb.extend(_rows([1, 5, 2]))
+    edit(rb, _rows([100], 0)[0])
+    twin = copy.deepcopy(rb)
+    for buffer in (rb, twin):
+        assert buffer.extend(_rows([6], 3)).tolist() == [2]
+        assert sorted(buffer[:]["next", "reward"].flatten().tolist()) == [5, 6, 100]
 
 
 @pytest.mark.pitfall("WR17")
