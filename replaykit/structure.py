@@ -152,8 +152,9 @@ def _flatten(
                 f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
                 f"got shape {list(data.shape)}; extend() takes a batch, add() one row"
             )
-        # A lazy conjugate or negative has other bytes than it has values.
-        leaf = data.detach().resolve_conj().resolve_neg()
+        leaf = data.detach()
+        if leaf.is_conj() or leaf.is_neg():  # lazily so: other bytes than values
+            leaf = leaf.resolve_conj().resolve_neg()
         if path in rules.columns and leaf.ndim == rules.column_ndim:
             leaf = leaf.unsqueeze(-1)
         leaves[path] = leaf
@@ -202,9 +203,19 @@ def _branch(
             f"key {_at(path)}: expected a batch_size of at least {ndim} dimension(s), "
             f"got {list(data.batch_size)}; extend() takes a batch, add() one row"
         )
+    # Only the plain kind has its values at hand; others make them, one by one.
+    items = (
+        list(data.items())
+        if type(data) is TensorDict
+        else [
+            (part, _get(data, part, path))
+            for part in list(data.keys())
+            if (*path, part) not in rules.drop
+        ]
+    )
     children = tuple(
-        (part, _flatten(_get(data, part, path), ndim, (*path, part), leaves, rules))
-        for part in list(data.keys())
+        (part, _flatten(value, ndim, (*path, part), leaves, rules))
+        for part, value in items
         if (*path, part) not in rules.drop
     )
     return Branch(kind, children, cls, data.batch_size[ndim:], constants)

@@ -36,7 +36,8 @@ class Ledger:
 
     def next_slots(self, count: int) -> torch.Tensor:
         """Slots of the next ``count`` records, in write order: int64 ``[count]``."""
-        return (torch.arange(count) + self.cursor) % self.slots
+        slots = torch.arange(self.cursor, self.cursor + count)
+        return slots if self.cursor + count <= self.slots else slots % self.slots
 
     def write_order(self) -> torch.Tensor:
         """Stored slots from the oldest record to the newest: int64 ``[length]``."""

@@ -242,7 +242,8 @@ def single_index(index: torch.Tensor) -> int | torch.Tensor | None:
     """What ``add`` returns for the index of one row."""
     if index.ndim > 1:
         return index
-    return None if int(index[0]) < 0 else int(index[0])
+    slot = int(index[0])
+    return None if slot < 0 else slot
 
 
 def _empty_index(ndim: int) -> torch.Tensor:
