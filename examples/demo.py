@@ -129,12 +129,16 @@ def episodes_of(data: RobosetExperienceReplay) -> Episodes:
     return Episodes([float(part.sum()) for part in reward.split(lengths)], lengths)
 
 
+def flat(values: torch.Tensor) -> torch.Tensor:
+    """One row of numbers per record, also of images and the like."""
+    return values.flatten(1).float()
+
+
 def train(data: ReplayBuffer) -> list[float]:
     """Clones the recorded behaviour with a small network; returns the loss of every step."""
-    first = data.sample()
-    observation = data["observation"].float()
+    observation = flat(data["observation"])
     mean, scale = observation.mean(0), observation.std(0).clamp(min=1e-6)
-    widths = first["observation"].shape[-1], first["action"].shape[-1]
+    widths = observation.shape[1], flat(data["action"]).shape[1]
     policy = nn.Sequential(
         nn.Linear(widths[0], 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, widths[1])
     )
@@ -144,8 +148,8 @@ def train(data: ReplayBuffer) -> list[float]:
         task = bar.add_task("training", total=TRAIN_STEPS)
         for _ in range(TRAIN_STEPS):
             batch = data.sample()
-            guess = policy((batch["observation"].float() - mean) / scale)
-            loss = nn.functional.mse_loss(guess, batch["action"].float())
+            guess = policy((flat(batch["observation"]) - mean) / scale)
+            loss = nn.functional.mse_loss(guess, flat(batch["action"]))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -179,17 +183,24 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def plot(path: Path, episodes: Episodes, losses: list[float]) -> None:
+def plot(path: Path, source: str, episodes: Episodes, losses: list[float]) -> None:
     """Draws returns, lengths and the loss into one PNG."""
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
-    axes[0].hist(episodes.returns, bins=20, color="tab:blue")
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    figure.suptitle(source)
+    axes[0].hist(episodes.returns, bins=min(20, max(5, len(episodes.returns))), color="tab:blue")
+    axes[0].yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes[0].set(title="returns", xlabel="sum of rewards", ylabel="episodes")
     axes[1].bar(range(len(episodes.lengths)), episodes.lengths, color="tab:green")
     axes[1].set(title="episode lengths", xlabel="episode", ylabel="steps")
-    axes[2].semilogy(losses, color="tab:red", linewidth=1)
+    axes[1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    width = min(20, len(losses))
+    smooth = np.convolve(losses, np.full(width, 1 / width), mode="valid")
+    axes[2].semilogy(losses, color="tab:red", linewidth=0.6, alpha=0.4)
+    axes[2].semilogy(np.arange(len(smooth)) + width - 1, smooth, color="tab:red")
+    axes[2].yaxis.set_minor_formatter(ticker.NullFormatter())
     axes[2].set(title="behaviour cloning", xlabel="training step", ylabel="loss (MSE)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -216,7 +227,8 @@ def summary(
         table.add_row(name, f"{size / 2**20:.2f} MiB")
     start, end = np.mean(losses[:20]), np.mean(losses[-20:])
     table.add_row("cloning loss", f"{start:.4f} at first, {end:.4f} at last")
-    table.add_row(f"next {COMPARED} batches", "the same" if equal else "DIFFERENT")
+    same = "the same as without saving" if equal else "DIFFERENT from those without saving"
+    table.add_row(f"{COMPARED} batches after loading", same)
     return table
 
 
@@ -229,11 +241,17 @@ def main() -> int:
         parser.error(f"there is no file {arguments.data}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
+    picture = (arguments.out / "demo.png").resolve()
+    picture.unlink(missing_ok=True)  # of an earlier run
 
     with tempfile.TemporaryDirectory(prefix="replaykit-demo-") as scratch:
         work = Path(scratch)
         files = corpus(arguments.data, work)
-        console.print(f"serving {len(files)} file(s) as {DATASET_ID!r} on loopback")
+        source = f"{ENVIRONMENT}, {FILES} seeds" if arguments.data is None else arguments.data.name
+        console.print(
+            f"serving {source} ({len(files)} file{'s' * (len(files) > 1)}) with a Hub on loopback, "
+            f"in the place of {DATASET_ID}"
+        )
 
         def readable(message: object) -> str:
             # The copy in the cache is gone in a moment; the user's file is not.
@@ -279,8 +297,7 @@ def main() -> int:
             size_of(saved),
         )
         console.print(summary(data, episodes, losses, rate, sizes, equal))
-        picture = (arguments.out / "demo.png").resolve()
-        plot(picture, episodes, losses)
+        plot(picture, source, episodes, losses)
         console.print(f"picture: {picture}", soft_wrap=True)
     if not equal:
         console.print("the loaded buffer draws other batches than the saved one", style="red")
