@@ -9,6 +9,7 @@ import torch
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
+    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -17,11 +18,14 @@ from tensordict import (
 
 __all__ = [
     "LazyStackedTensorDict",
+    "NonTensorData",
+    "NonTensorStack",
     "TensorDict",
     "TensorDictBase",
     "clone",
     "dtype_by_name",
     "dtype_name",
+    "holds_objects",
     "is_non_tensor",
     "is_tensordict",
     "lookup",
@@ -49,6 +53,13 @@ def new_tensordict(
 def is_tensordict(data: object) -> bool:
     """Whether ``data`` is a TensorDict of any kind, tensorclasses and non-tensor data apart."""
     return isinstance(data, TensorDictBase) and not is_tensorclass(data)
+
+
+def holds_objects(data: Any) -> bool:
+    """Whether ``data`` is a TensorDict, no stack of others, with values that are no tensors."""
+    if type(data) is not TensorDict:
+        return False
+    return any(is_non_tensor(value) or holds_objects(value) for value in data.values())
 
 
 def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:

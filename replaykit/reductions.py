@@ -29,6 +29,8 @@ def reduce_rows(values: torch.Tensor, reduction: str) -> torch.Tensor:
         ValueError: complex numbers, which have no order.
 
     Example:
+        >>> import torch
+        >>> from replaykit.reductions import reduce_rows
         >>> reduce_rows(torch.tensor([[1, 2], [5, 3]]), "max")
         tensor([2., 5.], dtype=torch.float64)
     """

@@ -55,6 +55,7 @@ class Schema:
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit.schema import Schema, take_apart
         >>> schema = Schema(take_apart(TensorDict({"x": torch.zeros(4, 3)}, [4]), ndim=1).root)
         >>> schema.check(take_apart(TensorDict({"x": torch.zeros(2, 5)}, [2]), ndim=1).root)
         Traceback (most recent call last):

@@ -59,6 +59,7 @@ class Leaf:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
+        """Returns what ``from_json`` rebuilds it from."""
         return {"kind": "tensor", "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
 
 
@@ -77,6 +78,7 @@ class Branch:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns what ``from_json`` rebuilds it from."""
         record: dict[str, Any] = {
             "kind": self.kind,
             "children": [[part, child.to_json()] for part, child in self.children],

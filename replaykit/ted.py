@@ -43,6 +43,7 @@ def unravel(key: object) -> Key:
         TypeError: the key is not a string or a (nested) tuple of strings.
 
     Example:
+        >>> from replaykit.ted import unravel
         >>> unravel("reward"), unravel(("next", ("info", "x")))
         (('reward',), ('next', 'info', 'x'))
     """
@@ -57,6 +58,7 @@ def format_key(key: tuple[object, ...]) -> str:
     """Returns a key as users write it: a string where it has one part, else a tuple.
 
     Example:
+        >>> from replaykit.ted import format_key
         >>> format_key(("next", "done")), format_key(("action",))
         ("('next', 'done')", "'action'")
     """

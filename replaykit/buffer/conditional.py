@@ -31,6 +31,7 @@ class ConditionalUpdateResult(TensorClass):
 
     Example:
         >>> import torch
+        >>> from replaykit import ConditionalUpdateResult
         >>> result = ConditionalUpdateResult(torch.tensor([True, False]), batch_size=[2])
         >>> result.updated_count, result.version_rejected_count, result.stale_count
         (1, 0, 1)
@@ -53,6 +54,12 @@ class ConditionalUpdateResult(TensorClass):
     def stale_count(self) -> int:
         """Number of records that are no longer there."""
         return len(self.updated) - self.updated_count - self.version_rejected_count
+
+    _about = __doc__
+
+
+# TensorClass puts the signature in the place of the docstring.
+ConditionalUpdateResult.__doc__ = ConditionalUpdateResult._about
 
 
 class Conditional(BufferCore):

@@ -4,6 +4,7 @@ A part is a state made of plain values and tensors; this room knows none of them
 
 Example:
     >>> import tempfile, torch
+    >>> from replaykit.checkpoint import Checkpoint, save_checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_checkpoint(folder, {"sampler": {"left": torch.arange(3)}}, {"rows": 3})
     ...     with Checkpoint(folder) as saved:

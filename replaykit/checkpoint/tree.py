@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import dtype_by_name, dtype_name, is_tensordict
+from replaykit._compat import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    dtype_by_name,
+    dtype_name,
+    holds_objects,
+    is_non_tensor,
+    is_tensordict,
+)
 from replaykit.structure import Path, build, flatten, from_json, leaf_paths
 
 __all__ = ["decode", "encode"]
@@ -28,9 +37,9 @@ _INT64 = 2**63
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
 
-    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, TensorDicts,
-    tensorclasses, torch sizes, dtypes and devices, and lists, tuples and dicts of these, up to 120
-    levels deep.
+    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, TensorDicts (also
+    with values that are no tensors), tensorclasses, torch sizes, dtypes and devices, and lists,
+    tuples and dicts of these, up to 120 levels deep.
 
     Args:
         where: what the value is, for error messages.
@@ -58,6 +67,11 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int 
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "ndarray" if isinstance(value, np.ndarray) else "number"
         return {"$": kind, "name": _name(_from_numpy(np.asarray(value), where), tensors)}
+    if is_non_tensor(value):
+        return _encode_object(value, where, tensors, depth)
+    if holds_objects(value):
+        items = [[k, encode(v, f"{where}[{k!r}]", tensors, depth + 1)] for k, v in value.items()]
+        return {"$": "tensordict", "batch": list(value.batch_size), "items": items}
     if is_tensordict(value) or is_tensorclass(value):
         return _encode_container(value, where, tensors, depth)
     if type(value) is bytes:
@@ -94,6 +108,17 @@ def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor], 
     names = [_name(leaf, tensors) for leaf in leaves.values()]
     layout = encode(node.to_json(), where, tensors, depth + 1)
     return {"$": "container", "node": layout, "leaves": names}
+
+
+def _encode_object(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """Encodes what a TensorDict holds beside tensors: one value for all rows, or one for each."""
+    one = isinstance(value, NonTensorData)
+    found = encode(value.data if one else value.tolist(), where, tensors, depth + 1)
+    if not one and value.batch_dims != 1:
+        raise TypeError(
+            f"{where}: expected objects along one dimension, got {list(value.batch_size)}"
+        )
+    return {"$": "object" if one else "objects", "batch": list(value.batch_size), "value": found}
 
 
 def _name(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
@@ -163,6 +188,19 @@ def _decode_dict(record: dict[str, Any], load: Callable[[str], Any]) -> dict[Any
     return {key: decode(item, load) for key, item in record["items"]}
 
 
+def _decode_tensordict(record: dict[str, Any], load: Callable[[str], Any]) -> TensorDict:
+    items = {key: decode(item, load) for key, item in record["items"]}
+    return TensorDict(items, _decode_size(record["batch"]))
+
+
+def _decode_object(record: dict[str, Any], load: Callable[[str], Any]) -> NonTensorData:
+    return NonTensorData(decode(record["value"], load), batch_size=_decode_size(record["batch"]))
+
+
+def _decode_objects(record: dict[str, Any], load: Callable[[str], Any]) -> NonTensorStack:
+    return NonTensorStack(*map(NonTensorData, decode(record["value"], load)))
+
+
 def _decode_tuple(record: dict[str, Any], load: Callable[[str], Any]) -> tuple[Any, ...]:
     return tuple(decode(item, load) for item in record["items"])
 
@@ -173,6 +211,9 @@ _DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
     "tuple": _decode_tuple,
     "dict": _decode_dict,
     "container": _decode_container,
+    "tensordict": _decode_tensordict,
+    "object": _decode_object,
+    "objects": _decode_objects,
     "tensor": lambda record, load: load(record["name"]),
     "ndarray": lambda record, load: load(record["name"]).numpy().copy(),
     "number": lambda record, load: load(record["name"]).numpy().copy()[()],

@@ -5,6 +5,7 @@ The core is left out by the environment variable ``REPLAYKIT_NATIVE=0``, or by b
 
 Example:
     >>> import numpy as np
+    >>> from replaykit.native import RankHeap
     >>> heap = RankHeap(2)
     >>> slots = np.empty(3, dtype=np.int64)
     >>> heap.offer(np.array([1.0, 5.0, 3.0]), slots)

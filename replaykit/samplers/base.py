@@ -31,7 +31,7 @@ class Sampler(ABC):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, Sampler
         >>> class Newest(Sampler):
         ...     def sample(self, storage, batch_size):
         ...         return storage.ledger.write_order()[-1].expand(batch_size), {}

@@ -23,7 +23,7 @@ class RandomSampler(Sampler):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=RandomSampler(),
         ...                   generator=torch.Generator().manual_seed(0))
         >>> _ = rb.extend(torch.arange(8) * 10)
@@ -43,6 +43,7 @@ class RandomSampler(Sampler):
         super().__init__()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws each record anew out of all; returns the index, and no info."""
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
         device = drawing_device(storage, self.generator)

@@ -17,7 +17,7 @@ class SampleUnit(ABC):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, SampleUnit
         >>> class Twice(SampleUnit):
         ...     def expand(self, index, info, storage):
         ...         return index.repeat_interleave(2), {}
@@ -42,7 +42,7 @@ class Transition(SampleUnit):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, Transition
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sample_unit=Transition())
         >>> _ = rb.extend(torch.zeros(3))
         >>> rb.sample(2)
@@ -52,4 +52,5 @@ class Transition(SampleUnit):
     def expand(
         self, index: torch.Tensor, info: dict[str, Any], storage: Storage
     ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns both as they are."""
         return index, info

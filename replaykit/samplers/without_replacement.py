@@ -32,7 +32,7 @@ class SamplerWithoutReplacement(Sampler):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
         ...                   sampler=SamplerWithoutReplacement(shuffle=False))
         >>> _ = rb.extend(torch.arange(10))
@@ -53,6 +53,15 @@ class SamplerWithoutReplacement(Sampler):
         self._length = 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws the next records of the pass; returns the index, and no info.
+
+        The last batch of a pass may be shorter. Begins a new pass where there is none to go on
+        with.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            ValueError: ``drop_last`` and fewer rows than ``batch_size``.
+        """
         count = require_rows(storage)
         if self.drop_last and batch_size > count:
             raise ValueError(

@@ -109,6 +109,7 @@ def format_bytes(count: int) -> str:
     """Returns a size as people read it.
 
     Example:
+        >>> from replaykit.storages.allocation import format_bytes
         >>> format_bytes(300), format_bytes(3 * 2**20 // 2)
         ('300 B', '1.5 MiB')
     """

@@ -29,7 +29,8 @@ Hook = Callable[..., Any]
 class Listener(Protocol):
     """Who wants to know that rows were written."""
 
-    def mark_update(self, index: torch.Tensor) -> None: ...
+    def mark_update(self, index: torch.Tensor) -> None:
+        """Told that the rows at ``index`` were written."""
 
 
 class Storage(ABC):

@@ -27,6 +27,8 @@ def by_value(value: Any) -> Any:
     """Returns lists, tuples and dicts with a copy of the bytes in the place of every tensor.
 
     Example:
+        >>> import torch
+        >>> from replaykit.storages.by_value import by_value, from_value
         >>> taken = by_value({"x": [torch.arange(3)]})
         >>> from_value(taken)
         {'x': [tensor([0, 1, 2])]}

@@ -255,6 +255,7 @@ class ColumnStorage(Storage):
     # -- reading ------------------------------------------------------------------------------
 
     def require(self) -> Columns:
+        """Returns the columns; RuntimeError before the first write."""
         if self._columns is None:
             raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
         return self._columns

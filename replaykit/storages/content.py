@@ -27,6 +27,7 @@ class Group:
 
     @property
     def leaves(self) -> dict[Path, torch.Tensor]:
+        """The columns by their path."""
         return dict(zip(self.schema.leaves, self.columns, strict=True))
 
     def rows(self, lanes: torch.Size) -> Iterator[Any]:

@@ -56,6 +56,7 @@ class LazyStackStorage(ListStorage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> list[Any]:
+        """Returns the rows as a list of copies; TypeError, where one is no TensorDict."""
         rows = super().prepare(data, single=single, time_dim=time_dim, optional=optional)
         for row in rows:
             if not (is_tensordict(row) or is_tensorclass(row)):
@@ -66,15 +67,18 @@ class LazyStackStorage(ListStorage):
         return rows
 
     def get(self, index: Any) -> Any:
+        """Returns the row at an int, a lazy stack at anything else; an empty list for no rows."""
         rows = super().get(index)
         return lazy_stack(rows, self._dim(rows)) if isinstance(rows, list) and rows else rows
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
+        """Returns a lazy stack of copies."""
         with self.lock:
             rows = ListStorage.get(self, index)
         return lazy_stack([copy_item(row) for row in rows], self._dim(rows))
 
     def collate(self, rows: Any) -> Any:
+        """Returns the lazy stack as it is."""
         return rows
 
     def _dim(self, rows: list[Any]) -> int:

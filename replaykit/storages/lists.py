@@ -178,6 +178,7 @@ class ListStorage(Storage):
             return [self._items[row] for row in at.tolist()]
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
+        """Returns a list of copies; with ``own=False`` of the objects themselves."""
         with self.lock:
             rows = self.get(index)
         return [copy_item(row) for row in rows] if own else rows
@@ -214,6 +215,7 @@ class ListStorage(Storage):
         )
 
     def contains(self, item: Any) -> bool | torch.Tensor:
+        """Whether rows are stored: bool for an int, and for each of a tensor; else TypeError."""
         if isinstance(item, int) and not isinstance(item, bool):
             return -len(self) <= item < len(self)
         if (

@@ -52,7 +52,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         OSError: at the first write, where the disk has too little room.
 
     Example:
-        >>> import tempfile, torch
+        >>> import os, tempfile, torch
         >>> from replaykit import LazyMemmapStorage, ReplayBuffer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))

@@ -22,6 +22,7 @@ def to_plain(value: Any) -> Any:
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit.storages.plain_state import from_plain, to_plain
         >>> plain = to_plain(TensorDict({"x": torch.zeros(2)}, [2]))
         >>> plain["x"], plain["__batch_size"]
         (tensor([0., 0.]), torch.Size([2]))

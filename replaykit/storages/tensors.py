@@ -33,6 +33,7 @@ class TensorStorage(RestorableStorage):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit import TensorStorage
         >>> data = TensorDict({"x": torch.arange(3)}, [3])
         >>> storage = TensorStorage(data)
         >>> storage[1]["x"].item(), len(storage)

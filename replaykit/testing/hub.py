@@ -32,6 +32,7 @@ class LoopbackHub:
 
     Example:
         >>> from http.client import HTTPConnection
+        >>> from replaykit.testing import LoopbackHub
         >>> with LoopbackHub({"me/data": {"dir/a.bin": b"abcdef"}}) as hub:
         ...     connection = HTTPConnection("127.0.0.1", hub.port)
         ...     path = "/datasets/me/data/resolve/main/dir/a.bin"
@@ -108,6 +109,7 @@ class LoopbackHub:
         before the first import. Everything it writes goes below ``cache_dir``.
 
         Example:
+            >>> from replaykit.testing import LoopbackHub
             >>> with LoopbackHub() as hub:
             ...     hub.env("/tmp/cache")["HF_HUB_CACHE"]
             '/tmp/cache/hub'
@@ -140,6 +142,7 @@ class LoopbackHub:
             FileNotFoundError: a local file, or a file to remove, is not there.
 
         Example:
+            >>> from replaykit.testing import LoopbackHub
             >>> hub = LoopbackHub({"me/data": {"a.bin": b"1"}})
             >>> first = hub.head("me/data")
             >>> hub.commit("me/data", {"a.bin": b"2"}) == hub.head("me/data") != first

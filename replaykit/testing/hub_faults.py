@@ -35,6 +35,7 @@ def lfs_pointer(data: bytes) -> bytes:
     """Returns the text that git stores in place of ``data`` when Git LFS keeps the data.
 
     Example:
+        >>> from replaykit.testing import lfs_pointer
         >>> lfs_pointer(b"abc").splitlines()[0]
         b'version https://git-lfs.github.com/spec/v1'
     """
@@ -73,6 +74,7 @@ class Fault:
         ValueError: an argument is out of its range.
 
     Example:
+        >>> from replaykit.testing import Fault
         >>> fault = Fault(path="*.h5", status=503, times=1)
         >>> fault.matches("resolve", "GET", "dir/a.h5"), fault.matches("tree", "GET", "")
         (True, False)

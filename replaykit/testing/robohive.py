@@ -43,6 +43,7 @@ def make_trial(
             reward as RoboHive writes them.
 
     Example:
+        >>> from replaykit.testing import make_trial
         >>> trial = make_trial(4, seed=1, terminated=True)
         >>> trial["actions"].shape, trial["rewards"].tolist(), trial["done"].tolist()
         ((3, 2), [100.0, 101.0, 102.0, 103.0], [False, False, False, True])
@@ -93,7 +94,9 @@ class RoboHiveWriter:
         ImportError: h5py is not installed.
 
     Example:
-        >>> import tempfile, numpy as np, h5py
+        >>> import h5py, tempfile, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.testing import RoboHiveWriter
         >>> path = Path(tempfile.mkdtemp()) / "demo_trace.h5"
         >>> with RoboHiveWriter(path) as writer:
         ...     writer.add_trial(

@@ -15,7 +15,7 @@ class Transform:
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, Transform
         >>> class Halves(Transform):
         ...     def forward(self, data):
         ...         return data / 2
@@ -67,6 +67,7 @@ class Compose(Transform):
         RuntimeError: something that is neither.
 
     Example:
+        >>> from replaykit import Compose
         >>> chain = Compose(lambda x: x + 1, lambda x: x * 10)
         >>> chain(2), len(chain)
         (30, 2)
@@ -111,6 +112,7 @@ class Compose(Transform):
         return data
 
     def inv(self, data: Any) -> Any:
+        """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
         for entry in reversed(self._entries):
             if data is None:
                 return None

@@ -20,6 +20,7 @@ class ExcludeTransform(Transform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit import ExcludeTransform
         >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
         >>> sorted(ExcludeTransform("a", ("next", "info"))(data).keys())
         ['b']
@@ -29,6 +30,7 @@ class ExcludeTransform(Transform):
         self.keys = [unravel(key) for key in keys]
 
     def forward(self, data: Any) -> Any:
+        """Returns a TensorDict without the keys; the given one stays as it is."""
         return data.exclude(*self.keys)
 
     def __repr__(self) -> str:
@@ -44,6 +46,7 @@ class SelectTransform(Transform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit import SelectTransform
         >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
         >>> sorted(SelectTransform("a")(data).keys())
         ['a']
@@ -53,6 +56,7 @@ class SelectTransform(Transform):
         self.keys = [unravel(key) for key in keys]
 
     def forward(self, data: Any) -> Any:
+        """Returns a TensorDict of the keys alone; KeyError, where one of them is absent."""
         for key in self.keys:
             require(data, key)
         return data.select(*self.keys)
@@ -70,6 +74,7 @@ class RenameTransform(Transform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit import RenameTransform
         >>> data = TensorDict({"a": torch.zeros(2)}, [2])
         >>> RenameTransform(["a"], [("next", "b")])(data)["next", "b"].shape
         torch.Size([2])
@@ -82,6 +87,7 @@ class RenameTransform(Transform):
         self.out_keys = [unravel(key) for key in out_keys]
 
     def forward(self, data: Any) -> Any:
+        """Returns a TensorDict with the new names; the given one stays as it is."""
         # All values are taken before the first name changes: names may be swapped.
         values = [require(data, key) for key in self.in_keys]
         # A copy, since names may go into branches that the given data shares.
@@ -109,6 +115,7 @@ class CatTensors(Transform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from replaykit import CatTensors
         >>> data = TensorDict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 1)}, [2])
         >>> CatTensors(["a", "b"], "obs")(data)["obs"].shape
         torch.Size([2, 4])
@@ -125,6 +132,7 @@ class CatTensors(Transform):
         self.del_keys = del_keys
 
     def forward(self, data: Any) -> Any:
+        """Returns a TensorDict with the joined tensor; the given one stays as it is."""
         parts = [require(data, key) for key in self.in_keys]
         dim = self.dim if self.dim < 0 else self.dim + data.batch_dims
         joined = torch.cat(parts, dim)

@@ -31,7 +31,7 @@ class Writer(ABC):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, Writer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
         >>> _ = rb.extend(torch.arange(5))
         >>> isinstance(rb.writer, Writer), rb.writer.write_count

@@ -14,7 +14,7 @@ class ImmutableDatasetWriter(Writer):
 
     Example:
         >>> import torch
-        >>> from replaykit import ReplayBuffer, TensorStorage
+        >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer, TensorStorage
         >>> rb = ReplayBuffer(storage=TensorStorage(torch.arange(3)),
         ...                   writer=ImmutableDatasetWriter())
         >>> rb.add(torch.tensor(3))
@@ -31,19 +31,25 @@ class ImmutableDatasetWriter(Writer):
         raise RuntimeError("This dataset doesn't allow writing.")
 
     def write(self, rows: Any) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()
 
     def add(self, data: Any) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()
 
     def extend(self, data: Any) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()
 
     def write_at(self, index: Any, data: Any) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()
 
     def empty(self, empty_write_count: bool = True) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()
 
     def prepare(self, data: Any, **_: Any) -> NoReturn:
+        """Always raises RuntimeError."""
         self._refuse()

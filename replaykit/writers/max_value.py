@@ -42,7 +42,7 @@ class TensorDictMaxValueWriter(Writer):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
         >>> rb.extend(TensorDict({"r": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5]))
         tensor([-1,  1,  2,  0, -1])
@@ -67,6 +67,7 @@ class TensorDictMaxValueWriter(Writer):
         self._seen = (-1, -1)
 
     def register_storage(self, storage: Storage) -> None:
+        """Takes the storage to write to; ValueError, where it has ``ndim > 1``."""
         if storage.ndim > 1:
             raise ValueError(
                 f"a {type(self).__name__} takes storages with ndim=1, got ndim={storage.ndim}"
@@ -75,12 +76,14 @@ class TensorDictMaxValueWriter(Writer):
         self._heap = None
 
     def prepare(self, data: Any, **options: Any) -> Any:
+        """Returns checked rows for ``write``; raises where they have no rank, or one is NaN."""
         rows = super().prepare(data, **options)
         if len(rows):
             self._ranks(rows)
         return rows
 
     def write(self, rows: Any) -> torch.Tensor:
+        """Stores the rows whose rank suffices; -1 for those refused, or displaced by later ones."""
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()

@@ -24,7 +24,7 @@ class RoundRobinWriter(Writer):
 
     Example:
         >>> import torch
-        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter())
         >>> rb.extend(torch.arange(10)), rb[:], rb.write_count
         (tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1]), tensor([8, 9, 6, 7]), 10)
@@ -37,6 +37,7 @@ class RoundRobinWriter(Writer):
         self.tracks_generations = track_generations
 
     def write(self, rows: Any) -> torch.Tensor:
+        """Stores every row from the cursor on; returns its slot, int64 ``[B]`` (``[B, ndim]``)."""
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()
@@ -85,6 +86,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same as RoundRobinWriter, under the name that code for TensorDicts uses.
 
     Example:
+        >>> from replaykit import RoundRobinWriter, TensorDictRoundRobinWriter
         >>> issubclass(TensorDictRoundRobinWriter, RoundRobinWriter)
         True
     """

@@ -368,3 +368,26 @@ def test_where_there_is_no_checkpoint(buffer_of: Any, unchanged: Any, tmp_path: 
     unchanged(buffer, CheckpointError, lambda: buffer.loads(tmp_path), "not a checkpoint")
     unchanged(buffer, CheckpointError, lambda: buffer.dumps(tmp_path), "another directory")
     assert json.loads((tmp_path / "manifest.json").read_text()) == {"name": "another tool"}
+
+
+@pytest.mark.parametrize("kind", ["list", "lazy_stack"])
+def test_rows_with_text_are_saved(kind: str, buffer_of: Any, tmp_path: Path):
+    """What a list storage holds and JSON can say, it saves: an instruction beside the pixels."""
+    buffer = buffer_of(kind)
+    batch = TensorDict(
+        {
+            "x": torch.arange(3.0),
+            "text": ["open the door", "", "\u00e9"],
+            "info": TensorDict({"robot": "franka"}, [3]),
+        },
+        [3],
+    )
+    buffer.extend(batch)
+    buffer.dumps(tmp_path)
+    other = buffer_of(kind)
+    other.loads(tmp_path)
+    rows = list(other.storage)
+    assert [row["text"] for row in rows] == ["open the door", "", "\u00e9"]
+    assert [row["info", "robot"] for row in rows] == ["franka"] * 3
+    assert [row["x"].item() for row in rows] == [0, 1, 2]
+    assert {row.batch_size for row in rows} == {torch.Size([])}

@@ -164,7 +164,6 @@ def test_containers_of_tensors_come_back():
         (np.arange(3).astype(">i8"), "NumPy dtype >i8"),
         (np.array([1], dtype="M8[s]"), "NumPy dtype datetime64"),
         (torch.eye(3).to_sparse(), "dense tensor, got layout torch.sparse"),
-        (TensorDict({"a": {"t": "text"}}, []), r"value: key .*'t'.*non-tensor"),
         (Point(x=torch.zeros(1), about=object(), batch_size=[1]), "object"),
         (lambda: None, "function"),
         (bytearray(b"x"), "bytearray"),
@@ -322,3 +321,18 @@ def test_no_module_can_run_code_from_a_file(file: Path):
 def test_the_check_of_the_package_finds_what_it_looks_for(text: str):
     assert len(faults(ast.parse(text))) == 1
     assert faults(ast.parse("json.load(f); read(x, allow_pickle=False); re.compile('x')")) == []
+
+
+def test_values_beside_tensors_come_back_with_their_rows() -> None:
+    data = TensorDict(
+        {"x": torch.zeros(2), "all": "same", "each": ["a", {"b": torch.ones(1)}]}, [2]
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    record = json.loads(json.dumps(encode(data, "data", tensors)))
+    back = decode(record, tensors.__getitem__)
+    assert back.batch_size == (2,)
+    assert back["all"] == "same"
+    assert back[0]["each"] == "a"
+    assert back[1]["each"]["b"].equal(torch.ones(1))
+    with pytest.raises(TypeError, match=r"data\['each'\]\[1\]: .*object"):
+        encode(TensorDict({"each": ["a", object()]}, [2]), "data", {})
