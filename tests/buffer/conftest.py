@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,6 +119,124 @@ def buffer_of(storage_of: Any, sampler_of: Any) -> Callable[..., ReplayBuffer]:
     return make
 
 
+@pytest.fixture(scope="session")
+def wrapped(buffer_of: Any) -> Callable[..., ReplayBuffer]:
+    """``wrapped(kind, **options)``: seven rows in a ring of seven, of ids 7, 8, 9, 3, 4, 5, 6."""
+
+    def make(kind: str, **options: Any) -> ReplayBuffer:
+        buffer = buffer_of(kind, 7, **options)
+        buffer.extend(_rows(10))
+        return buffer
+
+    return make
+
+
+class _Counting(SamplerWithoutReplacement):
+    """Counts its draws, and fails at some of them."""
+
+    def __init__(self, *failing: int) -> None:
+        super().__init__(shuffle=False)
+        self.draws = 0
+        self.failing = failing
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        self.draws += 1
+        if self.draws in self.failing:
+            raise ArithmeticError(f"draw {self.draws}")
+        return super().sample(storage, batch_size)
+
+
+@pytest.fixture(scope="session")
+def counting_sampler() -> type[_Counting]:
+    """``counting_sampler(*failing)``: draws in order; ``draws`` counts, some of them fail."""
+    return _Counting
+
+
+class _Prioritised(Sampler):
+    """The least that a sampler with priorities is: one number per element, draws by weight."""
+
+    prioritized = True
+
+    def __init__(self, reduction: str = "max") -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.priorities: dict[Any, float] = {}
+        self.told: list[str] = []
+        self.set_times: dict[Any, int] = {}
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        slots = list(self.priorities)
+        weights = torch.tensor([self.priorities[slot] for slot in slots])
+        drawn = torch.multinomial(weights, batch_size, True, generator=self.generator)
+        return torch.tensor(slots)[drawn], {"priority_weight": weights[drawn]}
+
+    def attach(self, storage: Storage) -> None:
+        for slot in range(len(storage)):
+            self.priorities[slot] = self.default_priority
+
+    def empty(self) -> None:
+        super().empty()
+        self.priorities = {}
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        self.told.append("mark_update")
+        self._set(index, torch.ones(len(index)))
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        storage: Storage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        assert storage is not None
+        assert storage.lock.acquire(blocking=False)
+        storage.lock.release()
+        self.told.append("update_priority")
+        index = torch.as_tensor(index).reshape(-1, storage.ndim)
+        if generation is not None:
+            live = storage.ledger.generations(index[:, 0]) == generation
+            index, priority = index[live], priority[live]
+        self._set(index if storage.ndim > 1 else index[:, 0], priority.expand(len(index)))
+
+    def _set(self, index: Any, priority: torch.Tensor) -> None:
+        for slot, value in zip(index.tolist(), priority.tolist(), strict=True):
+            slot = tuple(slot) if isinstance(slot, list) else slot
+            self.priorities[slot] = value
+            self.set_times[slot] = self.set_times.get(slot, 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "priorities": dict(self.priorities)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.priorities = dict(state_dict["priorities"])
+
+
+@pytest.fixture(scope="session")
+def prioritised_sampler() -> type[_Prioritised]:
+    """``prioritised_sampler(reduction="max")``: what it knows, and in what way it was told."""
+    return _Prioritised
+
+
+@pytest.fixture(scope="session")
+def prioritised(buffer_of: Any) -> Callable[..., ReplayBuffer]:
+    """``prioritised(kind="tensor", **options)``: a buffer of ten slots with such a sampler."""
+    return lambda kind="tensor", **options: buffer_of(kind, sampler=_Prioritised(), **options)
+
+
+@pytest.fixture(scope="session")
+def priorities() -> Callable[[ReplayBuffer], dict[Any, float]]:
+    """``priorities(buffer)``: what a ``prioritised_sampler`` knows, by slot."""
+
+    def known(buffer: ReplayBuffer) -> dict[Any, float]:
+        assert isinstance(buffer.sampler, _Prioritised)
+        return buffer.sampler.priorities
+
+    return known
+
+
 def _same(a: Any, b: Any, where: str = "value") -> None:
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor), where
@@ -212,3 +331,18 @@ def in_threads() -> Callable[..., None]:
             raise errors[0]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., bool]:
+    """``eventually(condition, seconds=20)``: waits for it; whether it came true."""
+
+    def wait(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.002)
+        return True
+
+    return wait

@@ -1,14 +1,12 @@
-"""What a buffer is made of: arguments, defaults, factories, description, randomness."""
+"""What a buffer is made of: arguments, defaults, components, description."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import random
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -46,7 +44,11 @@ CONSTRUCTOR = {
     "delayed_init": None,
     "compilable": False,
 }
+
+
 NOTHING = inspect.Parameter.empty
+
+
 METHODS = {
     "add": {"data": NOTHING},
     "extend": {"data": NOTHING, "*update_priority": None},
@@ -181,128 +183,6 @@ def test_prefetch_of_nothing_needs_no_batch_size(prefetch: int | None):
     assert buffer.stats()["prefetch_queue_size"] == 0
 
 
-def test_components_may_be_instances_or_factories():
-    made: list[str] = []
-
-    def storage() -> LazyTensorStorage:
-        made.append("storage")
-        return LazyTensorStorage(3)
-
-    sampler = SamplerWithoutReplacement()
-    buffer = ReplayBuffer(storage=storage, sampler=sampler, writer=RoundRobinWriter)
-    assert made == ["storage"]
-    assert buffer.sampler is sampler
-    assert isinstance(buffer.writer, RoundRobinWriter)
-    assert buffer.storage is buffer.storage
-
-
-def test_delayed_components_are_made_at_first_use():
-    made: list[str] = []
-
-    def storage() -> LazyTensorStorage:
-        made.append("storage")
-        return LazyTensorStorage(3)
-
-    buffer = ReplayBuffer(storage=storage, delayed_init=True)
-    assert not buffer.initialized
-    assert "not initialized" in repr(buffer)
-    assert buffer.stats() == {
-        "size": 0,
-        "write_count": 0,
-        "prefetch_queue_size": 0,
-        "initialized": False,
-        "capacity": 0,
-        "utilization": 0.0,
-    }
-    assert (buffer.initialized, made) == (False, [])
-    buffer.extend(torch.arange(2))
-    assert (buffer.initialized, made, len(buffer)) == (True, ["storage"], 2)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        len,
-        repr,
-        lambda b: b.storage,
-        lambda b: b.sampler,
-        lambda b: b.writer,
-        lambda b: b.transform,
-        lambda b: b.write_count,
-        lambda b: b.dim_extend,
-        lambda b: b.can_sample(2),
-        lambda b: b.empty(),
-        lambda b: b.set_writer(RoundRobinWriter()),
-        lambda b: b.append_transform(lambda x: x),
-        lambda b: b.state_dict(),
-    ],
-)
-def test_any_use_of_a_delayed_buffer_works(use: Any):
-    buffer = ReplayBuffer(storage=lambda: LazyTensorStorage(3), delayed_init=True)
-    use(buffer)
-    buffer.add(torch.tensor(1.0))
-    assert buffer[:].tolist() == [1.0]
-
-
-def test_a_transform_factory_delays_and_is_called_once():
-    made: list[int] = []
-
-    def factory() -> Any:
-        made.append(1)
-        return lambda data: data + 1
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), transform_factory=factory)
-    assert (buffer.initialized, made) == (False, [])
-    buffer.extend(torch.zeros(2))
-    assert buffer[:].tolist() == [1.0, 1.0]
-    assert buffer.sample(1).tolist() == [1.0]
-    assert made == [1]
-    at_once = ReplayBuffer(transform_factory=factory, delayed_init=False)
-    assert at_once.initialized
-
-
-@pytest.mark.parametrize("name", ["storage", "sampler", "writer", "transform_factory"])
-def test_a_failing_factory_leaves_the_buffer_uninitialised_and_is_tried_again(name: str):
-    working = {
-        "storage": lambda: LazyTensorStorage(3),
-        "sampler": RandomSampler,
-        "writer": RoundRobinWriter,
-        "transform_factory": lambda: torch.neg,
-    }
-    attempts: list[int] = []
-
-    def failing() -> Any:
-        attempts.append(1)
-        if len(attempts) < 3:
-            raise ConnectionError("not yet")
-        return working[name]()
-
-    buffer = ReplayBuffer(**{**working, name: failing}, delayed_init=True)
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match="not yet"):
-            buffer.extend(torch.zeros(2))
-        assert not buffer.initialized
-    buffer.extend(torch.ones(2))
-    assert (len(buffer), buffer.initialized, len(attempts)) == (2, True, 3)
-    assert buffer[:].tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.pitfall("TH3")
-def test_threads_that_use_a_delayed_buffer_first_share_its_components(in_threads: Any):
-    """TH3: two first uses at once made two storages, and the rows of one were lost."""
-    for _ in range(20):
-        made: list[int] = []
-
-        def storage(made: list[int] = made) -> LazyTensorStorage:
-            made.append(1)
-            threading.Event().wait(0.002)
-            return LazyTensorStorage(100)
-
-        buffer = ReplayBuffer(storage=storage, delayed_init=True)
-        in_threads(*[lambda b=buffer: b.extend(torch.zeros(5)) for _ in range(4)])
-        assert (len(made), len(buffer)) == (1, 20)
-
-
 def test_dim_extend_cannot_be_changed_later():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4, ndim=2))
     buffer.dim_extend = 1
@@ -328,6 +208,17 @@ def test_a_list_is_rows_and_a_tuple_is_a_pytree():
     assert objects[:] == [(1, "a"), (2, "b"), (3, "c")]
     with pytest.raises(TypeError, match=r"list, tuple.*add"):
         objects.extend(7)
+
+
+@pytest.mark.pitfall("IF10")
+def test_arguments_without_effect_are_accepted():
+    """IF10: ``compilable`` is listed as accepted without effect."""
+    writer = ImmutableDatasetWriter(compilable=True)
+    buffer = ReplayBuffer(
+        storage=TensorStorage(torch.arange(3), compilable=True), writer=writer, compilable=True
+    )
+    assert sorted(buffer.sample(50).unique().tolist()) == [0, 1, 2]
+    assert isinstance(ReplayBuffer(sample_unit=Transition()), ReplayBuffer)
 
 
 # -- description ----------------------------------------------------------------------------------
@@ -399,94 +290,3 @@ def test_the_tensordict_buffer_is_the_same_under_another_name(same: Any, rows: A
 def test_public_names_resolve():
     for name in replaykit.__all__:
         assert getattr(replaykit, name) is not None
-
-
-# -- randomness -----------------------------------------------------------------------------------
-
-
-def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
-    for start in range(0, 30, 6):
-        buffer.extend(rows(6, start))
-        buffer.sample(4)
-        buffer.next()
-        buffer[:3]
-        buffer.set_("id", buffer["id"].clone())
-        buffer.update_if_present(
-            index=torch.tensor([0]), generation=torch.tensor([0]), patch={"id": torch.tensor([1])}
-        )
-    buffer.load_state_dict(buffer.state_dict())
-    buffer.empty()
-
-
-@pytest.mark.pitfall("PR5")
-@pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered"])
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_no_global_generator_is_read_or_advanced(
-    sampler: str, prefetch: int | None, buffer_of: Any, rows: Any
-):
-    """G5, PR5, RD14: with a generator, NumPy's, Python's and torch's own stay where they were."""
-    buffer = buffer_of(
-        sampler=sampler,
-        seed=0,
-        batch_size=3,
-        prefetch=prefetch,
-        writer=RoundRobinWriter(track_generations=True),
-    )
-    before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())  # noqa: NPY002
-    _exercise(buffer, rows)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
-    assert random.getstate() == before[2]
-
-
-@pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without"])
-@pytest.mark.parametrize("prefetch", [None, 3])
-def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer_of: Any):
-    """RD14: the same seed and calls give the same rows, whatever the global generator does."""
-    drawn = []
-    for seed in (1, 1, 2):
-        buffer = buffer_of(
-            sampler=sampler, max_size=50, filled=50, seed=seed, batch_size=8, prefetch=prefetch
-        )
-        torch.manual_seed(len(drawn))
-        drawn.append([buffer.sample()["index"].tolist() for _ in range(12)])
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.pitfall("PR5")
-def test_without_a_generator_torchs_own_decides(buffer_of: Any):
-    """PR5: ``torch.manual_seed`` reproduces, ``numpy.random.seed`` does not matter."""
-    drawn = []
-    for seed in (5, 5, 6):
-        buffer = buffer_of(max_size=50, filled=50)
-        torch.manual_seed(seed)
-        np.random.seed(len(drawn))  # noqa: NPY002
-        drawn.append([buffer.sample(8)["index"].tolist() for _ in range(5)])
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_set_rng_gives_the_sampler_another_generator(buffer_of: Any):
-    buffer = buffer_of(max_size=50, filled=50, seed=1)
-    expected = [buffer.sample(8)["index"].tolist() for _ in range(3)]
-    buffer.set_rng(torch.Generator().manual_seed(1))
-    assert [buffer.sample(8)["index"].tolist() for _ in range(3)] == expected
-    buffer.set_rng(None)
-    torch.manual_seed(4)
-    first = buffer.sample(8)["index"].tolist()
-    torch.manual_seed(4)
-    assert buffer.sample(8)["index"].tolist() == first
-    with pytest.raises(TypeError, match="generator"):
-        buffer.set_rng(3)
-
-
-@pytest.mark.pitfall("IF10")
-def test_arguments_without_effect_are_accepted():
-    """IF10: ``compilable`` is listed as accepted without effect."""
-    writer = ImmutableDatasetWriter(compilable=True)
-    buffer = ReplayBuffer(
-        storage=TensorStorage(torch.arange(3), compilable=True), writer=writer, compilable=True
-    )
-    assert sorted(buffer.sample(50).unique().tolist()) == [0, 1, 2]
-    assert isinstance(ReplayBuffer(sample_unit=Transition()), ReplayBuffer)

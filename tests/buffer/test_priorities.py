@@ -1,88 +1,16 @@
-"""Priorities on their way to a sampler: from written data and from learners."""
+"""Priorities on their way to a sampler: from written data, and with other components."""
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorClass, TensorDict
 
-from replaykit import (
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    RandomSampler,
-    ReplayBuffer,
-    Sampler,
-    Storage,
-    TensorDictMaxValueWriter,
-)
-
-
-class Prioritised(Sampler):
-    """The least that a sampler with priorities is: one number per element, draws by weight."""
-
-    prioritized = True
-
-    def __init__(self, reduction: str = "max") -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.priorities: dict[Any, float] = {}
-        self.told: list[str] = []
-        self.set_times: dict[Any, int] = {}
-
-    def sample(self, storage: Storage, batch_size: int) -> Any:
-        slots = list(self.priorities)
-        weights = torch.tensor([self.priorities[slot] for slot in slots])
-        drawn = torch.multinomial(weights, batch_size, True, generator=self.generator)
-        return torch.tensor(slots)[drawn], {"priority_weight": weights[drawn]}
-
-    def attach(self, storage: Storage) -> None:
-        for slot in range(len(storage)):
-            self.priorities[slot] = self.default_priority
-
-    def empty(self) -> None:
-        super().empty()
-        self.priorities = {}
-
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        self.told.append("mark_update")
-        self._set(index, torch.ones(len(index)))
-
-    def update_priority(
-        self,
-        index: Any,
-        priority: Any,
-        *,
-        storage: Storage | None = None,
-        generation: torch.Tensor | None = None,
-    ) -> None:
-        assert storage is not None
-        assert storage.lock.acquire(blocking=False)
-        storage.lock.release()
-        self.told.append("update_priority")
-        index = torch.as_tensor(index).reshape(-1, storage.ndim)
-        if generation is not None:
-            live = storage.ledger.generations(index[:, 0]) == generation
-            index, priority = index[live], priority[live]
-        self._set(index if storage.ndim > 1 else index[:, 0], priority.expand(len(index)))
-
-    def _set(self, index: Any, priority: torch.Tensor) -> None:
-        for slot, value in zip(index.tolist(), priority.tolist(), strict=True):
-            slot = tuple(slot) if isinstance(slot, list) else slot
-            self.priorities[slot] = value
-            self.set_times[slot] = self.set_times.get(slot, 0) + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "priorities": dict(self.priorities)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.priorities = dict(state_dict["priorities"])
+from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictMaxValueWriter
 
 
 class Step(TensorClass):
@@ -90,16 +18,6 @@ class Step(TensorClass):
 
     x: torch.Tensor
     td_error: torch.Tensor
-
-
-def prioritised(kind: str = "tensor", **options: Any) -> ReplayBuffer:
-    storage = {"tensor": LazyTensorStorage, "list": ListStorage, "lazy_stack": LazyStackStorage}
-    return ReplayBuffer(storage=storage[kind](10), sampler=Prioritised(), **options)
-
-
-def priorities(buffer: ReplayBuffer) -> dict[Any, float]:
-    assert isinstance(buffer.sampler, Prioritised)
-    return buffer.sampler.priorities
 
 
 def data(*td_errors: float, key: Any = "td_error") -> TensorDict:
@@ -114,7 +32,9 @@ def data(*td_errors: float, key: Any = "td_error") -> TensorDict:
 @pytest.mark.pitfall("IF3")
 @pytest.mark.pitfall("PR9")
 @pytest.mark.parametrize("kind", ["tensor", "list", "lazy_stack"])
-def test_written_rows_take_the_priorities_that_they_carry(kind: str):
+def test_written_rows_take_the_priorities_that_they_carry(
+    kind: str, prioritised: Any, priorities: Any
+):
     """PR9, IF3, E3: each row's priority is set once, from ``extend``, ``add`` and lists."""
     buffer = prioritised(kind)
     buffer.extend(data(1.0, 2.0, 3.0))
@@ -128,7 +48,7 @@ def test_written_rows_take_the_priorities_that_they_carry(kind: str):
 
 
 @pytest.mark.pitfall("PR9")
-def test_rows_without_priorities_get_the_default():
+def test_rows_without_priorities_get_the_default(prioritised: Any, priorities: Any):
     """PR9: also where the caller asks to ignore what the data carries."""
     buffer = prioritised()
     buffer.extend(data(3.0, 4.0).exclude("td_error"))
@@ -144,7 +64,7 @@ def test_rows_without_priorities_get_the_default():
     assert priorities(listed) == {0: 1.0, 1: 1.0}
 
 
-def test_the_key_of_priorities_can_be_nested():
+def test_the_key_of_priorities_can_be_nested(prioritised: Any, priorities: Any):
     buffer = prioritised(priority_key=("next", "p"))
     buffer.extend(data(3.0, 4.0, key=("next", "p")).set("td_error", torch.tensor([8.0, 9.0])))
     assert priorities(buffer) == {0: 3.0, 1: 4.0}
@@ -154,9 +74,11 @@ def test_the_key_of_priorities_can_be_nested():
     ("reduction", "expected"),
     [("max", 4.0), ("min", 1.0), ("mean", 2.25), ("median", 2.0), ("sum", 9.0)],
 )
-def test_priorities_of_several_dimensions_are_reduced(reduction: str, expected: float):
+def test_priorities_of_several_dimensions_are_reduced(
+    reduction: str, expected: float, prioritised_sampler: Any, prioritised: Any, priorities: Any
+):
     values = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Prioritised(reduction))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=prioritised_sampler(reduction))
     rows = TensorDict({"x": torch.zeros(2), "td_error": torch.stack([values, values * 2])}, [2])
     buffer.extend(rows)
     buffer.add(rows[0])
@@ -166,7 +88,7 @@ def test_priorities_of_several_dimensions_are_reduced(reduction: str, expected: 
     assert priorities(column) == {0: 2.0, 1: 3.0}
 
 
-def test_priorities_of_whole_trajectories_are_reduced():
+def test_priorities_of_whole_trajectories_are_reduced(prioritised: Any, priorities: Any):
     buffer = prioritised()
     buffer.extend(TensorDict({"td_error": torch.tensor([[1.0, 5.0], [2.0, 3.0]])}, [2, 2]))
     assert priorities(buffer) == {0: 5.0, 1: 3.0}
@@ -177,7 +99,7 @@ def test_priorities_of_whole_trajectories_are_reduced():
     assert priorities(ragged) == {0: 2.0, 1: 4.0}
 
 
-def test_tensorclasses_carry_priorities_too():
+def test_tensorclasses_carry_priorities_too(prioritised: Any, priorities: Any):
     buffer = prioritised()
     buffer.extend(Step(x=torch.zeros(2), td_error=torch.tensor([2.0, 3.0]), batch_size=[2]))
     assert priorities(buffer) == {0: 2.0, 1: 3.0}
@@ -185,9 +107,11 @@ def test_tensorclasses_carry_priorities_too():
 
 @pytest.mark.parametrize("dim_extend", [None, 0])
 @pytest.mark.parametrize("how", ["extend", "add", "list"])
-def test_every_cell_of_rows_with_lanes_has_a_priority_of_its_own(how: str, dim_extend: Any):
+def test_every_cell_of_rows_with_lanes_has_a_priority_of_its_own(
+    how: str, dim_extend: Any, prioritised_sampler: Any, priorities: Any
+):
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(12, ndim=2), sampler=Prioritised(), dim_extend=dim_extend
+        storage=LazyTensorStorage(12, ndim=2), sampler=prioritised_sampler(), dim_extend=dim_extend
     )
     errors = torch.arange(6.0).view(2, 3)  # two lanes, three steps
     layout = errors if dim_extend is None else errors.T
@@ -211,7 +135,7 @@ def test_every_cell_of_rows_with_lanes_has_a_priority_of_its_own(how: str, dim_e
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf"), float("-inf")])
 def test_a_bad_priority_is_found_before_anything_is_stored(
-    how: str, kind: str, wrong: float, unchanged: Any
+    how: str, kind: str, wrong: float, unchanged: Any, prioritised: Any, priorities: Any
 ):
     """PR10, PR2: rows, counters and priorities are as before, wherever the bad value is."""
     buffer = prioritised(kind)
@@ -234,7 +158,9 @@ def test_a_bad_priority_is_found_before_anything_is_stored(
 
 
 @pytest.mark.pitfall("PR10")
-def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored(unchanged: Any):
+def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored(
+    unchanged: Any, prioritised_sampler: Any, prioritised: Any
+):
     """PR10: none per row, or none per cell."""
     empty = prioritised()
     empty.extend(data(1.0))
@@ -243,169 +169,44 @@ def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored(uncha
         ValueError,
         lambda: empty.extend(TensorDict({"x": torch.zeros(2), "td_error": torch.ones(2, 0)}, [2])),
     )
-    lanes = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=Prioritised())
+    lanes = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=prioritised_sampler())
     lanes.extend(TensorDict({"td_error": torch.ones(2, 3)}, [2, 3]))
     bad = TensorDict({"td_error": torch.ones(2, 3)}, [2, 3])
     bad["td_error"][1, 2] = -1
     unchanged(lanes, ValueError, lambda: lanes.extend(bad))
 
 
-def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=Prioritised())
+def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows(
+    prioritised_sampler: Any, priorities: Any
+):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=prioritised_sampler())
     buffer.extend(data(*map(float, range(1, 9))))
     assert priorities(buffer) == {0: 7.0, 1: 8.0, 2: 6.0}
 
 
-def test_rows_that_a_writer_refuses_have_no_slot():
+def test_rows_that_a_writer_refuses_have_no_slot(prioritised_sampler: Any, priorities: Any):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(3),
-        sampler=Prioritised(),
+        sampler=prioritised_sampler(),
         writer=TensorDictMaxValueWriter("x"),
     )
     buffer.extend(TensorDict({"x": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5]))
     assert set(priorities(buffer)) - {-1} == {0, 1, 2}
 
 
-# -- from learners --------------------------------------------------------------------------------
-
-
-def filled(count: int = 6, **options: Any) -> ReplayBuffer:
-    buffer = prioritised(**options)
-    buffer.extend(TensorDict({"x": torch.arange(count)}, [count]))
-    buffer.sampler.told.clear()
-    return buffer
-
-
-@pytest.mark.pitfall("PR6")
-def test_samples_carry_generations_and_stale_updates_are_dropped():
-    """PR6, D3, E4: priorities written back to a slot that was overwritten went to the new row."""
-    buffer = filled(10)
-    batch = buffer.sample(30)
-    assert batch["index_generation"].tolist() == [0] * 30
-    assert batch["priority_weight"].shape == (30,)
-    buffer.extend(TensorDict({"x": torch.arange(4)}, [4]))
-    batch["td_error"] = torch.full((30,), 9.0)
-    buffer.update_tensordict_priority(batch)
-    seen = set(batch["index"].tolist())
-    assert priorities(buffer) == {
-        slot: 9.0 if slot in seen and slot > 3 else 1.0 for slot in range(10)
-    }
-    info = buffer.sample(4, return_info=True)[1]
-    buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
-    buffer.update_priority(info["index"], torch.ones(4) * 5, generation=info["index_generation"])
-    assert set(priorities(buffer).values()) == {1.0}
-    buffer.update_priority(info["index"], torch.ones(4) * 5)  # whatever is there now
-    assert {priorities(buffer)[i] for i in info["index"].tolist()} == {5.0}
-
-
-@pytest.mark.parametrize("how", ["update_priority", "update_tensordict_priority"])
-def test_learners_give_priorities_back_with_the_sample(how: str):
-    buffer = filled(priority_key=("next", "p"))
-    batch = buffer.sample(3)
-    batch["next", "p"] = torch.tensor([[[2.0, 3.0]], [[2.0, 3.0]], [[2.0, 3.0]]])
-    getattr(buffer, how)(batch)
-    for slot in batch["index"].tolist():
-        assert priorities(buffer)[slot] == 3.0
-    assert buffer.sampler.told == ["update_priority"]
-
-
-@pytest.mark.pitfall("PR15")
-def test_a_missing_priority_key_is_an_error(unchanged: Any):
-    """PR15, E11: it reset the rows to the default priority."""
-    buffer = filled()
-    batch = buffer.sample(3)
-    unchanged(buffer, KeyError, lambda: buffer.update_tensordict_priority(batch), "td_error")
-    batch = batch.set("td_error", torch.ones(3)).exclude("index")
-    unchanged(buffer, KeyError, lambda: buffer.update_priority(batch), "index")
-    assert buffer.sampler.told == []
-
-
-@pytest.mark.pitfall("PR2")
-@pytest.mark.parametrize("wrong", [float("nan"), -0.5, float("inf")])
-def test_a_bad_priority_in_a_sample_is_refused(wrong: float, unchanged: Any):
-    """PR2: nothing has changed."""
-    buffer = filled()
-    batch = buffer.sample(3).set("td_error", torch.tensor([1.0, 1.0, wrong]))
-    unchanged(buffer, ValueError, lambda: buffer.update_tensordict_priority(batch), "finite")
-    assert set(priorities(buffer).values()) == {1.0}
-
-
-@pytest.mark.parametrize("stack_dim", [None, 0, 1])
-def test_samples_of_trajectories_give_one_priority_each(stack_dim: int | None):
-    """What is known of a trajectory is repeated over its steps; its priority is reduced."""
-    storage = (
-        LazyTensorStorage(5) if stack_dim is None else LazyStackStorage(5, stack_dim=stack_dim)
-    )
-    buffer = ReplayBuffer(storage=storage, sampler=Prioritised())
-    buffer.extend(TensorDict({"x": torch.arange(12).view(4, 3)}, [4, 3]))
-    batch, info = buffer.sample(20, return_info=True)
-    batch["td_error"] = batch["x"] + 1.0
-    buffer.update_tensordict_priority(batch)
-    seen = set(info["index"].tolist())
-    assert priorities(buffer) == {
-        slot: 3.0 * slot + 3 if slot in seen else 1.0 for slot in range(4)
-    }
-
-
-def test_a_single_row_can_be_given_back():
-    buffer = filled()
-    batch = buffer.sample(3).set("td_error", torch.tensor([4.0, 5.0, 6.0]))
-    buffer.update_tensordict_priority(batch[2])
-    assert priorities(buffer)[int(batch["index"][2])] == 6.0
-
-
-@pytest.mark.parametrize("lanes", [(2,), (2, 3)])
-@pytest.mark.parametrize("shape", ["written", "flat", "column"])
-def test_priorities_may_lie_like_the_data_that_was_written(lanes: Any, shape: str):
-    ndim = len(lanes) + 1
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=ndim), sampler=Prioritised())
-    content = torch.arange(torch.Size([*lanes, 4]).numel()).view(*lanes, 4)
-    index = buffer.extend(TensorDict({"x": content}, content.shape))
-    time_major = content.transpose(0, ndim - 1).reshape(-1).double()
-    buffer.update_priority(
-        index,
-        {
-            "written": content.double(),
-            "flat": time_major,
-            "column": time_major[:, None],
-        }[shape],
-    )
-    for cell, value in priorities(buffer).items():
-        assert buffer.storage[torch.tensor([list(cell)])]["x"].item() == value
-
-
-def test_a_single_slot_can_be_given_a_priority():
-    buffer = filled()
-    buffer.update_priority(3, 8.0)
-    buffer.update_priority(torch.tensor([4]), torch.tensor([[9.0]]))
-    buffer.mark_update(torch.tensor([0]))
-    assert [priorities(buffer)[slot] for slot in (0, 3, 4)] == [1.0, 8.0, 9.0]
-
-
-@pytest.mark.pitfall("PR11")
-def test_without_priorities_updates_warn_or_do_nothing(buffer_of: Any, unchanged: Any):
-    """PR11: a learner that always gives priorities back needs no special case."""
-    buffer = buffer_of(filled=5)
-    with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
-        buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.update_tensordict_priority(buffer.sample(2))
-        buffer.update_priority(buffer.sample(2))
-        buffer.mark_update(torch.tensor([0]))
-
-
 # -- with other components ------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("PR12")
-def test_rows_that_are_there_get_the_default_when_the_sampler_comes(buffer_of: Any, rows: Any):
+def test_rows_that_are_there_get_the_default_when_the_sampler_comes(
+    buffer_of: Any, rows: Any, prioritised_sampler: Any, prioritised: Any, priorities: Any
+):
     """PR12: over a filled storage, by constructor, ``set_sampler`` and ``set_storage``."""
     storage = LazyTensorStorage(10)
     ReplayBuffer(storage=storage).extend(rows(4))
-    built = ReplayBuffer(storage=storage, sampler=Prioritised())
+    built = ReplayBuffer(storage=storage, sampler=prioritised_sampler())
     changed = ReplayBuffer(storage=storage)
-    changed.set_sampler(Prioritised())
+    changed.set_sampler(prioritised_sampler())
     moved = prioritised()
     moved.extend(data(5.0, 6.0, 7.0, 8.0, 9.0))
     moved.set_storage(storage)
@@ -415,10 +216,12 @@ def test_rows_that_are_there_get_the_default_when_the_sampler_comes(buffer_of: A
 
 
 @pytest.mark.pitfall("WR15")
-def test_rows_written_by_another_buffer_get_the_default(rows: Any):
+def test_rows_written_by_another_buffer_get_the_default(
+    rows: Any, prioritised_sampler: Any, priorities: Any
+):
     """WR15, 7.10: every buffer over a storage knows of all rows."""
     storage = LazyTensorStorage(10)
-    one, two = (ReplayBuffer(storage=storage, sampler=Prioritised()) for _ in range(2))
+    one, two = (ReplayBuffer(storage=storage, sampler=prioritised_sampler()) for _ in range(2))
     one.extend(rows(2).set("td_error", torch.tensor([5.0, 6.0])))
     two.extend(rows(1, 2).set("td_error", torch.tensor([7.0])))
     assert priorities(one) == {0: 5.0, 1: 6.0, 2: 1.0}
@@ -428,7 +231,7 @@ def test_rows_written_by_another_buffer_get_the_default(rows: Any):
 
 
 @pytest.mark.pitfall("CK15")
-def test_priorities_are_saved_and_copied(tmp_path: Any):
+def test_priorities_are_saved_and_copied(tmp_path: Any, prioritised: Any, priorities: Any):
     """CK15: nothing resets them on the way back."""
     buffer = prioritised()
     buffer.extend(data(1.0, 2.0, 3.0))
@@ -441,9 +244,9 @@ def test_priorities_are_saved_and_copied(tmp_path: Any):
 
 
 @pytest.mark.pitfall("TH4")
-def test_no_sample_sees_new_rows_with_old_priorities():
+def test_no_sample_sees_new_rows_with_old_priorities(prioritised_sampler: Any):
     """TH4: rows and priorities change together: row value and priority hold one number."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=Prioritised())
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=prioritised_sampler())
 
     def write(number: int) -> None:
         value = torch.full((4,), float(number))

@@ -1,8 +1,7 @@
-"""Batches: what is in them, whose they are, how they are made, how iteration ends."""
+"""Batches: what is in them, whose they are, and where they lie."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -16,10 +15,7 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
     RoundRobinWriter,
-    Sampler,
     SamplerWithoutReplacement,
-    SampleUnit,
-    Storage,
     TensorStorage,
 )
 
@@ -30,29 +26,6 @@ class Point(TensorClass):
     """Content that is no TensorDict."""
 
     x: torch.Tensor
-
-
-class Twice(SampleUnit):
-    """Every drawn record and the one after it."""
-
-    def expand(self, index: torch.Tensor, info: dict[str, Any], storage: Storage) -> Any:
-        assert storage.lock.acquire(blocking=False), "called without the storage's lock"
-        storage.lock.release()
-        step = torch.arange(2).repeat(len(index))
-        index = (index.repeat_interleave(2) + step) % len(storage)
-        info = {key: value.repeat_interleave(2, 0) for key, value in info.items()}
-        return index, {**info, "step": step}
-
-
-class Known(Sampler):
-    """Draws given slots, and knows things of them."""
-
-    def __init__(self, index: Any, **info: Any) -> None:
-        super().__init__()
-        self.index, self.info = index, info
-
-    def sample(self, storage: Storage, batch_size: int) -> Any:
-        return self.index, self.info
 
 
 # -- what is in a batch ---------------------------------------------------------------------------
@@ -270,240 +243,7 @@ def test_two_batches_share_no_memory(buffer_of: Any):
     assert int(second["observation"].max()) < 113
 
 
-# -- transforms and collation ---------------------------------------------------------------------
-
-
-def test_transforms_run_in_order_after_collation_and_before_the_info():
-    seen: list[Any] = []
-
-    def collate(rows: list[Any]) -> TensorDict:
-        seen.append("collate")
-        return TensorDict({"x": torch.tensor(rows)}, [len(rows)])
-
-    def first(data: TensorDict) -> TensorDict:
-        seen.append(("first", set(data.keys())))
-        data["y"] = data["x"] * 2
-        return data
-
-    def second(data: TensorDict) -> TensorDict:
-        seen.append("second")
-        return data.select("y").lock_()
-
-    buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=collate, transform=first)
-    buffer.append_transform(second)
-    buffer.extend([1, 2, 3])
-    seen.clear()
-    batch = buffer.sample(4)
-    assert seen == ["collate", ("first", {"x"}), "second"]
-    assert set(batch.keys()) == {"y", "index"}
-    assert torch.equal(batch["y"], (batch["index"] + 1) * 2)
-    assert not batch.is_locked
-
-
-def test_transforms_run_without_the_lock(buffer_of: Any, rows: Any):
-    """Threads write while a transform works."""
-    done = threading.Event()
-
-    def transform(data: TensorDict) -> TensorDict:
-        thread = threading.Thread(target=lambda: (buffer.extend(rows(1, 4)), done.set()))
-        thread.start()
-        assert done.wait(20), "the lock was held"
-        return data
-
-    buffer = buffer_of(filled=4)
-    buffer.append_transform(transform)
-    buffer.sample(2)
-    assert len(buffer) == 5
-
-
-@pytest.mark.parametrize(
-    "change", [lambda td: td[:2], lambda td: torch.cat([td, td]), lambda td: td.sum(dim=0)]
-)
-def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: Any, buffer_of: Any):
-    buffer = buffer_of(filled=4, batch_size=3, transform=change)
-    for call in (buffer.sample, buffer.next, lambda: next(iter(buffer))):
-        with pytest.raises(RuntimeError, match="return_info"):
-            call()
-    data, info = buffer.sample(return_info=True)
-    assert data.batch_size != (3,)
-    assert "index" not in set(data.keys())
-    assert info["index"].shape == (3,)
-
-
-def test_a_transform_may_return_something_else(buffer_of: Any):
-    buffer = buffer_of(filled=4, transform=lambda td: td["id"])
-    data, info = buffer.sample(3, return_info=True)
-    assert torch.equal(data, info["index"])
-
-
-# -- samplers and units of one's own --------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD9")
-@pytest.mark.parametrize("form", ["tensor", "tuple", "list"])
-def test_a_sampler_of_ones_own_may_draw_a_tuple(form: str, buffer_of: Any):
-    """BD9: what users see is always a tensor ``[B]``."""
-    index = torch.tensor([3, 1, 1])
-    drawn = {"tensor": index, "tuple": (index,), "list": [3, 1, 1]}[form]
-    sampler = Known(drawn, weight=torch.tensor([0.1, 0.2, 0.3]), note=torch.tensor(7), name="me")
-    buffer = buffer_of(filled=5, sampler=sampler)
-    data, info = buffer.sample(3, return_info=True)
-    assert data["index"].tolist() == info["index"].tolist() == data["id"].tolist() == [3, 1, 1]
-    assert torch.equal(data["weight"], sampler.info["weight"])
-    assert (info["name"], int(info["note"])) == ("me", 7)
-    assert set(data.keys()) == {"id", "observation", "pixels", "next", "index", "weight"}
-    assert "index" not in sampler.info
-
-
-@pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_a_sampler_of_ones_own_draws_coordinates_where_there_are_lanes(form: str, buffer_of: Any):
-    time, lane = torch.tensor([2, 0, 1]), torch.tensor([0, 1, 1])
-    drawn = (time, lane) if form == "tuple" else torch.stack((time, lane), -1)
-    buffer = buffer_of("tensor", 10, ndim=2, sampler=Known(drawn))
-    buffer.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
-    batch = buffer.sample(3)
-    assert batch["index"].tolist() == [[2, 0], [0, 1], [1, 1]]
-    assert batch["x"].tolist() == [2, 3, 4]
-
-
-def test_info_may_have_nested_keys_and_never_replaces_the_index(buffer_of: Any):
-    sampler = Known(torch.tensor([2]))
-    sampler.info = {"index": torch.tensor([0]), ("next", "truncated"): torch.tensor([[True]])}
-    buffer = buffer_of(filled=5, sampler=sampler)
-    data, info = buffer.sample(1, return_info=True)
-    assert data["index"].tolist() == info["index"].tolist() == data["id"].tolist() == [2]
-    assert data["next", "truncated"].tolist() == [[True]]
-
-
-def test_a_sampler_that_draws_rows_that_are_not_stored_gets_an_index_error(
-    buffer_of: Any, unchanged: Any
-):
-    buffer = buffer_of(filled=5, sampler=Known(torch.tensor([5])))
-    unchanged(buffer, IndexError, lambda: buffer.sample(1), "5")
-
-
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_sample_unit_expands_what_was_drawn(prefetch: int | None, buffer_of: Any):
-    sampler = Known(torch.tensor([3, 4]), weight=torch.tensor([0.5, 1.0]))
-    buffer = buffer_of(
-        filled=5,
-        sampler=sampler,
-        sample_unit=Twice(),
-        batch_size=2,
-        prefetch=prefetch,
-        writer=RoundRobinWriter(track_generations=True),
-    )
-    batch = buffer.sample()
-    assert batch.batch_size == (4,)
-    assert batch["index"].tolist() == batch["id"].tolist() == [3, 4, 4, 0]
-    assert batch["weight"].tolist() == [0.5, 0.5, 1.0, 1.0]
-    assert batch["step"].tolist() == [0, 1, 0, 1]
-    assert batch["index_generation"].shape == (4,)
-    assert sampler.index.tolist() == [3, 4]
-
-
-# -- whether, and how long ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_can_sample_says_whether_sample_would_succeed(
-    kind: str, prefetch: int | None, buffer_of: Any, rows: Any, snapshot: Any, same: Any
-):
-    for sampler, enough in (("random", 1), ("without", 1), ("drop_last", 3)):
-        buffer = buffer_of(kind, sampler=sampler, batch_size=3, prefetch=prefetch, seed=1)
-        for stored in range(5):
-            before = snapshot(buffer)
-            assert buffer.can_sample() is (stored >= enough)
-            assert buffer.can_sample(3) is buffer.can_sample()
-            if prefetch is None:  # else threads draw ahead meanwhile
-                same(before, snapshot(buffer))
-            if stored >= enough:
-                buffer.sample()
-            else:
-                with pytest.raises((RuntimeError, ValueError)):
-                    buffer.sample()
-            buffer.extend(rows(1, stored))
-
-
-@pytest.mark.parametrize("prefetch", [None, 1, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("count", [8, 10])
-def test_iteration_is_one_pass(prefetch: int | None, drop_last: bool, count: int, buffer_of: Any):
-    """RD13: the last batch is shorter, not topped up with other rows; or left out."""
-    sampler = SamplerWithoutReplacement(drop_last=drop_last)
-    buffer = buffer_of(filled=count, sampler=sampler, batch_size=4, prefetch=prefetch)
-    for _ in range(3):
-        sizes, ids = [], []
-        for batch in buffer:
-            sizes.append(len(batch))
-            ids += batch["id"].tolist()
-            assert buffer.sampler.ran_out is (len(ids) + (count % 4 if drop_last else 0) == count)
-        assert sizes == [4, 4] + ([count - 8] if count > 8 and not drop_last else [])
-        assert len(set(ids)) == len(ids)
-
-
-@pytest.mark.parametrize("prefetch", [None, 1, 3])
-def test_iteration_after_a_break_continues_the_pass(prefetch: int | None, buffer_of: Any):
-    buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
-    seen = []
-    for batch in buffer:
-        seen += batch["id"].tolist()
-        break
-    seen += buffer.sample()["id"].tolist()
-    seen += buffer.next()["id"].tolist()
-    for batch in buffer:
-        seen += batch["id"].tolist()
-    assert sorted(seen) == list(range(10))
-
-
-@pytest.mark.parametrize("prefetch", [None, 1, 3])
-def test_next_gives_none_at_the_end_and_starts_over(prefetch: int | None, buffer_of: Any):
-    buffer = buffer_of(filled=5, sampler="ordered", batch_size=2, prefetch=prefetch)
-    for _ in range(3):
-        ids = [buffer.next()["id"].tolist() for _ in range(3)]
-        assert ids == [[0, 1], [2, 3], [4]]
-        assert buffer.next() is None
-
-
-def test_iteration_with_replacement_does_not_end(buffer_of: Any):
-    buffer = buffer_of(filled=2, batch_size=2)
-    for count, _ in enumerate(buffer):
-        if count == 20:
-            break
-    assert all(buffer.next() is not None for _ in range(20))
-
-
-def test_iteration_needs_a_batch_size(buffer_of: Any):
-    buffer = buffer_of(filled=2)
-    for call in (lambda: iter(buffer), buffer.next):
-        with pytest.raises(RuntimeError, match="batch_size"):
-            call()
-
-
-def test_an_error_does_not_end_an_iteration(buffer_of: Any, rows: Any):
-    buffer = buffer_of(sampler="ordered", batch_size=2)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="empty storage"):
-            buffer.next()
-    buffer.extend(rows(3))
-    assert [buffer.next()["id"].tolist() for _ in range(2)] == [[0, 1], [2]]
-    assert buffer.next() is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_begins_anew_when_rows_came_but_not_when_they_changed(
-    kind: str, buffer_of: Any, rows: Any
-):
-    buffer = buffer_of(kind, 8, filled=6, sampler="ordered")
-    assert buffer.sample(4)["index"].tolist() == [0, 1, 2, 3]
-    buffer.extend(rows(1, 6))
-    assert buffer.sample(4)["index"].tolist() == [0, 1, 2, 3]
-    buffer.extend(rows(1, 7))
-    buffer.sample(6)
-    buffer.extend(rows(3, 8))
-    assert buffer.sample(4)["id"].tolist() == [6, 7]
-    assert buffer.sampler.ran_out
+# -- how rows are drawn, and where they lie -------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,26 +1,23 @@
-"""Rows on their way in, through the buffer: order of effects, transforms, forgetting."""
+"""Rows on their way in, through the buffer: order of effects, refusals, forgetting."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorClass, TensorDict
+from tensordict import TensorDict
 
 from replaykit import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
-    ListStorage,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorStorage,
-    Transform,
 )
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
@@ -54,13 +51,6 @@ class Ring:
         self.cursor = 0
         self.generations = [g + (g >= 0) for g in self.generations]
         self.written = 0 if count_too else self.written
-
-
-class Agent(TensorClass):
-    """A record with a field that is no tensor."""
-
-    x: torch.Tensor
-    name: str = "none"
 
 
 OPERATIONS = st.lists(
@@ -234,97 +224,6 @@ def test_reserved_keys_are_not_stored(kind: str, buffer_of: Any, rows: Any):
     assert len(buffer) == 5
 
 
-# -- lanes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("WR8")
-@pytest.mark.pitfall("WR9")
-@pytest.mark.pitfall("IF4")
-@pytest.mark.pitfall("IF8")
-@pytest.mark.parametrize("lanes", [(2,), (2, 3)])
-@pytest.mark.parametrize("dim_extend", [None, 0])
-def test_rows_with_lanes_are_where_their_index_says(
-    lanes: tuple[int, ...], dim_extend: int | None, rows: Any
-):
-    """WR8, WR9, E18, E10: the index names time and lane of the element it was returned for."""
-    ndim, cells = len(lanes) + 1, torch.Size(lanes).numel()
-    buffer = ReplayBuffer(storage=LazyTensorStorage(cells * 4, ndim=ndim), dim_extend=dim_extend)
-    written = {}
-    for start, steps in [(0, 3), (3, 1), (4, 2)]:
-        ids = torch.arange(start, start + steps).view(-1, *[1] * len(lanes)) * 100
-        ids = ids + torch.arange(cells).view(lanes)  # time first
-        if dim_extend is None:
-            ids = ids.transpose(0, ndim - 1)
-        data = TensorDict({"x": ids}, ids.shape)
-        if start == 3:
-            index = buffer.add(data.squeeze(0 if dim_extend == 0 else ndim - 1))
-        else:
-            index = buffer.extend(data)
-        assert index.shape == (steps * cells, ndim)
-        time_major = ids if dim_extend == 0 else ids.transpose(0, ndim - 1)
-        for cell, value in zip(index.tolist(), time_major.reshape(-1).tolist(), strict=True):
-            written[tuple(cell)] = value
-    for cell, value in written.items():
-        assert buffer.storage[torch.tensor([list(cell)])]["x"].item() == value
-    assert (len(buffer), buffer.write_count) == (4 * cells, 6 * cells)
-    batch = buffer.sample(200)
-    assert batch["index"].shape == (200, ndim)
-    assert [written[tuple(i)] for i in batch["index"].tolist()] == batch["x"].tolist()
-
-
-@pytest.mark.pitfall("IF4")
-def test_time_may_be_another_dimension_of_rows_without_lanes():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), dim_extend=1)
-    assert buffer.extend(torch.arange(6).view(2, 3)).tolist() == [0, 1, 2]
-    assert buffer[:].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert buffer.add(torch.tensor([7, 8])) == 3
-    assert buffer[3].tolist() == [7, 8]
-
-
-# -- kinds of content -----------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("WR7")
-@pytest.mark.parametrize(
-    "content",
-    [
-        TensorDict({"x": torch.arange(3)}, [3]),
-        torch.arange(6).view(3, 2),
-        Agent(x=torch.arange(3.0), name="a", batch_size=[3]),
-        TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]),
-    ],
-    ids=["tensordict", "tensor", "tensorclass", "trajectories"],
-)
-@pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_extend_stores_what_adding_row_by_row_does(
-    kind: str, content: Any, buffer_of: Any, same: Any
-):
-    """WR7: the same data through ``add`` and ``extend`` was stored differently."""
-    at_once, one_by_one, listed = (buffer_of(kind) for _ in range(3))
-    at_once.extend(content)
-    for row in content.unbind(0):
-        one_by_one.add(row)
-    listed.extend(list(content.unbind(0)))
-    for buffer in (one_by_one, listed):
-        assert len(buffer) == 3
-        for row in range(3):
-            same(at_once[row], buffer[row])
-    if not (kind == "list" and isinstance(content, Agent)):  # a stack lists what is no tensor
-        same(at_once[:].clone(), content)
-
-
-def test_objects_and_arrays_go_into_lists():
-    buffer = ReplayBuffer(storage=ListStorage(10))
-    array = np.arange(4.0).reshape(2, 2)
-    assert buffer.extend(array).tolist() == [0, 1]
-    array[:] = 9
-    assert buffer[:].tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    objects = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
-    assert objects.extend(range(3)).tolist() == [0, 1, 2]
-    assert objects.extend({"a"}).tolist() == [3]
-    assert objects[:] == [0, 1, 2, "a"]
-
-
 def test_writing_elsewhere_leaves_the_cursor(buffer_of: Any, rows: Any, check_whole: Any):
     buffer = buffer_of(filled=6, writer=RoundRobinWriter(track_generations=True))
     assert buffer.writer.write_at(torch.tensor([1, 6]), rows(2, 40)).tolist() == [1, 6]
@@ -332,79 +231,6 @@ def test_writing_elsewhere_leaves_the_cursor(buffer_of: Any, rows: Any, check_wh
     assert buffer.extend(rows(1, 50)).tolist() == [6]
     assert buffer.writer.generations_of(torch.arange(8)).tolist() == [0, 1, 0, 0, 0, 0, 1, -1]
     assert buffer.write_count == 9
-
-
-# -- transforms -----------------------------------------------------------------------------------
-
-
-class Tracing(Transform):
-    """Multiplies and adds on the way in, and notes the shapes that it sees."""
-
-    def __init__(self, factor: int = 1, plus: int = 0) -> None:
-        self.factor, self.plus = factor, plus
-        self.seen: list[Any] = []
-
-    def inv(self, data: Any) -> Any:
-        self.seen.append(tuple(data.shape))
-        return data * self.factor + self.plus
-
-
-def test_inverse_transforms_run_last_to_first_and_see_a_batch():
-    first, second = Tracing(factor=2), Tracing(plus=3)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
-    buffer.append_transform(first).append_transform(second)
-    buffer.extend(torch.tensor([1.0, 2.0]))
-    buffer.add(torch.tensor(3.0))
-    buffer[0:1] = torch.tensor([10.0])
-    assert buffer[:].tolist() == [(10 + 3) * 2, (2 + 3) * 2, (3 + 3) * 2]
-    assert first.seen == second.seen == [(2,), (1,), (1,)]
-
-
-def test_a_transform_may_swallow_or_multiply_rows(rows: Any):
-    class Every(Transform):
-        def __init__(self, times: int) -> None:
-            self.times = times
-
-        def inv(self, data: Any) -> Any:
-            return None if self.times == 0 else data.repeat(self.times)
-
-    swallowing = ReplayBuffer(storage=LazyTensorStorage(10), transform=Every(0))
-    assert swallowing.extend(torch.arange(3)).shape == (0,)
-    assert swallowing.add(torch.tensor(1)) is None
-    assert (len(swallowing), swallowing.write_count) == (0, 0)
-    assert not swallowing.storage.initialized
-    doubling = ReplayBuffer(storage=LazyTensorStorage(10), transform=Every(2))
-    assert doubling.extend(torch.arange(2)).tolist() == [0, 1, 2, 3]
-    assert doubling.add(torch.tensor(5)).tolist() == [4, 5]
-    assert doubling[:].tolist() == [0, 1, 0, 1, 5, 5]
-    lanes = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2), transform=Every(0))
-    assert lanes.extend(torch.zeros(2, 3)).shape == (0, 2)
-    swallowed = ReplayBuffer(storage=LazyTensorStorage(4), transform=Every(1))
-    swallowed.extend(torch.arange(3))
-    swallowed.append_transform(Every(0))
-    swallowed[0:2] = torch.tensor([8, 9])
-    swallowed.write_all(torch.tensor([8, 9]))
-    assert swallowed[:].tolist() == [0, 1, 2]
-
-
-def test_an_inverse_transform_that_raises_changes_nothing(buffer_of: Any, rows: Any, same: Any):
-    buffer = buffer_of(filled=3)
-    before = buffer.state_dict()
-
-    class Failing(Transform):
-        def inv(self, data: Any) -> Any:
-            raise ZeroDivisionError
-
-    buffer.append_transform(Failing())
-    for write in (
-        lambda: buffer.extend(rows(2)),
-        lambda: buffer.add(rows(1)[0]),
-        lambda: buffer.__setitem__(0, rows(1)[0]),
-        lambda: buffer.write_all(rows(2)),
-    ):
-        with pytest.raises(ZeroDivisionError):
-            write()
-    same(before, buffer.state_dict())
 
 
 # -- forgetting -----------------------------------------------------------------------------------

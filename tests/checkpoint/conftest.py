@@ -13,12 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    RoundRobinWriter,
-    SamplerWithoutReplacement,
-)
+from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
 
 
 def _make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
@@ -39,6 +34,18 @@ def _make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) 
 def make() -> Callable[..., ReplayBuffer]:
     """``make(filled, capacity=8, seed=0, start=0)``: a buffer with everything that has state."""
     return _make
+
+
+@pytest.fixture(scope="session")
+def save() -> Callable[[Path], None]:
+    """``save(folder)``: a checkpoint of a buffer that has wrapped and been drawn from."""
+
+    def dump(folder: Path) -> None:
+        buffer = _make(11)
+        buffer.sample()
+        buffer.dumps(folder)
+
+    return dump
 
 
 @pytest.fixture(scope="session")

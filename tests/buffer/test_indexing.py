@@ -1,0 +1,255 @@
+"""Stored rows read and replaced by index, in every form that an index has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorClass, TensorDict
+
+from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, RoundRobinWriter, TensorStorage
+
+KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+
+
+INDICES = {
+    "int": 3,
+    "negative": -2,
+    "numpy_int": np.int64(4),
+    "scalar": torch.tensor(5),
+    "slice": slice(2, 6),
+    "open": slice(None, -3),
+    "steps": slice(1, 8, 3),
+    "backwards": slice(None, None, -2),
+    "none": slice(4, 2),
+    "list": [4, 0, -1],
+    "empty": [],
+    "range": range(2, 5),
+    "array": np.array([1, 5]),
+    "tensor": torch.tensor([6, 6, 2]),
+    "mask": torch.arange(7) % 3 == 1,
+    "numpy_mask": np.arange(7) % 2 == 0,
+    "all": Ellipsis,
+}
+
+
+class Point(TensorClass):
+    """Content that is no TensorDict."""
+
+    x: torch.Tensor
+
+
+def positions(index: Any, count: int) -> list[int] | int:
+    """What an index selects of ``range(count)``, by NumPy."""
+    return np.arange(count)[index if not isinstance(index, range) else list(index)].tolist()
+
+
+IDS = [7, 8, 9, 3, 4, 5, 6]
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("RD11")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", INDICES)
+def test_indexing_reads_what_it_would_of_all_rows(
+    kind: str, name: str, check_whole: Any, wrapped: Any
+):
+    """RD11: ``rb[i] == rb[:][i]`` for every kind of index."""
+    buffer = wrapped(kind)
+    index = INDICES[name]
+    expected = positions(index, 7)
+    if kind in ("list", "lazy_stack") and expected == []:
+        pytest.skip("there is nothing to stack")
+    result = buffer[index]
+    if isinstance(expected, int):
+        assert result.batch_size == ()
+        assert check_whole(result.unsqueeze(0)) == [IDS[expected]]
+    else:
+        assert result.batch_size == (len(expected),)
+        assert check_whole(result) == [IDS[i] for i in expected]
+    assert set(result.keys()) == {"id", "observation", "pixels", "next"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (7, IndexError),
+        (-8, IndexError),
+        ([0, 7], IndexError),
+        (torch.tensor([-8]), IndexError),
+        (torch.ones(6, dtype=torch.bool), IndexError),
+        (torch.tensor([0.5]), TypeError),
+        (1.5, TypeError),
+        (True, TypeError),
+        ("unknown", KeyError),
+        (("next", "unknown"), KeyError),
+        (("id", "deeper"), KeyError),
+    ],
+)
+def test_an_index_beyond_the_stored_rows_is_refused(
+    kind: str, index: Any, error: type, buffer_of: Any, rows: Any, unchanged: Any
+):
+    buffer = buffer_of(kind, 20)
+    buffer.extend(rows(7))
+    unchanged(buffer, error, lambda: buffer[index])
+
+
+def test_nothing_to_read_is_an_error(buffer_of: Any):
+    for kind in KINDS:
+        with pytest.raises(RuntimeError, match="nothing is stored"):
+            buffer_of(kind)[:]
+    with pytest.raises(IndexError):
+        buffer_of("list")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [slice(2, 2), [], torch.zeros(0, dtype=torch.int64)])
+def test_no_rows_are_a_batch_of_none(kind: str, index: Any, buffer_of: Any, rows: Any):
+    buffer = buffer_of(kind)
+    buffer.extend(rows(3))
+    found = buffer[index]
+    assert found.batch_size == (0,)
+    assert set(found.keys(True, True)) == set(buffer[:].keys(True, True))
+
+
+def test_a_list_is_not_indexed_by_a_table(buffer_of: Any, rows: Any):
+    buffer = buffer_of("list")
+    buffer.extend(rows(3))
+    with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):
+        buffer[torch.tensor([[0, 1]])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_reads_a_column(kind: str, wrapped: Any):
+    buffer = wrapped(kind)
+    assert buffer["id"].tolist() == IDS
+    assert buffer["next", "reward"].squeeze(-1).tolist() == [i * 0.5 for i in IDS]
+    assert buffer["next"]["done"].shape == (7, 1)
+    buffer.append_transform(lambda td: td.set("id", td["id"] + 1))
+    assert buffer["id"].tolist() == [i + 1 for i in IDS]
+
+
+def test_columns_of_tensorclasses_and_pytrees(buffer_of: Any):
+    points = ReplayBuffer(storage=TensorStorage(Point(x=torch.arange(3), batch_size=[3])))
+    assert points["x"].tolist() == [0, 1, 2]
+    tree = ReplayBuffer(storage=TensorStorage({"a": torch.arange(3), "b": {"c": torch.ones(3)}}))
+    assert tree["a"].tolist() == [0, 1, 2]
+    assert tree["b", "c"].tolist() == [1, 1, 1]
+    for buffer in (points, tree):
+        with pytest.raises(KeyError, match="'z'"):
+            buffer["z"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_read_in_physical_order(kind: str, check_whole: Any, wrapped: Any):
+    buffer = wrapped(kind)
+    assert check_whole(buffer.read_all_in_order()) == IDS
+    assert check_whole(buffer.read_all_in_order(end=3)) == IDS[:3]
+    assert check_whole(buffer.read_all_in_order(99)) == IDS
+
+
+def test_a_collate_function_makes_batches_but_not_single_rows():
+    buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=tuple)
+    buffer.extend(["a", "b", "c"])
+    assert (buffer[:], buffer[[2, 0]], buffer[1:]) == (("a", "b", "c"), ("c", "a"), ("b", "c"))
+    assert (buffer[1], buffer[np.int64(1)], buffer[torch.tensor(1)]) == ("b", "b", "b")
+
+
+def test_slices_of_tensor_storages_are_views_without_transforms(buffer_of: Any):
+    buffer = buffer_of("tensor", filled=4)
+    assert buffer[1:3]["id"].data_ptr() == buffer["id"][1:].data_ptr()
+    buffer.append_transform(lambda td: td)
+    assert buffer[1:3]["id"].data_ptr() != buffer.storage[1:3]["id"].data_ptr()
+
+
+@pytest.mark.pitfall("WR13")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [2, slice(1, 4), [0, 2], ..., "id"])
+def test_a_transform_that_works_in_place_does_not_edit_the_rows(
+    kind: str, index: Any, same: Any, wrapped: Any
+):
+    """WR13, E6: reads that are views let a user's transform edit the stored rows."""
+
+    def in_place(data: Any) -> Any:
+        data.set_("id", data["id"] + 100)
+        data.set_(("next", "reward"), data["next", "reward"] * 0)
+        return data
+
+    buffer = wrapped(kind, transform=in_place)
+    before = buffer.state_dict()["_storage"]
+    first, second = buffer[index], buffer[index]
+    same(first.clone(), second.clone())
+    same(before, buffer.state_dict()["_storage"])
+    assert int((first if index == "id" else first["id"]).min()) >= 100
+
+
+# -- changing rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sorted(set(INDICES) - {"empty", "none", "tensor"}))
+def test_rows_are_replaced_where_they_lie(
+    kind: str, name: str, rows: Any, check_whole: Any, wrapped: Any
+):
+    buffer = wrapped(kind, writer=RoundRobinWriter(track_generations=True))
+    handles = buffer.writer.generations_of(torch.arange(7))
+    index = INDICES[name]
+    where = positions(index, 7)
+    expected = list(IDS)
+    if isinstance(where, int):
+        buffer[index] = rows(1, 50)[0]
+        expected[where] = 50
+    else:
+        buffer[index] = rows(len(where), 50)
+        for number, slot in enumerate(where):
+            expected[slot] = 50 + number
+    assert check_whole(buffer[:]) == expected
+    assert (len(buffer), buffer.write_count) == (7, 10)
+    assert torch.equal(buffer.writer.generations_of(torch.arange(7)), handles)
+    assert buffer.extend(rows(1, 80)).tolist() == [3]
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("RD11")
+@pytest.mark.parametrize("lanes", [(2,), (2, 3)])
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, None),
+        (1, 0),
+        (slice(None), slice(0, 2)),
+        (Ellipsis, 1),
+        (0, slice(None, None, 2)),
+        [1, 0],
+        torch.tensor([1, 1]),
+        ([0, 1], [1, 0]),
+    ],
+    ids=str,
+)
+def test_rows_with_lanes_are_indexed_in_the_layout_that_was_written(
+    lanes: tuple[int, ...], index: Any
+):
+    """RD11: ``rb[0]`` on two dimensions raised; here everything is as on ``rb[:]``."""
+    data = torch.arange(torch.Size([*lanes, 5]).numel()).view(*lanes, 5)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(data.numel(), ndim=len(lanes) + 1))
+    buffer.extend(TensorDict({"x": data, "y": data[..., None] * 2}, data.shape))
+    assert buffer[:].batch_size == data.shape
+    assert torch.equal(buffer["x"], data)
+    result = buffer[index]
+    assert torch.equal(result["x"], data[index])
+    assert torch.equal(result["y"][..., 0], data[index] * 2)
+    assert result.batch_size == data[index].shape
+    changed = TensorDict({"x": data[index] + 100, "y": result["y"] + 100}, result.batch_size)
+    expected = data.clone()
+    expected[index] += 100
+    buffer[index] = changed
+    assert torch.equal(buffer["x"], expected)

@@ -1,0 +1,189 @@
+"""State of a buffer's parts: those of one's own keep it, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+    TensorDictMaxValueWriter,
+)
+
+
+class Scale:
+    """A transform with state: a tensor, a number and a text."""
+
+    def __init__(self, factor: float = 1.0, failing: bool = False) -> None:
+        self.factor, self.calls = torch.tensor(factor), 0
+        self.failing = failing
+
+    def forward(self, data: Any) -> Any:
+        self.calls += 1
+        return data * self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "calls": self.calls, "name": "scale", "on": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor = state["factor"]
+        self.calls = state["calls"]
+        if self.failing:
+            raise ConnectionError("transform")
+
+
+class Turning(Sampler):
+    """A sampler with state, which may refuse to take it."""
+
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__()
+        self.turn, self.failing = 0, failing
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        self.turn += 1
+        return (torch.arange(batch_size) + self.turn) % len(storage), {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turn": self.turn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.turn = state["turn"]
+        if self.failing:
+            raise ConnectionError("sampler")
+
+
+@pytest.mark.pitfall("CK15")
+def test_transforms_and_samplers_of_ones_own_keep_their_state(tmp_path: Path):
+    """CK15: transform state is part of the checkpoint."""
+
+    def make(factor: float) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(5), sampler=Turning(), transform=Scale(factor)
+        )
+
+    buffer = make(3.0)
+    buffer.append_transform(lambda x: x + 1)
+    buffer.extend(torch.arange(5.0))
+    buffer.sample(2)
+    buffer.dumps(tmp_path)
+    loaded = make(1.0)
+    loaded.append_transform(lambda x: x + 1)
+    loaded.loads(tmp_path)
+    assert loaded.sample(2).tolist() == buffer.sample(2).tolist() == [7.0, 10.0]
+    assert (loaded.transform[0].calls, loaded.transform[0].factor.item()) == (2, 3.0)
+    plain = ReplayBuffer(storage=LazyTensorStorage(5), sampler=Turning())
+    with pytest.raises(ValueError, match="transform with state at position 0"):
+        plain.loads(tmp_path)
+
+
+def test_transform_state_that_cannot_be_saved_is_named(tmp_path: Path):
+    scale = Scale()
+    scale.factor = object()  # type: ignore[assignment]
+    buffer = ReplayBuffer(storage=ListStorage(5), transform=scale)
+    with pytest.raises(TypeError, match=r"transforms\['0'\]\['factor'\].*object"):
+        buffer.dumps(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.pitfall("CK2")
+@pytest.mark.parametrize(
+    ("part", "initialised"),
+    [
+        ("sampler", False),
+        ("sampler", True),
+        ("transform", False),
+        ("transform", True),
+        ("memory", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["loads", "load_state_dict"])
+def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
+    part: str,
+    initialised: bool,
+    how: str,
+    rows: Any,
+    unchanged: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+):
+    """CK2, G1: also parts that were loaded before it, and files that would have been made."""
+    source = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=Turning(), transform=Scale(2.0), batch_size=2
+    )
+    source.extend(rows(6).select("observation"))
+    source.sample()
+    source.dumps(tmp_path / "saved")
+    state = source.state_dict()
+    scratch = tmp_path / "scratch"
+    buffer = ReplayBuffer(
+        storage=LazyMemmapStorage(8, scratch_dir=scratch),
+        sampler=Turning(failing=part == "sampler"),
+        transform=Scale(5.0, failing=part == "transform"),
+        generator=torch.Generator().manual_seed(1),
+        batch_size=2,
+    )
+    if initialised:
+        buffer.extend(rows(3, 40).select("observation"))
+        buffer.sample()
+    elif part == "memory":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise ConnectionError("no memory")
+
+        monkeypatch.setattr(LazyMemmapStorage, "_allocate", refuse)
+
+    def load() -> None:
+        buffer.loads(tmp_path / "saved") if how == "loads" else buffer.load_state_dict(state)
+
+    unchanged(buffer, ConnectionError, load)
+    monkeypatch.undo()
+    assert scratch.exists() is initialised
+    buffer.sampler.failing = buffer.transform[0].failing = False
+    load()
+    assert torch.equal(buffer[:]["observation"], source[:]["observation"])
+    assert (len(buffer), buffer.sampler.turn) == (6, 1)
+
+
+@pytest.mark.pitfall("CK10")
+def test_other_components_or_rows_are_refused_before_anything_changes(
+    buffer_of: Any, rows: Any, unchanged: Any, tmp_path: Path
+):
+    """CK10, C6: another kind of sampler or writer, other keys, shapes or dtypes."""
+    buffer_of("tensor", filled=6, sampler="without").dumps(tmp_path)
+    good = {"sampler": "without", "filled": 3, "seed": 0}
+    for options, match in [
+        ({**good, "sampler": "random"}, "'random' sampler, got 'without_replacement'"),
+        ({**good, "writer": TensorDictMaxValueWriter("id")}, "'max_value' writer, got 'round"),
+    ]:
+        buffer = buffer_of("tensor", **options)
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
+    for change, match in [
+        (lambda td: td.exclude("pixels"), "'pixels'"),
+        (lambda td: td.set("extra", torch.zeros(3)), "'extra'"),
+        (lambda td: td.set("id", td["id"].float()), "'id'.*float32.*int64"),
+        (lambda td: td.set("observation", torch.zeros(3, 4)), r"'observation'.*\[4\].*\[3\]"),
+    ]:
+        buffer = buffer_of("tensor", sampler="without", seed=0)
+        buffer.extend(change(rows(3)))
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
+    listed = ReplayBuffer(storage=ListStorage(5), sampler=SamplerWithoutReplacement())
+    listed.extend(["a", torch.zeros(2)])
+    listed.dumps(tmp_path / "objects")
+    for kind in ("tensor", "memmap"):
+        buffer = buffer_of(kind, **good)
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path / "objects"), "layout")
+    texts = ReplayBuffer(storage=ListStorage(5), sampler=SamplerWithoutReplacement())
+    texts.extend(["a", "b"])
+    texts.dumps(tmp_path / "texts")
+    empty = buffer_of("tensor", sampler="without")
+    unchanged(empty, ValueError, lambda: empty.loads(tmp_path / "texts"), "layout")

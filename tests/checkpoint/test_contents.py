@@ -1,0 +1,236 @@
+"""What goes into a checkpoint and comes out: keys, tensors, objects, storages of one's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorClass, TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    Storage,
+    TensorStorage,
+)
+from replaykit.errors import CheckpointError
+
+
+class Point(TensorClass):
+    """Content that is no TensorDict, with a field that is no tensor."""
+
+    x: torch.Tensor
+    about: Any = None
+
+
+@pytest.mark.pitfall("CK12")
+@pytest.mark.parametrize("make_storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_any_key_can_be_saved(make_storage: Any, tmp_path: Path):
+    """CK12: separators, dots, Unicode, long names, names that differ in case only."""
+    keys: list[Any] = [
+        "a.b",
+        ("a", "b"),
+        "a/b",
+        "ä",
+        "A",
+        "..",
+        ".",
+        " ",
+        "manifest.json",
+        "data-0123456789ab-00000.bin",
+        "$",
+        "\u0000",
+        "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+        "x" * 200,
+        ("n" * 200, "m" * 200),
+    ]
+    data = TensorDict({}, [3])
+    for number, key in enumerate(keys):
+        data[key] = torch.arange(3) + number * 10
+    buffer = ReplayBuffer(storage=make_storage(3))
+    buffer.extend(data)
+    buffer.dumps(tmp_path)
+    loaded = ReplayBuffer(storage=make_storage(3))
+    loaded.loads(tmp_path)
+    for number, key in enumerate(keys):
+        column = loaded[:].get(key if isinstance(key, tuple) else (key,))
+        assert column.tolist() == [number * 10, number * 10 + 1, number * 10 + 2], key
+
+
+CONTENTS = {
+    "tensor": torch.arange(6).view(3, 2),
+    "tensordict": TensorDict({"a": {"b": {"c": torch.arange(3)}}, "z": torch.ones(3, 0)}, [3]),
+    "tensorclass": Point(x=torch.arange(3.0), about=("a", [1, None]), batch_size=[3]),
+    "nested tensorclass": TensorDict({"p": Point(x=torch.arange(3.0), batch_size=[3])}, [3]),
+    "trajectories": TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]),
+    "tuple": (torch.arange(3), [torch.ones(3, 2)]),
+    "mapping": {"a": torch.arange(3), 7: (torch.zeros(3),), "$": torch.ones(3)},
+    "zero-size": torch.zeros(3, 0, 2),
+    "flags": TensorDict({"done": torch.tensor([True, False, True])}, [3]),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("make_storage", [LazyTensorStorage, LazyMemmapStorage, TensorStorage])
+def test_any_content_of_tensors_comes_back(name: str, make_storage: Any, tmp_path: Path):
+    content = CONTENTS[name]
+    lazy = make_storage is not TensorStorage
+    buffer = ReplayBuffer(storage=make_storage(5) if lazy else TensorStorage(content))
+    if lazy:
+        buffer.extend(content)
+    buffer.dumps(tmp_path)
+    loaded = ReplayBuffer(storage=LazyTensorStorage(5 if lazy else 3))
+    loaded.loads(tmp_path)
+    expected, found = buffer[:], loaded[:]
+    assert type(found) is type(expected)
+    flat = [
+        (torch.utils._pytree.tree_leaves(v) if isinstance(v, (tuple, dict)) else [v])
+        for v in (expected, found)
+    ]
+    for a, b in zip(*flat, strict=True):
+        assert (a == b).all()
+        assert a.shape == b.shape
+    if name == "tensorclass":
+        assert found.about == ("a", [1, None])
+
+
+ITEMS = [
+    torch.arange(3),
+    torch.zeros(()),
+    TensorDict({"x": torch.ones(2)}, [2]),
+    TensorDict({"x": torch.ones(5), "y": torch.ones(5)}, [5]),
+    TensorDict({}, []),
+    Point(x=torch.zeros(1), about="text", batch_size=[1]),
+    np.arange(4.0),
+    True,
+    -(2**80),
+    1.5,
+    float("nan"),
+    "text \ud800",
+    b"\x00\xff",
+    None,
+    [1, (2, {"k": [torch.ones(1), None]})],
+    {"$": 1, "a": np.float32(2)},
+    (),
+]
+
+
+def test_every_documented_kind_of_object_comes_back_in_its_place(tmp_path: Path):
+    """4.3: tensors, TensorDicts, arrays, plain values, and nested lists, tuples and dicts."""
+    buffer = ReplayBuffer(storage=ListStorage(50), collate_fn=list)
+    buffer.extend(ITEMS * 2)
+    buffer.dumps(tmp_path)
+    loaded = ReplayBuffer(storage=ListStorage(50), collate_fn=list)
+    loaded.loads(tmp_path)
+    assert len(loaded) == 2 * len(ITEMS)
+    for expected, found in zip(ITEMS * 2, loaded[:], strict=True):
+        assert type(found) is type(expected)
+        if isinstance(found, Point):
+            assert (found.about, found.x.tolist()) == (expected.about, expected.x.tolist())
+        else:
+            assert repr(found) == repr(expected)
+
+
+@pytest.mark.pitfall("CK7")
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        ([{"a": (1, lambda: None)}], "function"),
+        (np.array(["a"]), "dtype"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (range(3), "range"),
+        (1j, "complex"),
+    ],
+    ids=["object", "set", "function", "array", "sparse", "range", "complex"],
+)
+def test_an_object_that_cannot_be_saved_is_named_before_anything_is_written(
+    item: Any, kind: str, tmp_path: Path
+):
+    """CK7, C3: its position and its type; the directory is not even made."""
+    buffer = ReplayBuffer(storage=ListStorage(50), collate_fn=list)
+    buffer.extend([torch.zeros(1), "fine", torch.zeros(1)])
+    buffer.add(item)
+    with pytest.raises(TypeError, match=rf"\[3\].*{kind}"):
+        buffer.dumps(tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_pytree_keys_that_cannot_be_saved_are_named(tmp_path: Path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    buffer.extend({(1, 2): torch.zeros(2)})
+    with pytest.raises(TypeError, match=r"\(1, 2\)"):
+        buffer.dumps(tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_storage_can_be_saved_alone(make: Any, tmp_path: Path):
+    buffer = make(11)
+    buffer.storage.dumps(tmp_path)
+    other = LazyTensorStorage(8)
+    other.loads(tmp_path)
+    assert other[:]["id"].tolist() == [8, 9, 10, 3, 4, 5, 6, 7]
+    listed = ListStorage(4)
+    with pytest.warns(UserWarning, match="4 rows") as caught:
+        listed.loads(tmp_path)
+    assert caught[0].filename == __file__
+    assert [int(row["id"]) for row in listed] == [7, 8, 9, 10]
+    with pytest.raises(CheckpointError, match="no part 'writer'"):
+        make().loads(tmp_path)
+
+
+class Minimal(Storage):
+    """The least that a storage of one's own brings."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rows: dict[int, Any] = {}
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        self.rows[int(cursor)] = data
+
+    def get(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self.rows[index]
+        if isinstance(index, slice):
+            return [self.rows[i] for i in range(*index.indices(len(self)))]
+        return [self.rows[int(i)] for i in index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def contains(self, item: Any) -> Any:
+        return item < len(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": dict(self.rows)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "rows" not in state_dict:
+            raise ValueError("expected rows")
+        self.rows = dict(state_dict["rows"])
+
+
+def test_a_storage_of_ones_own_is_saved_and_loaded(tmp_path: Path):
+    buffer = ReplayBuffer(storage=Minimal(5), generator=torch.Generator())
+    for number in range(7):
+        buffer.add({"n": number})
+    buffer.dumps(tmp_path)
+    loaded, taken = ReplayBuffer(storage=Minimal(5)), ReplayBuffer(storage=Minimal(5))
+    loaded.loads(tmp_path)
+    taken.load_state_dict(buffer.state_dict())
+    for other in (loaded, taken):
+        assert other[:] == buffer[:] == [{"n": n} for n in (5, 6, 2, 3, 4)]
+        assert other.extend([{"n": 9}]).tolist() == [2]
+    state = buffer.state_dict()
+    del state["_storage"]["rows"]
+    with pytest.raises(ValueError, match="expected rows"):
+        taken.load_state_dict(state)
+    assert taken[2] == {"n": 9}

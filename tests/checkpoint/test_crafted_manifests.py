@@ -1,0 +1,210 @@
+"""Crafted manifests, with a checksum that is right: an error, and nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replaykit.errors import CheckpointError
+
+
+def _set(*path: Any, value: Any) -> Any:
+    def change(manifest: dict[str, Any]) -> None:
+        target: Any = manifest
+        for part in path[:-1]:
+            target = target[part]
+        target[path[-1]] = value
+
+    change.__name__ = f"{'.'.join(map(str, path))}={str(value)[:40]}"
+    return change
+
+
+def _drop(*path: Any) -> Any:
+    def change(manifest: dict[str, Any]) -> None:
+        target: Any = manifest
+        for part in path[:-1]:
+            target = target[part]
+        del target[path[-1]]
+
+    change.__name__ = f"without {'.'.join(map(str, path))}"
+    return change
+
+
+def _file(name: str, record: Any = None) -> Any:
+    def change(manifest: dict[str, Any]) -> None:
+        old = next(iter(manifest["files"]))
+        found = manifest["files"].pop(old)
+        manifest["files"][name] = found if record is None else record
+
+    change.__name__ = f"file {name}={record}"
+    return change
+
+
+def _deep(levels: int, kind: str) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value] if kind == "list" else {"$": "tuple", "items": [value]}
+    return value
+
+
+LEDGER = ("parts", "writer", "_ledger")
+
+
+SCHEMA = ("parts", "storage", "groups", 0, "schema")
+
+
+CRAFTED = [
+    _file("../data-0123456789ab-00000.bin"),
+    _file("/etc/passwd"),
+    _file("data-0123456789ab-00000.bin/../../x"),
+    _file("manifest.json"),
+    _file(""),
+    _file("data-0123456789ab-00000.bin"),
+    _file("data-0123456789ab-00000.bin", {"size": -1, "crc32": 0}),
+    _file("data-0123456789ab-00000.bin", {"size": True, "crc32": 0}),
+    _file("data-0123456789ab-00000.bin", {"size": 10**18, "crc32": 0}),
+    _file("data-0123456789ab-00000.bin", 5),
+    *[_drop(name) for name in ("format", "format_version", "files", "tensors", "parts")],
+    *[_set("format_version", value=v) for v in (0, -1, "1", None, True, 1.0)],
+    _set("format", value="another-checkpoint"),
+    *[_set(name, value=[]) for name in ("files", "tensors", "parts")],
+    *[
+        _drop("parts", name)
+        for name in ("storage", "writer", "sampler", "transforms", "generator", "prepared")
+    ],
+    *[
+        _set("parts", name, value=5)
+        for name in ("storage", "writer", "sampler", "transforms", "generator", "prepared")
+    ],
+    _set("tensors", "t0", value=5),
+    _set("tensors", "t0", "dtype", value="load"),
+    _set("tensors", "t0", "dtype", value="float32"),
+    _set("tensors", "t0", "shape", value=[2**62, 2**62]),
+    _set("tensors", "t0", "shape", value=[10**9]),
+    _set("tensors", "t0", "pieces", value=[["data-0123456789ab-00000.bin", 0, 8]]),
+    _set("parts", "writer", "_kind", value="max_value"),
+    _set("parts", "writer", "_write_count", value=-1),
+    _set("parts", "writer", "_write_count", value="5"),
+    *[_set(*LEDGER, "slots", value=v) for v in (0, -1, 2**70, 7.5, None, 3)],
+    *[_set(*LEDGER, "length", value=v) for v in (-1, 9, 7, "8")],
+    *[_set(*LEDGER, "cursor", value=v) for v in (-1, 8, 2**70)],
+    *[_set(*LEDGER, "next_position", value=v) for v in (-1, 3, None)],
+    _set(*LEDGER, "positions", value=[1, 2]),
+    _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),
+    _set(*LEDGER, "generations", value="text"),
+    _set("parts", "sampler", "_kind", value="random"),
+    _set("parts", "sampler", "_length", value=-5),
+    _set("parts", "sampler", "_length", value=2),
+    _set("parts", "sampler", "_ran_out", value=1),
+    _set("parts", "sampler", "_remaining", value=[1, 2]),
+    _set("parts", "sampler", "_remaining", value={"$": "tensor", "name": "t1"}),
+    _set("parts", "transforms", value={"0": {"x": 1}}),
+    _set("parts", "generator", "device", value="nowhere"),
+    _set("parts", "generator", "device", value=5),
+    _set("parts", "generator", "state", value=5),
+    _set("parts", "generator", "state", value={"$": "tensor", "name": "t0"}),
+    _set("parts", "prepared", value={}),
+    _set("parts", "prepared", value=[5]),
+    _set("parts", "prepared", value=[{"index": 5, "anchors": 5, "info": [], "ran_out": False}]),
+    _set("parts", "storage", "rows", value=7),
+    _set("parts", "storage", "rows", value=2**70),
+    _set("parts", "storage", "lanes", value=[2]),
+    _set("parts", "storage", "lanes", value=[0]),
+    _set("parts", "storage", "groups", value=[]),
+    _set("parts", "storage", "groups", value=[5]),
+    _set("parts", "storage", "plain", value=[1]),
+    _set("parts", "storage", "plain", value={"$": "dict", "items": [[0, 1]]}),
+    _set("parts", "storage", "order", value=[0]),
+    _set(*SCHEMA, value=5),
+    _set(*SCHEMA, "kind", value="exec"),
+    _set(*SCHEMA, "kind", value="tensorclass"),
+    _set(*SCHEMA, "children", value=[]),
+    _set(*SCHEMA, "children", 0, 1, "dtype", value="float32"),
+    _set(*SCHEMA, "children", 0, 1, "dtype", value="__builtins__"),
+    _set(*SCHEMA, "children", 0, 1, "shape", value=[2**40]),
+    _set("parts", "storage", value=_deep(300, "list")),
+    _set("parts", "writer", value=_deep(300, "tuple")),
+    _set("parts", "generator", value=_deep(450, "list")),
+]
+
+
+@pytest.mark.pitfall("CK7")
+@pytest.mark.parametrize("change", CRAFTED, ids=lambda change: change.__name__)
+def test_a_crafted_manifest_is_an_error_and_changes_nothing(
+    change: Any, make: Any, state_of: Any, forge: Any, tmp_path: Path, save: Any
+):
+    """CK7, C6: with a checksum that is right."""
+    save(tmp_path)
+    forge(tmp_path, change)
+    for live in (make(5, seed=3, start=70), make()):
+        before = state_of(live)
+        with pytest.raises((ValueError, CheckpointError)) as caught:
+            live.loads(tmp_path)
+        assert not isinstance(caught.value, (UnicodeError, RecursionError))
+        assert state_of(live) == before
+
+
+def test_a_manifest_that_nests_without_end_is_damaged(make: Any, tmp_path: Path, save: Any):
+    save(tmp_path)
+    for text in ("[" * 10**5 + "]" * 10**5, "[" * 10**5, "\xff", "", "null", "[]"):
+        (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+            make().loads(tmp_path)
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 1, 3, 2**31, 2**62, 2**70, 0.5, "", "x", "t0", "t9", [], {}, [0], {"$": 1}]
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, item in items:
+        found.append((*path, key))
+        if isinstance(item, (dict, list)):
+            found += _places(item, (*path, key))
+    return found
+
+
+@pytest.mark.pitfall("CK7")
+@given(data=st.data())
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_any_manifest_gives_an_error_or_a_buffer_that_works(
+    data: Any, make: Any, state_of: Any, forge: Any, tmp_path: Path, save: Any
+):
+    """CK7: whatever is put wherever, with a checksum that is right."""
+    if not (tmp_path / "manifest.json").exists():
+        save(tmp_path)
+        shutil.copy(tmp_path / "manifest.json", tmp_path / "good")
+    shutil.copy(tmp_path / "good", tmp_path / "manifest.json")
+    manifest = json.loads((tmp_path / "good").read_text())
+    places = [p for p in _places(manifest) if p != ("crc32",)]
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(places))
+        value = data.draw(JUNK)
+        try:
+            forge(tmp_path, _set(*place, value=copy.deepcopy(value)))
+        except (KeyError, IndexError, TypeError):
+            return  # the first change took the place of the second
+    live = make(5, seed=3, start=70)
+    before = state_of(live)
+    try:
+        live.loads(tmp_path)
+    except (ValueError, CheckpointError):
+        assert state_of(live) == before
+    else:
+        assert 0 <= len(live) <= 8
+        live.extend(live[:1])
+        assert len(live.sample()) == 2
+        live.dumps(tmp_path / "again")
