@@ -9,15 +9,18 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 __all__ = [
+    "EarlySync",
     "NoRoomError",
+    "TooManyFilesError",
     "disk_errors",
     "exchange",
+    "file_limit_errors",
     "make_directory",
     "no_room",
     "private_path",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EARLY_BYTES: Final = 16 << 20
 _SYNC_THREADS: Final = 8
 """File systems commit the syncs of several threads together: 2 to 10 times faster than in turn."""
 
@@ -102,6 +106,44 @@ def no_room(code: int | None, path: Path, nbytes: int) -> NoRoomError:
     )
 
 
+class TooManyFilesError(OSError):
+    """The process or the system has no file descriptor left; the message says what to do."""
+
+
+@contextmanager
+def file_limit_errors(path: Path) -> Iterator[None]:
+    """Turns "too many open files" into a sentence with the file, the limit and the remedy.
+
+    Args:
+        path: what the work is on; named as well, since not every library names the file.
+    """
+    try:
+        yield
+    except TooManyFilesError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        name = os.fsdecode(error.filename) if error.filename is not None else "a file"
+        raise TooManyFilesError(
+            error.errno,
+            f"{os.strerror(error.errno)}: cannot open {name}, working on {path}; "
+            f"{_file_limit(error.errno)}",
+            str(path),
+        ) from error
+
+
+def _file_limit(code: int) -> str:
+    if code == errno.ENFILE:
+        return "the whole system has none left: end other programs, or raise fs.file-max"
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return "close some"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"this process may have {limit:,} open at once: close some, or raise it (`ulimit -n`)"
+
+
 def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -157,6 +199,41 @@ def reserve_blocks(descriptor: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
+
+
+class EarlySync:
+    """Makes long files durable while they are still being written; a context manager.
+
+    The disk works while more is read and checked, so that little is left to wait for at the end.
+    It replaces no sync: what has not been written yet, or is passed over because the disk is busy,
+    is left to `sync_tree`. What a sync raises is raised on leaving, since the system reports a
+    failed write to one sync only.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2)
+        self._under_way: list[Future[None]] = []
+        self._waiting: dict[Path, int] = {}
+
+    def wrote(self, path: Path, nbytes: int) -> None:
+        """Notes that so many bytes were written to a file; never waits."""
+        nbytes += self._waiting.get(path, 0)
+        self._waiting[path] = nbytes
+        if nbytes < _EARLY_BYTES or sum(not sync.done() for sync in self._under_way) > 1:
+            return
+        self._waiting[path] = 0
+        self._under_way = [s for s in self._under_way if not s.done() or s.exception() is not None]
+        self._under_way.append(self._pool.submit(_sync_file, path))
+
+    def __enter__(self) -> EarlySync:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if error is None:
+            for sync in self._under_way:
+                if not sync.cancelled():
+                    sync.result()
 
 
 def sync_tree(directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
@@ -10,16 +9,17 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.convert import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
 from replaykit.datasets.preprocess import preprocess_rows
 from replaykit.datasets.publish import open_published, remove_published
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.split import ensure_split
+from replaykit.datasets.split import SPLIT_FORM, ensure_split
 from replaykit.samplers import Sampler
 from replaykit.storages import TensorStorage
 from replaykit.writers import ImmutableDatasetWriter, Writer
@@ -50,12 +50,13 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
         ValueError: an unknown id, or another value of ``download``.
         TypeError: an unknown keyword.
         FileNotFoundError: ``download=False`` and the data set is not there.
-        RuntimeError: the folder holds something that is not a complete data set.
+        RuntimeError: the folder holds something that is not a complete data set, or another one.
         CorpusError, DownloadError, OSError: as converting and fetching do; names the file.
 
     Rows can be edited in place; edits are seen in this process only and never reach the disk.
 
     Example:
+        >>> from replaykit import BaseDatasetExperienceReplay
         >>> class Mine(BaseDatasetExperienceReplay):
         ...     available_datasets = ["a"]
         ...     corpus = "mine"
@@ -92,13 +93,11 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
             raise ValueError(
                 f"expected one of the data sets {self.available_datasets}, got {dataset_id!r}"
             )
-        if download not in (True, False, "force"):
-            raise ValueError(f'expected download as True, False or "force", got {download!r}')
         _check_keywords(type(self).__name__, env_kwargs)
         self.dataset_id = dataset_id
         self.root = _default_root(self.corpus) if root is None else Path(root)
         self.split_trajs = split_trajs
-        self.download = download
+        self.download = _download(download)
         # The storage is given as a function: all other arguments are checked before anything
         # is fetched.
         super().__init__(
@@ -146,11 +145,17 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
             return MappedStorage(self._flat())
         force = self.download == "force"
         if not force and self.data_path.exists() and not self.data_path_root.exists():
-            return MappedStorage(open_published(self.data_path))
+            identity = {**full_identity(self.layout, self._identity()), **SPLIT_FORM}
+            return MappedStorage(open_published(self.data_path, identity=identity))
         self._flat()
-        if self.download is False:
-            self._require(self.data_path_root)
-        return MappedStorage(ensure_split(self.data_path_root, self.data_path, force=force))
+        return MappedStorage(
+            ensure_split(
+                self.data_path_root, self.data_path, force=force, identity=self._identity()
+            )
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"corpus": self.corpus, "dataset_id": self.dataset_id}
 
     def _flat(self) -> Published:
         if self.download is False:
@@ -160,22 +165,18 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
             get_sources=self.sources,
             layout=self.layout,
             force=self.download == "force",
-            identity={"corpus": self.corpus, "dataset_id": self.dataset_id},
+            identity=self._identity(),
         )
 
     def _require(self, path: Path) -> Published:
+        identity = {**full_identity(self.layout, self._identity()), **FLAT_FORM}
         try:
-            return open_published(path)
+            return open_published(path, identity=identity)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
                 "download=True"
             ) from None
-
-    def _listing_file(self) -> Path:
-        """Where the listing of the data set's files is kept, for work without a network."""
-        name = hashlib.sha256(self.dataset_id.encode()).hexdigest()[:16]
-        return self.root / ".listings" / f"{name}.json"
 
     # -- mapping ------------------------------------------------------------------------------
 
@@ -203,44 +204,53 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
             fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
                 trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
                 All results have the layout of the first.
-            dim: dimension along which rows are taken.
+            dim: dimension along which rows are taken; negative ones count from the last.
             num_workers: processes; None: as many as there are processors; 0: none, all work is
                 done here.
-            chunksize: rows given to a worker at a time; by default all are divided evenly.
+            chunksize: rows given to a worker at a time; by default all are divided evenly, in
+                pieces of at most 64 MiB of the source.
             num_chunks: into how many pieces the rows are divided; not together with
                 ``chunksize``.
-            pool: workers to use instead of own ones.
-            generator: seeds the random numbers of ``fn``: the same seed and the same pieces give
-                the same results, however many workers there are.
+            pool: a pool of processes to use instead of own ones.
+            generator: what the seed of torch's CPU generator in ``fn`` is drawn from; None: the
+                generator of this data set, or the global one. Every row has a seed of its own:
+                pieces and workers do not change the results. The caller's global generator is
+                not changed but by that draw.
             max_tasks_per_child: pieces after which a worker is replaced.
             worker_threads: torch threads in each worker.
             index_with_generator: make the pieces one by one instead of all at first.
             pbar: show a progress bar.
             mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
             num_frames: only the first rows.
-            dest: folder of the result; it appears there complete or not at all.
+            dest: folder of the result, or a link to it; it appears there complete or not at
+                all. Beside it stays a lock file: calls for one ``dest`` run one after the other,
+                and remove what killed ones have left.
 
         Returns:
             The storage; changes to it reach the files.
 
         Raises:
             FileExistsError: ``dest`` is there and not empty.
-            ValueError: a row's result differs in layout from the first one's; names the row.
+            TypeError: ``pool`` is one of threads.
+            ValueError: an option is out of range (before any work); or a row's result differs in
+                layout from the first one's; names the row.
+            RuntimeError: a worker died; says how.
             OSError: the disk has too little room.
 
         Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
-        not change.
+        not change. Own workers end with this process, however it ends. A worker copies 1 MiB of
+        the source, or one row, at a time.
         """
         return preprocess_rows(
             self.storage,
             fn,
-            dest=Path(dest),
+            dest=dest,
             dim=dim,
             num_workers=num_workers,
             chunksize=chunksize,
             num_chunks=num_chunks,
             pool=pool,
-            generator=generator,
+            generator=self._generator if generator is None else generator,
             max_tasks_per_child=max_tasks_per_child,
             worker_threads=worker_threads,
             index_with_generator=index_with_generator,
@@ -252,6 +262,15 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
 
 def _default_root(corpus: str) -> Path:
     return Path.home() / ".cache" / "replaykit" / corpus
+
+
+def _download(given: Any) -> bool | str:
+    """Checks the argument by its type: 0 is equal to False, and is none of the three."""
+    if isinstance(given, (bool, np.bool_)):
+        return bool(given)
+    if isinstance(given, str) and given == "force":
+        return given
+    raise ValueError(f'expected download as True, False or "force", got {given!r}')
 
 
 def _check_keywords(name: str, given: dict[str, Any]) -> None:

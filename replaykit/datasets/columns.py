@@ -12,7 +12,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,11 +23,19 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from replaykit.datasets.checksum import crc32_of_parts
 from replaykit.datasets.manifest import Array
-from replaykit.filesystem import disk_errors, no_room, require_room, reserve
+from replaykit.filesystem import EarlySync, disk_errors, no_room, require_room, reserve
 from replaykit.ted import Key, format_key
 
-__all__ = ["ColumnFile", "ColumnSpec", "create_columns", "torch_dtype", "unstorable"]
+__all__ = [
+    "ColumnFile",
+    "ColumnSpec",
+    "create_columns",
+    "synced_early",
+    "torch_dtype",
+    "unstorable",
+]
 
 # Entries of tensordict's meta.json that are no keys: a key of that name would be lost silently.
 _META_NAMES: Final = frozenset({"shape", "device", "_type"})
@@ -42,6 +51,7 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
         TypeError: torch has none.
 
     Example:
+        >>> from replaykit.datasets.columns import torch_dtype
         >>> torch_dtype("float16"), torch_dtype(bool)
         (torch.float16, torch.bool)
     """
@@ -55,6 +65,7 @@ def unstorable(key: Sequence[str]) -> str | None:
     """Says why a key cannot be a name on disk; ``None`` when it can.
 
     Example:
+        >>> from replaykit.datasets.columns import unstorable
         >>> unstorable(("info", "rgb:left_cam")) is None, unstorable(("info", "shape"))
         (True, "the name 'shape' is reserved by tensordict's format")
     """
@@ -95,10 +106,16 @@ class ColumnFile:
         self.shape = (*batch, *spec.shape)
         self.nbytes = math.prod(self.shape) * spec.dtype.itemsize
         self.crc32 = 0
+        self.early_sync: EarlySync | None = None
         self._written = 0
 
     def write(
-        self, position: int, entries: npt.NDArray[Any], *, verify: Iterable[int] = ()
+        self,
+        position: int,
+        entries: npt.NDArray[Any],
+        *,
+        verify: Iterable[int] = (),
+        shared: tuple[int, int, int] | None = None,
     ) -> None:
         """Writes entries from ``position`` on, where the last write must have ended.
 
@@ -106,6 +123,8 @@ class ColumnFile:
             position: index of the first entry in the (flattened) batch.
             entries: ``[n, ...]``, with the bytes of the column's dtype.
             verify: which of them are read back and compared (rule V60).
+            shared: first and last but one of a run of them, and the CRC-32 of its bytes, where
+                that is known.
 
         Raises:
             OSError: there is no room, or an entry was not stored as it was written; names the
@@ -121,7 +140,9 @@ class ColumnFile:
         if not entries.nbytes or self.path is None:
             return
         block = np.ascontiguousarray(entries).reshape(-1).view(np.uint8).data
-        self.crc32 = zlib.crc32(block, self.crc32)
+        if shared is not None:
+            shared = (shared[0] * size, shared[1] * size, shared[2])
+        self.crc32 = crc32_of_parts(block, self.crc32, shared)
         descriptor = os.open(self.path, os.O_RDWR)
         try:
             with disk_errors(self.path, self.nbytes):
@@ -130,7 +151,8 @@ class ColumnFile:
                     done += os.pwrite(descriptor, block[done:], self._written + done)
             for index in verify:
                 part = slice(index * size, (index + 1) * size)
-                if os.pread(descriptor, size, self._written + part.start) != block[part]:
+                # Bytes with bytes: a comparison with a memoryview goes value by value.
+                if os.pread(descriptor, size, self._written + part.start) != bytes(block[part]):
                     raise OSError(
                         errno.EIO,
                         f"entry {position + index} was not stored as it was written [V60]",
@@ -139,6 +161,8 @@ class ColumnFile:
         finally:
             os.close(descriptor)
         self._written += len(block)
+        if self.early_sync is not None:
+            self.early_sync.wrote(self.path, len(block))
 
     def skip(self, entries: int) -> None:
         """Leaves entries zero, as new files are: they enter the checksum but are not written."""
@@ -168,6 +192,19 @@ class ColumnFile:
         return self._written == self.nbytes
 
 
+@contextmanager
+def synced_early(columns: Mapping[Key, ColumnFile]) -> Iterator[None]:
+    """Has long columns made durable while they are written in the block."""
+    with EarlySync() as early_sync:
+        for column in columns.values():
+            column.early_sync = early_sync
+        try:
+            yield
+        finally:
+            for column in columns.values():
+                column.early_sync = None
+
+
 def create_columns(
     directory: Path, specs: Sequence[ColumnSpec], batch: tuple[int, ...]
 ) -> dict[Key, ColumnFile]:
@@ -191,7 +228,7 @@ def create_columns(
         node = tree
         for part in spec.key[:-1]:
             node = node.setdefault(part, {})
-        node[spec.key[-1]] = torch.zeros((1,) * len(batch) + spec.shape, dtype=spec.dtype)
+        node[spec.key[-1]] = torch.empty((1,) * len(batch) + spec.shape, dtype=spec.dtype)
     structure = _tensordict(tree, len(batch)).expand(*batch)
     try:
         with disk_errors(directory, total):

@@ -7,15 +7,14 @@ one leaf, whatever the size of the corpus.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy.typing as npt
 
-from replaykit.datasets.columns import ColumnFile, create_columns
+from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
 from replaykit.datasets.episode_table import write_episode_table
 from replaykit.datasets.h5 import open_h5
 from replaykit.datasets.layout import DropLeaves, Layout, Notes
@@ -24,14 +23,17 @@ from replaykit.datasets.opened import Published
 from replaykit.datasets.plan import Plan, scan
 from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back
-from replaykit.datasets.report import make_report, summary
+from replaykit.datasets.report import make_report, summary, warn_caller
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.write import RowWriter, column_specs
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
 
-__all__ = ["ConvertOptions", "ensure_dataset"]
+__all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity"]
+
+FLAT_FORM: Final = {"form": None}
+"""What the identity of a flat data set must not have: the split one of the same files has it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def ensure_dataset(
 
     Example:
         >>> import tempfile, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.datasets.convert import ensure_dataset
         >>> from replaykit.datasets.robohive import ROBOHIVE
+        >>> from replaykit.datasets.sources import Sources
         >>> from replaykit.testing.robohive import RoboHiveWriter
         >>> root = Path(tempfile.mkdtemp())
         >>> with RoboHiveWriter(root / "a.h5") as writer:
@@ -109,11 +114,7 @@ def ensure_dataset(
         tensor([False, False,  True])
     """
     options = ConvertOptions() if options is None else options
-    named = {
-        **({} if identity is None else identity),
-        "layout": layout.name,
-        "layout_version": layout.version,
-    }
+    named = full_identity(layout, identity)
     told: list[str] = []
 
     def build(directory: Path) -> Manifest:
@@ -123,10 +124,19 @@ def ensure_dataset(
             told.append(text)
         return manifest
 
-    published = ensure_published(target, build, force=force, identity=named)
+    published = ensure_published(target, build, force=force, identity={**named, **FLAT_FORM})
     for text in told:
-        warnings.warn(f"{published.path}: {text}", UserWarning, stacklevel=2)
+        warn_caller(f"{published.path}: {text}")
     return published
+
+
+def full_identity(layout: Layout, identity: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns which data set it is and by which rules it is made, as the manifest has it."""
+    return {
+        **({} if identity is None else identity),
+        "layout": layout.name,
+        "layout_version": layout.version,
+    }
 
 
 def _convert(
@@ -194,7 +204,10 @@ def _write(
 ) -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
     """Writes all rows; returns the episode table and what was learnt of each file."""
     facts: list[dict[str, Any]] = [{} for _ in sources.files]
-    with progress_bar("converting", plan.source_bytes, progress) as advance:
+    with (
+        progress_bar("converting", plan.source_bytes, progress) as advance,
+        synced_early(columns),
+    ):
         writer = RowWriter(
             plan,
             layout,
@@ -206,7 +219,7 @@ def _write(
         position = 0
         for index, source in enumerate(sources.files):
             memory: dict[str, Any] = {}
-            with open_h5(source.path) as file:
+            with open_h5(source.path, is_verified=source.is_verified) as file:
                 while position < len(plan.episodes) and plan.episodes[position].file == index:
                     writer.write(file, source, position, memory)
                     position += 1
@@ -217,7 +230,11 @@ def _write(
 
 def _arrays(directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile]) -> tuple[Array, ...]:
     facts: dict[Key, dict[str, Any]] = {
-        target.key: {"source": leaf.path, "shift": target.shift}
+        target.key: {
+            "source": leaf.path,
+            "shift": target.shift,
+            **({"one_per_episode": True} if leaf.is_once else {}),
+        }
         for leaf in plan.leaves
         for target in leaf.targets
     }

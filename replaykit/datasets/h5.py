@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,11 @@ SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 # What a file is that is not HDF5: prefix -> (what it is, what to do about it).
 _FETCH_AGAIN: Final = "download the file again"
+_AT_SOURCE: Final = (
+    "its bytes are those that its source lists, so the file is wrong there and downloading it "
+    "again does not help: tell the owner of the source"
+)
+_PICKLE: Final = "a Python pickle"
 _OTHER_MAGIC: Final[tuple[tuple[bytes, str, str], ...]] = (
     (
         b"version https://git-lfs",
@@ -54,14 +59,19 @@ _NUMBERS: Final = frozenset(
     for bits in sizes
 ) | {"bool"}
 """Names of the dtypes that NumPy and torch share."""
+_NO_DATA: Final = "it is neither an array nor a group"
 _MAX_DEPTH: Final = 16
 """Groups nested deeper than any corpus has them: a cycle of links."""
 _MAX_LEAVES: Final = 100_000
 """Leaves of one episode beyond which the file is taken for damaged or hostile."""
 
 
-def check_signature(path: Path) -> None:
+def check_signature(path: Path, *, is_verified: bool = False) -> None:
     """Checks by its first bytes that a file is HDF5 (rule V01).
+
+    Args:
+        path: the file.
+        is_verified: as for `open_h5`.
 
     Raises:
         CorpusError: it is not; the message says what the file is instead, and what to do.
@@ -72,6 +82,8 @@ def check_signature(path: Path) -> None:
     if head.startswith(SIGNATURE):
         return
     what, remedy = _recognise(head)
+    if is_verified and what != _PICKLE:
+        remedy = _AT_SOURCE
     raise CorpusError(f"{path}: not an HDF5 file but {what}; {remedy} [V01]")
 
 
@@ -88,7 +100,7 @@ def _recognise(head: bytes) -> tuple[str, str]:
         return "an XML document", f"the server answered with a message: {_FETCH_AGAIN}"
     # Pickle protocols 2 to 5 begin with their number, protocols 0 and 1 look like text.
     if head[0] == 0x80 and len(head) > 1 and head[1] in (2, 3, 4, 5):
-        return "a Python pickle", "pickles can run code and are never loaded; save the trace as .h5"
+        return _PICKLE, "pickles can run code and are never loaded; save the trace as .h5"
     if not head.strip(b"\x00"):
         return "filled with zeros", f"the download was cut: {_FETCH_AGAIN}"
     if all(byte in b"\t\r\n\x0c" or 0x20 <= byte < 0x7F for byte in head):
@@ -98,8 +110,13 @@ def _recognise(head: bytes) -> tuple[str, str]:
 
 
 @contextmanager
-def open_h5(path: Path) -> Iterator[H5File]:
+def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
     """Opens an H5 file for reading, by content and not by name.
+
+    Args:
+        path: the file.
+        is_verified: its bytes are known to be those of its source; messages do not advise to
+            fetch it again.
 
     Raises:
         ImportError: h5py is not installed.
@@ -112,23 +129,27 @@ def open_h5(path: Path) -> Iterator[H5File]:
         raise ImportError(
             "reading H5 corpora needs h5py, which is not installed: `pip install h5py`"
         ) from error
-    check_signature(path)
-    with _naming(path, None):
+    check_signature(path, is_verified=is_verified)
+    with _naming(path, None, is_verified):
         # best-effort: file systems without locks, such as some network mounts, still work.
         handle = h5py.File(path, "r", locking="best-effort")
     try:
-        yield H5File(path, handle)
+        yield H5File(path, handle, is_verified)
     finally:
         handle.close()
 
 
 @dataclass(frozen=True)
 class Member:
-    """An entry of the file's root; ``children`` are the entries of a group, sorted."""
+    """An entry of the file's root; ``children`` are the entries of a group, sorted.
+
+    A link by name, soft or external, is followed nowhere: it is no group, whatever it leads to.
+    """
 
     name: str
     is_group: bool
     children: tuple[str, ...] = ()
+    is_link: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,25 +169,26 @@ class Leaf:
 class H5File:
     """An open source file. All paths are relative to the root, with ``/`` between parts."""
 
-    def __init__(self, path: Path, handle: Any) -> None:
+    def __init__(self, path: Path, handle: Any, is_verified: bool = False) -> None:
         self.path = path
         self._root = handle.id
+        self._is_verified = is_verified
 
     def members(self) -> list[Member]:
         """Returns the entries of the root in the library's (byte) order.
 
-        Links that do not point into this file are listed as members that are no groups.
+        Links by name are listed and not followed.
         """
         import h5py
 
         found = []
-        with _naming(self.path, "/"):
+        with self._naming("/"):
             for name, node in _entries(self._root):
                 if isinstance(node, h5py.h5g.GroupID):
                     children = tuple(sorted(_text(child) for child, _ in _links(node)))
                     found.append(Member(_text(name), True, children))
                 else:
-                    found.append(Member(_text(name), False))
+                    found.append(Member(_text(name), False, is_link=isinstance(node, str)))
         return found
 
     def leaves(self, group: str) -> list[Leaf]:
@@ -178,26 +200,28 @@ class H5File:
         import h5py
 
         found: list[Leaf] = []
-        with _naming(self.path, group):
+        with self._naming(group):
             self._walk(h5py.h5o.open(self._root, group.encode()), "", (), found)
         return found
 
     def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
 
+        A dataset without dimensions has one entry.
+
         Raises:
             CorpusError: they cannot be read in full; names file, dataset and cause (rule V03).
         """
         import h5py
 
-        with _naming(self.path, dataset):
+        with self._naming(dataset):
             node = h5py.h5d.open(self._root, dataset.encode())
             space = node.get_space()
             shape = space.get_simple_extent_dims()
             array = np.empty((stop - start, *shape[1:]), _native(node.dtype))
             if array.size == 0:
                 return array
-            if stop - start == shape[0]:
+            if not shape or stop - start == shape[0]:
                 node.read(h5py.h5s.ALL, h5py.h5s.ALL, array)
             else:
                 block = array.shape
@@ -209,11 +233,14 @@ class H5File:
         """Returns how many entries one stripe of chunks spans; 1 if the dataset has no chunks."""
         import h5py
 
-        with _naming(self.path, dataset):
+        with self._naming(dataset):
             properties = h5py.h5d.open(self._root, dataset.encode()).get_create_plist()
             if properties.get_layout() != h5py.h5d.CHUNKED:
                 return 1
             return int(properties.get_chunk()[0])
+
+    def _naming(self, where: str) -> AbstractContextManager[None]:
+        return _naming(self.path, where, self._is_verified)
 
     def _walk(self, node: Any, prefix: str, above: tuple[int, ...], found: list[Leaf]) -> None:
         import h5py
@@ -230,22 +257,27 @@ class H5File:
             elif isinstance(child, h5py.h5d.DatasetID):
                 found.append(_leaf(path, child))
             else:
-                found.append(Leaf(path, (), np.uint8, "it is a link out of this file"))
+                why = child if isinstance(child, str) else _NO_DATA
+                found.append(Leaf(path, (), np.uint8, why))
             if len(found) > _MAX_LEAVES:
                 raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
 
 
-def _links(node: Any) -> list[tuple[bytes, bool]]:
-    """Returns the names of the links of a group, and whether each leads to an object in it.
+def _links(node: Any) -> list[tuple[bytes, str | None]]:
+    """Returns the names of the links of a group, and why each is not followed, if it is not.
 
-    Soft and external links do not: an external one could name any file of this machine.
+    Soft and external links are not: an external one could name any file of this machine.
     """
     import h5py
 
-    found: list[tuple[bytes, bool]] = []
+    found: list[tuple[bytes, str | None]] = []
+    why = {
+        h5py.h5l.TYPE_HARD: None,
+        h5py.h5l.TYPE_SOFT: "it is a soft link, which is not followed",
+    }
 
     def note(name: bytes, info: Any) -> None:
-        found.append((name, info.type == h5py.h5l.TYPE_HARD))
+        found.append((name, why.get(info.type, "it is a link out of this file")))
 
     # Iterated in one go: asking for the links one by one is quadratic in their number.
     node.links.iterate(note, info=True)
@@ -253,11 +285,11 @@ def _links(node: Any) -> list[tuple[bytes, bool]]:
 
 
 def _entries(node: Any) -> Iterator[tuple[bytes, Any]]:
-    """Yields name and opened object of each entry of a group; ``None`` for soft links."""
+    """Yields name and opened object of each entry of a group; for a link, why it is not opened."""
     import h5py
 
-    for name, is_hard in _links(node):
-        yield name, h5py.h5o.open(node, name) if is_hard else None
+    for name, why in _links(node):
+        yield name, h5py.h5o.open(node, name) if why is None else why
 
 
 def _leaf(path: str, node: Any) -> Leaf:
@@ -302,7 +334,7 @@ def _text(name: bytes) -> str:
 
 
 @contextmanager
-def _naming(path: Path, where: str | None) -> Iterator[None]:
+def _naming(path: Path, where: str | None, is_verified: bool) -> Iterator[None]:
     """Turns whatever the HDF5 library raises into an error that names the file and the place."""
     place = str(path) if where is None else f"{path}: {where}"
     try:
@@ -315,12 +347,15 @@ def _naming(path: Path, where: str | None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         cause = str(error.args[-1] if error.args else error)
-        raise CorpusError(f"{place}: cannot be read ({cause}); {_remedy(cause)} [V03]") from error
+        remedy = _remedy(cause, is_verified)
+        raise CorpusError(f"{place}: cannot be read ({cause}); {remedy} [V03]") from error
 
 
-def _remedy(cause: str) -> str:
+def _remedy(cause: str, is_verified: bool) -> str:
     if "lock file" in cause or "already open for write" in cause:
         return "it is open for writing: close it there first"
     if "plugin" in cause or "required filter" in cause:
         return "install the HDF5 plugin for its compression, for example `pip install hdf5plugin`"
+    if is_verified:
+        return f"the file is cut short or damaged: {_AT_SOURCE}"
     return "the file is cut short or damaged: fetch it again"

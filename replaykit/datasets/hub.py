@@ -65,6 +65,7 @@ def list_files(
     Example:
         >>> import os, tempfile
         >>> from unittest.mock import patch
+        >>> from replaykit.datasets.hub import fetch, list_files
         >>> from replaykit.testing import LoopbackHub
         >>> files = {"door/seed0/a.h5": b"aa", "door/seed1/a.h5": b"b", "door2/a.h5": b"c"}
         >>> with LoopbackHub({"me/data": files}) as hub, tempfile.TemporaryDirectory() as cache:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from replaykit.datasets.hub_listing import HubFile
 
-__all__ = ["HubCache", "cache_root", "endpoint", "is_offline"]
+__all__ = ["HubCache", "cache_root", "endpoint", "is_offline", "repository_folder"]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _BLOCK = 1 << 20
@@ -45,6 +45,11 @@ def cache_root() -> Path:
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(root))))
 
 
+def repository_folder(repo_id: str) -> str:
+    """Returns the name of a dataset repository's folder in the cache."""
+    return "--".join(["datasets", *repo_id.split("/")])
+
+
 @dataclass(frozen=True)
 class HubCache:
     """What the cache at ``root`` holds of one dataset repository at one commit."""
@@ -55,7 +60,7 @@ class HubCache:
 
     @property
     def _folder(self) -> str:
-        return "--".join(["datasets", *self.repo_id.split("/")])
+        return repository_folder(self.repo_id)
 
     def entry(self, file: HubFile) -> Path:
         """Returns the path under which a file is, or would be, found; opening it gives the data."""

@@ -75,6 +75,7 @@ class Retry:
         ValueError: fewer than one attempt, or a negative wait.
 
     Example:
+        >>> from replaykit.datasets.hub_errors import Retry
         >>> Retry(attempts=1).attempts
         1
     """
@@ -205,6 +206,8 @@ def _unwrapped(error: Exception) -> Exception:
 def _local_error(error: Exception, subject: Subject) -> OSError:
     assert isinstance(error, OSError)
     remedy = "free some space, or set HF_HUB_CACHE to a directory that can take it"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "close some, or raise the limit (`ulimit -n`)"
     said = f"could not store {subject}: {error.strerror}; {remedy}"
     return OSError(error.errno, said, error.filename)
 

@@ -29,6 +29,7 @@ class HubFile:
         ValueError: a path that leaves the repository, a negative size or a malformed hash.
 
     Example:
+        >>> from replaykit.datasets.hub_listing import HubFile
         >>> HubFile("door/seed0/a.h5", 3, None, None).size
         3
         >>> HubFile("../a.h5", 3, None, None)
@@ -76,6 +77,7 @@ class HubListing:
         ValueError: a malformed repository id or commit, or a path that occurs twice.
 
     Example:
+        >>> from replaykit.datasets.hub_listing import HubListing
         >>> listing = HubListing("me/data", "0" * 40, "http://127.0.0.1:1", ())
         >>> HubListing.from_json(listing.to_json()) == listing
         True

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import sys
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from replaykit.datasets.hub import HubListing, fetch, list_files
-from replaykit.datasets.hub_cache import is_offline
+from replaykit.datasets.hub_cache import cache_root, is_offline, repository_folder
 from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 
 __all__ = ["hub_sources"]
 
 
-def hub_sources(repo_id: str, directory: str, *, suffix: str, memory: Path) -> Sources:
+def hub_sources(repo_id: str, directory: str, *, suffix: str) -> Sources:
     """Lists, fetches and verifies the files below a directory of a dataset repository.
+
+    Once all of them are there, the listing is kept beside them in the client's cache. Where the
+    network is turned off, the files are those of the last listing that was kept.
 
     Args:
         repo_id: ``owner/name``.
         directory: below which the files lie.
         suffix: how their names end.
-        memory: file in which the listing is kept. Where the network is turned off, what it says
-            is taken from the client's cache, if that is complete.
 
     Raises:
         FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as `list_files`
             and `fetch` do.
     """
-    if is_offline() and memory.exists():
-        listing = HubListing.from_json(json.loads(memory.read_text(encoding="utf-8")))
-    else:
+    listing = _recall(repo_id, directory, suffix) if is_offline() else None
+    if listing is None:
         listing = list_files(repo_id, directory=directory, suffix=suffix)
-        _remember(memory, listing)
     paths = fetch(listing, progress=sys.stderr.isatty())
+    _remember(listing, directory, suffix)
     files = tuple(
-        SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path))
+        SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path), is_verified=True)
         for path, file in zip(paths, listing.files, strict=True)
     )
     origin = {
@@ -47,8 +49,29 @@ def hub_sources(repo_id: str, directory: str, *, suffix: str, memory: Path) -> S
     return Sources(files, origin)
 
 
-def _remember(memory: Path, listing: HubListing) -> None:
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    draft = memory.with_name(f"{memory.name}.{os.getpid()}")
-    draft.write_text(json.dumps(listing.to_json()), encoding="utf-8")
-    draft.replace(memory)
+def _memory(repo_id: str, directory: str, suffix: str) -> Path:
+    """Returns where a listing is kept: with the files, whichever root they are converted to."""
+    name = hashlib.sha256(f"{directory}\0{suffix}".encode()).hexdigest()[:16]
+    return cache_root() / repository_folder(repo_id) / "replaykit" / f"{name}.json"
+
+
+def _recall(repo_id: str, directory: str, suffix: str) -> HubListing | None:
+    try:
+        text = _memory(repo_id, directory, suffix).read_text(encoding="utf-8")
+        return HubListing.from_json(json.loads(text))
+    except (OSError, ValueError):
+        return None
+
+
+def _remember(listing: HubListing, directory: str, suffix: str) -> None:
+    """Keeps a listing of which every file is in the cache; one that is not stays as it was."""
+    path = _memory(listing.repo_id, directory, suffix)
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    # A cache that may only be read: the files are there, and that is what was asked for.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_text(json.dumps(listing.to_json()), encoding="utf-8")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)

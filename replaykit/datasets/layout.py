@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.h5 import Member
@@ -25,6 +24,7 @@ from replaykit.ted import Key
 
 __all__ = [
     "DropLeaves",
+    "Ends",
     "EpisodeRef",
     "Field",
     "Flags",
@@ -184,11 +184,26 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The ends of one episode: ``terminated`` and ``truncated``, bool ``[rows]``."""
+class Ends:
+    """What the ``end`` field of an episode says, in two words: it may have millions of records.
 
-    terminated: npt.NDArray[np.bool_]
-    truncated: npt.NDArray[np.bool_]
+    Attributes:
+        records: how many records the episode has.
+        first: the first record at which it is set, if any.
+        last: whether it is set at the last record.
+    """
+
+    records: int
+    first: int | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Why an episode ended: the flags of its last row. Those of all other rows are False."""
+
+    terminated: bool
+    truncated: bool
 
 
 class DropLeaves(Exception):
@@ -229,15 +244,15 @@ class Layout(ABC):
     @abstractmethod
     def flags(
         self,
-        ends: npt.NDArray[np.bool_],
+        ends: Ends,
         last: Mapping[str, npt.NDArray[Any]],
         place: Place,
         notes: Notes,
     ) -> Flags:
-        """Returns why the rows of an episode ended.
+        """Returns why an episode ended; one flag at least is set.
 
         Args:
-            ends: bool ``[T]``, the ``end`` field of every record.
+            ends: where the ``end`` field is set.
             last: the last record ``[1, ...]`` of every required field.
             place: the episode, for messages.
             notes: takes findings that stop nothing.
@@ -261,6 +276,10 @@ class Layout(ABC):
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what was learnt of a file, for the manifest; JSON values."""
         return {}
+
+    def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
+        """Returns what to do about a leaf of the wrong length, where the corpus knows."""
+        return None
 
     def source_seed(self, name: str) -> int:
         """Returns the seed that the name of a source file tells, or -1."""

@@ -6,10 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replaykit.filesystem import make_directory
 
-__all__ = ["target_lock"]
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+__all__ = ["target_lock", "target_lock_if_free"]
 
 _LOGGER = logging.getLogger("replaykit")
 
@@ -22,10 +26,10 @@ def target_lock(target: Path) -> Iterator[None]:
     dead process never blocks another. The file stays: removing it would let two waiters lock two
     files of one name. One line is logged when there is a wait.
     """
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     make_directory(target.parent)
-    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    lock = _lock(target)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -35,3 +39,30 @@ def target_lock(target: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def target_lock_if_free(target: Path) -> Iterator[bool]:
+    """Holds the lock of a target while the block runs, if nobody else does; never waits.
+
+    Yields whether it is held. Where there may be no lock, as on a disk that may only be read, it
+    is not.
+    """
+    from filelock import Timeout
+
+    lock = _lock(target)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _lock(target: Path) -> BaseFileLock:
+    from filelock import FileLock
+
+    return FileLock(target.with_name(f".{target.name}.lock"))

@@ -7,20 +7,18 @@ all the disk, ever sees it. Needs neither h5py nor the network.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import platform
-import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from tensordict import TensorDict
 
 from replaykit.datasets.episode_table import read_groups
 from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
+from replaykit.datasets.mapping import map_private
 from replaykit.ted import Key
 
 __all__ = ["Published", "open_directory", "verify_directory"]
@@ -147,8 +145,8 @@ def _open_at(directory: int, path: Path) -> Published:
         manifest = Manifest.parse(text)
     except ValueError as error:
         raise _refusal(path, f"its {MANIFEST_NAME} {error}") from error
-    columns = {array.key: _map(directory, array) for array in manifest.arrays}
-    episodes = {array.key[0]: _map(directory, array) for array in manifest.episode_arrays}
+    columns = {array.key: _map(directory, path, array) for array in manifest.arrays}
+    episodes = {array.key[0]: _map(directory, path, array) for array in manifest.episode_arrays}
     group = manifest.group_file
     os.close(_open_sized(directory, group["file"], group["nbytes"]))
     table = TensorDict(episodes, batch_size=[manifest.episodes])
@@ -168,43 +166,19 @@ def _open_sized(directory: int, file: str, nbytes: int) -> int:
     return descriptor
 
 
-def _map(directory: int, array: Array) -> torch.Tensor:
+def _map(directory: int, path: Path, array: Array) -> torch.Tensor:
     if array.file is None:
         return torch.zeros(array.shape, dtype=array.dtype)
     descriptor = _open_sized(directory, array.file, array.nbytes)
     try:
-        mapping = _map_private(descriptor, array.nbytes)
+        memory = map_private(descriptor, array.nbytes)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        raise OSError(
-            error.errno, f"cannot map {array.nbytes:,} bytes: {error.strerror}", array.file
-        ) from error
+        why = f"cannot map {array.nbytes:,} bytes: {error.strerror}"
+        if error.errno == errno.ENOMEM:
+            why += "; the limit is one of address space (`ulimit -v`) or of the number of mappings"
+        raise OSError(error.errno, why, str(path / array.file)) from error
     finally:
         os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=array.dtype).view(array.shape)
-
-
-def _map_private(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Maps a file copy-on-write without reserving memory for the copies.
-
-    Reserving would refuse a column larger than the memory, though a process edits little of it.
-    """
-    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    if _NO_RESERVE:
-        flags = mmap.MAP_PRIVATE | _NO_RESERVE
-        return mmap.mmap(
-            descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options
-        )
-    return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY, **options)
-
-
-def _no_reserve() -> int:
-    """Returns the flag MAP_NORESERVE; Python has it from 3.13, its number varies by processor."""
-    known = getattr(mmap, "MAP_NORESERVE", 0)
-    if known or sys.platform != "linux":
-        return known
-    return 0x4000 if platform.machine() in ("x86_64", "aarch64", "i686", "riscv64") else 0
-
-
-_NO_RESERVE: Final = _no_reserve()
+    return torch.frombuffer(memory, dtype=array.dtype).view(array.shape)

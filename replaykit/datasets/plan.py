@@ -54,13 +54,17 @@ class Target:
 
 @dataclass(frozen=True)
 class PlannedLeaf:
-    """A dataset of every episode, with the columns it fills. ``shape`` is of one record."""
+    """A dataset of every episode, with the columns it fills. ``shape`` is of one record.
+
+    ``is_once``: it has one value for all records of an episode.
+    """
 
     path: str
     role: Role
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     targets: tuple[Target, ...]
+    is_once: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -112,9 +116,14 @@ class _Spec:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     problem: str | None
+    is_once: bool
 
     def __str__(self) -> str:
-        return self.problem or f"shape {['T', *self.shape]} and dtype {self.dtype}".replace("'", "")
+        if self.problem is not None:
+            return self.problem
+        length = "one value, of" if self.is_once else ""
+        shape = ", ".join(["T"][self.is_once :] + [str(size) for size in self.shape])
+        return f"{length} shape [{shape}] and dtype {self.dtype}".lstrip()
 
 
 @dataclass
@@ -167,21 +176,25 @@ class _Scan:
             if entry is None:
                 self.foreign.setdefault(path, place)
             else:
-                specs[path] = _spec(leaf, entry)
-        known = tuple((path, spec.shape, spec.dtype, spec.problem) for path, spec in specs.items())
+                specs[path] = _spec(leaf, entry, records)
+        known = tuple(specs.items())
         signature = self.signatures.get(known)
         if signature is None:
             signature = self.signatures[known] = _Signature(specs, place)
             self._compare(signature)
         signature.count += 1
         for path, spec in specs.items():
-            if path not in self.with_values and self._has_values(file, group, path, spec, records):
+            count = 1 if spec.is_once else records
+            if path not in self.with_values and self._has_values(file, group, path, spec, count):
                 self.with_values.add(path)
         self.episodes.append(Episode(index, group, ref.number, records, self.rows))
         self.rows += records - 1
 
     def _records(self, leaves: dict[str, Leaf], place: Place) -> int:
-        """Returns the length of the episode; every leaf of a field must have it."""
+        """Returns the length of the episode; every leaf of a field must have it.
+
+        One that is not required may also be a single value, which then holds for all records.
+        """
         for entry in self.layout.fields:
             if entry.required and entry.source not in leaves:
                 below = any(path.startswith(f"{entry.source}/") for path in leaves)
@@ -196,11 +209,12 @@ class _Scan:
                 continue
             if is_unusable:
                 raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
+            if clock.shape and not known.required and leaf.shape[:1] in ((), (1,)):
+                continue
             if not leaf.shape or not clock.shape or leaf.shape[0] != clock.shape[0]:
-                at = place.at(key=path)
-                raise at.error(
-                    f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}", "V11"
-                )
+                text = f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}"
+                hint = self.layout.hint(path, leaf.shape)
+                raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
         return clock.shape[0]
 
     def _field_of(self, path: str) -> Field | None:
@@ -266,7 +280,14 @@ class _Scan:
                 text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
                 self.notes.add("V14", text, first)
             leaves.append(
-                PlannedLeaf(path, entry.role, spec.shape, spec.dtype, _targets(entry, path))
+                PlannedLeaf(
+                    path,
+                    entry.role,
+                    spec.shape,
+                    spec.dtype,
+                    _targets(entry, path),
+                    spec.is_once,
+                )
             )
         return Plan(leaves, self.episodes, left_out, self.skipped, self.numbering)
 
@@ -321,7 +342,7 @@ def scan(
     """
     state = _Scan(layout, without, block_bytes, notes)
     for index, source in enumerate(sources.files):
-        with open_h5(source.path) as file:
+        with open_h5(source.path, is_verified=source.is_verified) as file:
             state.file(index, file, Place(source.path, source.name))
     if not state.episodes:
         names = ", ".join(str(source.path) for source in sources.files[:5])
@@ -336,13 +357,14 @@ def _covers(source: str, path: str) -> bool:
     return path.startswith(source) if source.endswith("/") else path == source
 
 
-def _spec(leaf: Leaf, entry: Field) -> _Spec:
+def _spec(leaf: Leaf, entry: Field, records: int) -> _Spec:
+    is_once = leaf.problem is None and leaf.shape[:1] != (records,)
     shape = leaf.shape[1:]
     if shape == () and entry.column:
         shape = (1,)
     elif entry.role == "end" and math.prod(shape) == 1:
         shape = ()
-    return _Spec(shape, np.dtype(leaf.dtype), leaf.problem)
+    return _Spec(shape, np.dtype(leaf.dtype), leaf.problem, is_once)
 
 
 def _targets(entry: Field, path: str) -> tuple[Target, ...]:

@@ -8,18 +8,20 @@ behind is removed by the next one that holds the lock.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from replaykit.datasets.locking import target_lock
+from replaykit.datasets.locking import target_lock, target_lock_if_free
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.opened import Published, open_directory, verify_directory
 from replaykit.filesystem import (
     disk_errors,
     exchange,
+    file_limit_errors,
     private_path,
     remove_tree,
     siblings,
@@ -42,22 +44,32 @@ _META: Final = "meta.json"
 _HELD_BACK: Final = "meta.json.incomplete"
 
 
-def open_published(path: str | Path) -> Published:
+def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = None) -> Published:
     """Opens a published data set; see `open_directory` for what is checked and what it costs.
+
+    What dead processes left beside it is removed, unless somebody is at work there.
+
+    Args:
+        path: where the data set is.
+        identity: entries that the identity in the manifest must have; ``None`` stands for one
+            that must not be there.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        RuntimeError: what is there is not a complete data set; names it and says what to do.
+        RuntimeError: what is there is not a complete data set, or the data set of another
+            identity; names it and says what to do.
     """
     target = _resolve(path)
-    try:
-        return open_directory(target)
-    except FileNotFoundError:
-        if not siblings(target, _RETIRED):
-            raise
-    with target_lock(target):
-        _recover(target)
-    return open_directory(target)
+    with file_limit_errors(target):
+        found = _existing(target, identity)
+        if found is None:
+            if not siblings(target, _RETIRED):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
+            with target_lock(target):
+                recover(target)
+            found = open_directory(target)
+            _check_identity(found, identity)
+        return found
 
 
 def verify_published(path: str | Path) -> None:
@@ -67,7 +79,9 @@ def verify_published(path: str | Path) -> None:
         FileNotFoundError: there is nothing at the path.
         RuntimeError: it is no data set, or files of it are damaged; names them.
     """
-    verify_directory(_resolve(path))
+    target = _resolve(path)
+    with file_limit_errors(target):
+        verify_directory(target)
 
 
 def remove_published(path: str | Path) -> None:
@@ -79,7 +93,7 @@ def remove_published(path: str | Path) -> None:
     target = _resolve(path)
     if not target.exists():
         raise FileNotFoundError(f"{target} does not exist")
-    with target_lock(target):
+    with file_limit_errors(target), target_lock(target):
         doomed = private_path(target, _BUILDING)
         os.rename(target, doomed)
         sync_directory(target.parent)
@@ -105,7 +119,7 @@ def ensure_published(
             raises is raised here, and nothing has changed.
         force: build even where there is a data set, or something that is none; that is replaced
             in one step when the new one is complete, and kept if anything fails.
-        identity: entries that the identity in the manifest must have.
+        identity: as for `open_published`.
         is_current: whether what is there is still what is asked for; if not, it is built anew
             as with ``force``.
 
@@ -114,18 +128,19 @@ def ensure_published(
             the data set of another identity.
     """
     target = _resolve(path)
-    if not force:
-        found = _existing(target, identity, is_current)
-        if found is not None:
-            return found
-    with target_lock(target):
-        _recover(target)
+    with file_limit_errors(target):
         if not force:
-            found = _existing(target, identity, is_current)
-            if found is not None:
+            found = _existing(target, identity)
+            if found is not None and (is_current is None or is_current(found.manifest)):
                 return found
-        publish(target, build)
-    return open_published(target)
+        with target_lock(target):
+            recover(target)
+            if not force:
+                found = _existing(target, identity)
+                if found is not None and (is_current is None or is_current(found.manifest)):
+                    return found
+            publish(target, build)
+        return open_published(target)
 
 
 def publish(target: Path, build: Callable[[Path], Manifest]) -> None:
@@ -158,25 +173,29 @@ def _resolve(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _existing(
-    target: Path,
-    identity: Mapping[str, Any] | None,
-    is_current: Callable[[Manifest], bool] | None,
-) -> Published | None:
+def _existing(target: Path, identity: Mapping[str, Any] | None) -> Published | None:
     try:
         found = open_directory(target)
     except FileNotFoundError:
         return None
+    _check_identity(found, identity)
+    if siblings(target, _RETIRED) or siblings(target, _BUILDING):
+        # A replacement that was killed leaves as much as the data set takes, and there may never
+        # be another one to clear it away. Whoever is alive holds the lock.
+        with target_lock_if_free(target) as is_held:
+            if is_held:
+                recover(target)
+    return found
+
+
+def _check_identity(found: Published, identity: Mapping[str, Any] | None) -> None:
     for name, wanted in (identity or {}).items():
         there = found.manifest.identity.get(name)
         if there != wanted:
             raise RuntimeError(
-                f"{target} holds a data set whose {name} is {there!r}, but {wanted!r} was asked "
-                'for; choose another root, or replace it with download="force"'
+                f"{found.path} holds a data set whose {name} is {there!r}, but {wanted!r} was "
+                'asked for; choose another root, or replace it with download="force"'
             )
-    if is_current is not None and not is_current(found.manifest):
-        return None
-    return found
 
 
 @contextmanager
@@ -200,7 +219,7 @@ def _put(directory: Path, target: Path) -> None:
     if exchange(directory, target):
         sync_directory(parent)
         return
-    # Two steps. Dying in between leaves the old version retired, and `_recover` restores it.
+    # Two steps. Dying in between leaves the old version retired, and `recover` restores it.
     retired = private_path(target, _RETIRED)
     os.rename(target, retired)
     try:
@@ -212,7 +231,7 @@ def _put(directory: Path, target: Path) -> None:
     remove_tree(retired)
 
 
-def _recover(target: Path) -> None:
+def recover(target: Path) -> None:
     """Removes what dead processes left, restoring a version that was about to be replaced.
 
     The caller holds the lock, so nobody alive is building for this target.

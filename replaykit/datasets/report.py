@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,9 @@ from replaykit.datasets.layout import Notes
 from replaykit.datasets.plan import Episode, Plan
 from replaykit.datasets.sources import Sources
 
-__all__ = ["duplicates", "make_report", "summary"]
+__all__ = ["duplicates", "make_report", "summary", "warn_caller"]
+
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
@@ -85,3 +89,14 @@ def summary(report: Mapping[str, Any], notes: Notes) -> str | None:
         if not note.quiet
     )
     return ". ".join(parts) if parts else None
+
+
+def warn_caller(text: str) -> None:
+    """Warns at the line outside this package that led here, however deep in it we are."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, UserWarning, stacklevel=level)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from replaykit.datasets.h5 import Member
 from replaykit.datasets.layout import (
     DropLeaves,
+    Ends,
     EpisodeRef,
     Field,
     Flags,
@@ -41,6 +42,7 @@ def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:
     Ties (``Trial1`` and ``Trial01``) go by the string itself.
 
     Example:
+        >>> from replaykit.datasets.robohive import natural_key
         >>> sorted(["Trial10", "Trial2", "Trial0-1", "Trial0", "Trial0-0"], key=natural_key)
         ['Trial0', 'Trial0-0', 'Trial0-1', 'Trial2', 'Trial10']
     """
@@ -83,7 +85,10 @@ class RoboHiveLayout(Layout):
         found = Found()
         groups = []
         for member in members:
-            if not member.is_group:
+            if member.is_link:
+                why = "it is a link by name, and such links are not followed: copy what it leads to"
+                found.strangers.append((member.name, why))
+            elif not member.is_group:
                 found.strangers.append((member.name, "it is not a group"))
             elif "actions" not in member.children:
                 found.strangers.append((member.name, "it is a group without 'actions'"))
@@ -114,7 +119,7 @@ class RoboHiveLayout(Layout):
 
     def flags(
         self,
-        ends: npt.NDArray[np.bool_],
+        ends: Ends,
         last: Mapping[str, npt.NDArray[Any]],
         place: Place,
         notes: Notes,
@@ -124,17 +129,12 @@ class RoboHiveLayout(Layout):
         Without the closing row of NaN the outcome of the last action was not recorded: the
         episode is truncated at the last recorded state, whatever that state's ``done`` is.
         """
-        early = np.flatnonzero(ends[:-1])
-        if early.size:
-            at = place.at(key="done", record=int(early[0]))
-            raise at.error(f"done is set before the last of {len(ends)} records", "V53")
-        rows = len(ends) - 1
-        terminated = ends[1:].copy()
-        truncated = np.zeros(rows, np.bool_)
-        if _is_tail(last["actions"], place, rows):
-            truncated[-1] = not terminated[-1]
-        else:
-            truncated[-1] = True
+        final = ends.records - 1
+        if ends.first is not None and ends.first < final:
+            at = place.at(key="done", record=ends.first)
+            raise at.error(f"done is set before the last of {ends.records} records", "V53")
+        is_tailed = _is_tail(last["actions"], place, final)
+        if not is_tailed:
             notes.add(
                 "V50",
                 "no closing record (the last action is not NaN): the outcome of the last action "
@@ -142,7 +142,7 @@ class RoboHiveLayout(Layout):
                 place,
                 quiet=True,
             )
-        return Flags(terminated, truncated)
+        return Flags(ends.last, not (ends.last and is_tailed))
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
         """Observation, reward, and what of the infos repeats them."""
@@ -157,6 +157,20 @@ class RoboHiveLayout(Layout):
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
         """Names the reward: ``dense``, ``sparse``, both where they are equal, or unknown."""
         return {"reward": sorted(memory.get("rewards", ())) or None}
+
+    def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
+        """Names the logger's path compression, which leaves ``observations`` empty.
+
+        The observation is not rebuilt here: the file does not say in which order the leaves of
+        ``obs_dict`` follow one another in it, nor which of them are part of it.
+        """
+        if path != "observations" or 0 not in shape[:1]:
+            return None
+        return (
+            "the trace was saved with path compression, which leaves observations empty; the order "
+            "of obs_dict in them is that of the environment and not in the file: write "
+            "observations from env_infos/obs_dict in that order, or save the trace without it"
+        )
 
     def source_seed(self, name: str) -> int:
         """Reads the training seed from a directory ``seed<k>`` of the path; -1 without one."""
@@ -214,29 +228,26 @@ class RoboHiveLayout(Layout):
                 f"in {window.place.brief} obs_dict stays the same while the observation changes: "
                 "the infos were logged by reference",
             )
+        # Where a leaf lay in the last trial is where it lies in this one, as a rule.
         columns: dict[str, int] = window.memory.setdefault("columns", {})
+        confirmed = False
         for path, block in moving.items():
             at = columns.get(path)
             if at is None or not _lies_at(block, observations, at):
-                found = _find_columns(block, observations)
-                if found is None:
-                    continue
-                columns[path] = found
-            return
-        shifted = [
-            path
-            for path, block in moving.items()
-            if _changes(block[:-1]) and _find_columns(block[:-1], observations[1:]) is not None
-        ]
-        if shifted:
-            where = window.place.at(key=shifted[0])
-            raise where.error(
-                "the infos describe the state after the action, not before it; rewards of such a "
-                "file must not be shifted and this converter does not read it",
-                "V51",
-            )
-        text = "no leaf of obs_dict occurs in the observation, so the alignment is unconfirmed"
-        window.notes.add("V51", text, window.place)
+                at = _find_columns(block, observations)
+            if at is not None:
+                columns[path] = at
+                confirmed = True
+            elif _changes(block[:-1]) and _find_columns(block[:-1], observations[1:]) is not None:
+                # One such leaf is enough, whatever the others say: infos are logged together.
+                raise window.place.at(key=path).error(
+                    "the infos describe the state after the action, not before it; rewards of "
+                    "such a file must not be shifted and this converter does not read it",
+                    "V51",
+                )
+        if not confirmed:
+            text = "no leaf of obs_dict occurs in the observation, so the alignment is unconfirmed"
+            window.notes.add("V51", text, window.place)
 
 
 ROBOHIVE: Final = RoboHiveLayout()
@@ -273,8 +284,9 @@ def _lies_at(block: npt.NDArray[Any], observations: npt.NDArray[Any], column: in
 
 def _find_columns(block: npt.NDArray[Any], observations: npt.NDArray[Any]) -> int | None:
     """Returns where a block lies in the observation, row by row equal, or ``None``."""
-    first = (observations == block[:, :1]).all(axis=0)
-    for column in np.flatnonzero(first[: observations.shape[1] - block.shape[1] + 1]):
+    # Most columns differ at the first record already.
+    last = observations.shape[1] - block.shape[1] + 1
+    for column in np.flatnonzero(observations[0, : max(0, last)] == block[0, 0]):
         if _lies_at(block, observations, int(column)):
             return int(column)
     return None

@@ -48,6 +48,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     https://sites.google.com/view/robohive/roboset, MIT licence.
 
     Example:
+        >>> from replaykit.datasets import RobosetExperienceReplay
         >>> len(RobosetExperienceReplay.available_datasets)
         20
         >>> RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32, download=False,
@@ -68,6 +69,4 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
 
     def sources(self) -> Sources:
-        return hub_sources(
-            self.repository, self.dataset_id, suffix=".h5", memory=self._listing_file()
-        )
+        return hub_sources(self.repository, self.dataset_id, suffix=".h5")

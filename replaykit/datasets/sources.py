@@ -24,12 +24,15 @@ class SourceFile:
         name: its path in the corpus, with ``/`` between parts; the order of files is by it.
         size: bytes.
         sha256: of its content, 64 hexadecimal digits.
+        is_verified: the content is known to be what its source says; fetching it again would give
+            the same bytes.
     """
 
     path: Path
     name: str
     size: int
     sha256: str
+    is_verified: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replaykit.datasets.columns import ColumnFile, ColumnSpec, create_columns
+from replaykit.datasets.columns import ColumnFile, ColumnSpec, create_columns, synced_early
 from replaykit.datasets.convert import ConvertOptions
 from replaykit.datasets.episode_table import EPISODE_FIELDS, write_episode_table
 from replaykit.datasets.locking import target_lock
@@ -22,11 +22,14 @@ from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back, open_published
 from replaykit.ted import Key, format_key
 
-__all__ = ["MASK_KEY", "TRAJ_IDS_KEY", "ensure_split"]
+__all__ = ["MASK_KEY", "SPLIT_FORM", "TRAJ_IDS_KEY", "ensure_split"]
 
 MASK_KEY: Final[Key] = ("mask",)
 TRAJ_IDS_KEY: Final[Key] = ("traj_ids",)
-_IDENTITY: Final = {"form": "split trajectories"}
+SPLIT_FORM: Final = {"form": "split trajectories"}
+"""What the identity of a split data set has beside that of the flat one."""
+_INDEX_BYTES: Final = 16
+"""Bytes per entry for finding out which entries are rows: an integer in, an integer out."""
 _CONVERTER: Final = {"name": "split-trajectories", "version": 1}
 
 
@@ -36,6 +39,7 @@ def ensure_split(
     *,
     force: bool = False,
     progress: bool | None = None,
+    identity: Mapping[str, Any] | None = None,
     options: ConvertOptions | None = None,
 ) -> Published:
     """Opens the split form of a data set; makes it where it is absent or of an older version.
@@ -51,19 +55,22 @@ def ensure_split(
         target: directory of the split one.
         force: make it anew.
         progress: whether a bar is shown; by default only on a terminal.
+        identity: entries that the identities of both must have. Rules of another version are no
+            matter here: what was made by them from another flat data set is made again.
         options: ``block_bytes`` bounds the memory.
 
     Raises:
         FileNotFoundError: there is no flat data set.
         OSError: there is no room for the result; names the file and what to do.
-        RuntimeError: one of the directories is there and is not the data set that it should be.
+        RuntimeError: one of the directories is there and is not the data set that it should be,
+            or one of another identity.
         ValueError: the data set has a key ``mask`` or ``traj_ids`` of its own, or is split.
 
     Cost: reads and writes every value once; ``E * T`` entries are kept on disk, so one very long
     episode among short ones makes the result large. Memory: one block.
     """
     options = ConvertOptions() if options is None else options
-    origin = open_published(flat)
+    origin = open_published(flat, identity=identity)
     made_from = origin.manifest.content_id()
 
     def build(directory: Path) -> Manifest:
@@ -75,7 +82,7 @@ def ensure_split(
         target,
         build,
         force=force,
-        identity=_IDENTITY,
+        identity={**({} if identity is None else identity), **SPLIT_FORM},
         is_current=lambda manifest: manifest.source.get("flat") == made_from,
     )
 
@@ -96,7 +103,7 @@ def _split(
     columns = create_columns(directory, [*specs, *added], batch)
     hold_back(directory)
     total = sum(array.nbytes for array in manifest.arrays)
-    with progress_bar("splitting", total, progress) as advance:
+    with progress_bar("splitting", total, progress) as advance, synced_early(columns):
         for array in manifest.arrays:
             _split_column(flat.path, array, columns[array.key], lengths, options, advance)
     _write_ids(columns, lengths, batch[1], options)
@@ -113,7 +120,7 @@ def _split(
         episode_arrays=episode_arrays,
         group_file=group_file,
         converter=_CONVERTER,
-        identity={**manifest.identity, **_IDENTITY},
+        identity={**manifest.identity, **SPLIT_FORM},
         source={**manifest.source, "flat": manifest.content_id()},
         report=manifest.report,
         options=asdict(options),
@@ -134,9 +141,10 @@ def _split_column(
         return
     with ExitStack() as stack:
         file = stack.enter_context((home / array.file).open("rb"))
-        for first, stop in _runs(len(lengths), width * size, options.block_bytes):
+        nbytes = width * (size + _INDEX_BYTES)
+        for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
             counts = lengths[first:stop]
-            if stop - first == 1 and width * size > options.block_bytes:
+            if stop - first == 1 and nbytes > options.block_bytes:
                 _copy_long(file, column, first * width, int(counts[0]), options.block_bytes)
                 column.skip(width - int(counts[0]))
             else:
@@ -163,11 +171,23 @@ def _write_ids(
     width: int,
     options: ConvertOptions,
 ) -> None:
-    for first, stop in _runs(len(lengths), width * 8, options.block_bytes):
+    mask_column, ids_column = columns[MASK_KEY], columns[TRAJ_IDS_KEY]
+    nbytes = width * _INDEX_BYTES
+    for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
+        if stop - first == 1 and nbytes > options.block_bytes:
+            count, start = int(lengths[first]), first * width
+            step = min(count, max(1, options.block_bytes // 8))
+            mask, ids = np.ones(step, np.bool_), np.full(step, first, np.int64)
+            for done in range(0, count, step):
+                mask_column.write(start + done, mask[: count - done])
+                ids_column.write(start + done, ids[: count - done])
+            for column in (mask_column, ids_column):
+                column.skip(width - count)
+            continue
         mask = _mask(lengths[first:stop], width)
         ids = np.where(mask, np.arange(first, stop)[:, None], 0)
-        columns[MASK_KEY].write(first * width, mask.reshape(-1))
-        columns[TRAJ_IDS_KEY].write(first * width, ids.reshape(-1))
+        mask_column.write(first * width, mask.reshape(-1))
+        ids_column.write(first * width, ids.reshape(-1))
 
 
 def _mask(lengths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -10,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replaykit.datasets.checksum import LEAST_SHARED
 from replaykit.datasets.columns import ColumnFile, ColumnSpec, torch_dtype
 from replaykit.datasets.episode_table import EPISODE_FIELDS
 from replaykit.datasets.h5 import H5File
-from replaykit.datasets.layout import Flags, Layout, Notes, Place, Window
+from replaykit.datasets.layout import Ends, Flags, Layout, Notes, Place, Window
 from replaykit.datasets.plan import Episode, Plan, PlannedLeaf
 from replaykit.datasets.sources import SourceFile
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
@@ -44,8 +46,7 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
 class RowWriter:
     """Writes episodes one after another and keeps their table.
 
-    Memory: one block of one leaf, the first block of the witnesses, and one byte for each record
-    of the current episode.
+    Memory: one block of one leaf and the first block of the witnesses, however long an episode is.
 
     Args:
         plan: what is to be written.
@@ -73,7 +74,11 @@ class RowWriter:
         self._notes = notes
         self._advance = advance
         known = {leaf.path: leaf for leaf in plan.leaves}
-        self._witnesses = [known[p] for p in layout.witnesses(known.keys()) if p in known]
+        self._witnesses = [
+            known[path]
+            for path in layout.witnesses(known.keys())
+            if path in known and not known[path].is_once
+        ]
         self._required = {entry.source for entry in layout.fields if entry.required}
         count = len(plan.episodes)
         self.table: dict[str, npt.NDArray[Any]] = {
@@ -102,18 +107,18 @@ class RowWriter:
                     last[leaf.path] = block[-1:].copy()
                 self._advance(block.nbytes)
             loaded.pop(leaf.path, None)
-        flags = self._layout.flags(tally.ends, last, place, self._notes)
+        flags = self._layout.flags(tally.ends(), last, place, self._notes)
         self._store_flags(episode, flags, place)
-        self._columns["episode",].write(episode.start, np.full(episode.rows, episode.number))
-        self._columns["seed",].write(episode.start, np.full(episode.rows, episode.file))
+        self._store_constant(episode, "episode", episode.number)
+        self._store_constant(episode, "seed", episode.file)
         row = {
             "start": episode.start,
             "length": episode.rows,
             "seed": episode.file,
             "episode": episode.number,
             "source_seed": self._layout.source_seed(source.name),
-            "terminated": flags.terminated[-1],
-            "truncated": flags.truncated[-1],
+            "terminated": flags.terminated,
+            "truncated": flags.truncated,
             "return": tally.reward,
             "digest": np.frombuffer(tally.digest.digest()[:_DIGEST_BYTES], np.uint8),
         }
@@ -161,6 +166,13 @@ class RowWriter:
             return
         path = f"{episode.group}/{leaf.path}"
         step = episode.records
+        if leaf.is_once:
+            value = file.read(path, 0, 1)
+            step = max(1, self._block_bytes // max(1, leaf.record_bytes))
+            for start in range(0, episode.records, step):
+                count = min(step, episode.records - start)
+                yield start, np.broadcast_to(value, (count, *value.shape[1:]))
+            return
         if leaf.record_bytes * episode.records > self._block_bytes:
             # Whole stripes of chunks, so that none is decompressed twice.
             stripe = file.chunk_rows(path)
@@ -174,10 +186,13 @@ class RowWriter:
         rows = episode.rows
         # First, last and one row of each episode are read back; the one is arbitrary but fixed.
         samples = {0, rows - 1, (episode.start * 2654435761 + 97) % rows}
-        for target in leaf.targets:
-            # Row t holds record t + shift, so records shift .. shift + rows - 1 are stored.
-            first = max(target.shift, start)
-            stop = min(target.shift + rows, start + len(block))
+        # Row t holds record t + shift, so records shift .. shift + rows - 1 are stored.
+        runs = [
+            (max(target.shift, start), min(target.shift + rows, start + len(block)))
+            for target in leaf.targets
+        ]
+        common, crc32 = _shared(block, start, runs)
+        for target, (first, stop) in zip(leaf.targets, runs, strict=True):
             if first >= stop:
                 continue
             row = first - target.shift
@@ -185,25 +200,38 @@ class RowWriter:
                 episode.start + row,
                 block[first - start : stop - start],
                 verify=[r - row for r in samples if row <= r < row + stop - first],
+                shared=None if crc32 is None else (common[0] - first, common[1] - first, crc32),
             )
 
     def _store_flags(self, episode: Episode, flags: Flags, place: Place) -> None:
-        done = flags.terminated | flags.truncated
-        if done.shape != (episode.rows,) or not done[-1] or done[:-1].any():
-            raise place.error("the episode does not end exactly at its last row", "V31")
-        arrays = {"done": done, "terminated": flags.terminated, "truncated": flags.truncated}
-        for name, array in arrays.items():
-            self._columns["next", name].write(episode.start, array.astype(np.bool_, copy=False))
+        done = flags.terminated or flags.truncated
+        if not done:
+            raise place.error("the episode does not end at its last row", "V31")
+        final = episode.start + episode.rows - 1
+        ends = {"done": done, "terminated": flags.terminated, "truncated": flags.truncated}
+        for name, value in ends.items():
+            column = self._columns["next", name]
+            column.skip(episode.rows - 1)
+            column.write(final, np.array([value]))
+
+    def _store_constant(self, episode: Episode, name: str, value: int) -> None:
+        step = max(1, self._block_bytes // 8)
+        block = np.full(min(step, episode.rows), value, np.int64)
+        for start in range(0, episode.rows, step):
+            left = episode.rows - start
+            self._columns[name,].write(episode.start + start, block[:left])
 
 
 class _Tally:
     """What is checked and counted on the way through one episode."""
 
     def __init__(self, episode: Episode, place: Place, notes: Notes) -> None:
-        self.ends = np.zeros(episode.records, np.bool_)
         self.reward = 0.0
         self.digest = hashlib.sha256()
+        self._records = episode.records
         self._rows = episode.rows
+        self._first_end: int | None = None
+        self._last_end = False
         self._place = place
         self._notes = notes
         self._clock: npt.NDArray[Any] | None = None
@@ -224,9 +252,16 @@ class _Tally:
             self.reward += float(block[skipped:].sum(dtype=np.float64))
         elif leaf.role == "end":
             self._require_finite(leaf, start, block, "V30")
-            self.ends[start : start + len(block)] = block.reshape(len(block)) != 0
+            set_at = np.flatnonzero(block.reshape(len(block)))
+            if set_at.size and self._first_end is None:
+                self._first_end = start + int(set_at[0])
+            self._last_end = bool(set_at.size) and int(set_at[-1]) == len(block) - 1
         elif leaf.role == "time":
             self._require_progress(leaf, start, block)
+
+    def ends(self) -> Ends:
+        """Returns where the end field was set, after all of it was taken."""
+        return Ends(self._records, self._first_end, self._last_end)
 
     def _require_finite(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], rule: str
@@ -250,6 +285,21 @@ class _Tally:
                 at = self._place.at(key=leaf.path, record=record)
                 self._notes.add("V27", f"{leaf.path} does not increase strictly", at)
         self._clock = block[-1:]
+
+
+def _shared(
+    block: npt.NDArray[Any], start: int, runs: list[tuple[int, int]]
+) -> tuple[tuple[int, int], int | None]:
+    """Returns the records that all columns take from a block, and the CRC-32 of their bytes.
+
+    There is none where it would save nothing.
+    """
+    first = max((run[0] for run in runs), default=0)
+    stop = min((run[1] for run in runs), default=0)
+    count = stop - first
+    if len(runs) < 2 or count < 1 or count * block[:1].nbytes < LEAST_SHARED:
+        return (first, stop), None
+    return (first, stop), zlib.crc32(_bytes(block[first - start : stop - start]))
 
 
 def _bytes(block: npt.NDArray[Any]) -> memoryview:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from replaykit.datasets import BaseDatasetExperienceReplay
 from replaykit.datasets import convert as engine
 from replaykit.datasets.convert import ConvertOptions, ensure_dataset
 from replaykit.datasets.opened import Published
@@ -444,7 +445,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
     "short observations": (to("observations", lambda x: x[:-1]), "observations", "V11"),
     "long rewards": (to("rewards", lambda x: np.append(x, 0.0)), "rewards", "V11"),
     "short info": (lambda t: t["env_infos"].update(x=np.ones(3)), "env_infos/x", "V11"),
-    "info of one entry": (lambda t: t["env_infos"].update(x=1.0), "env_infos/x", "V11"),
+    "info of two entries": (lambda t: t["env_infos"].update(x=np.ones(2)), "env_infos/x", "V11"),
+    "reward of one entry": (to("rewards", lambda x: x[:1]), "rewards", "V11"),
     "other observation width": (to("observations", lambda x: x[:, :-1]), "observations", "V10"),
     "other observation dtype": (to("observations", np.float32), "observations", "V10"),
     "other action width": (to("actions", lambda x: x[:, :1]), "actions", "V10"),
@@ -526,6 +528,54 @@ def test_file_of_another_size_than_expected_is_refused(tmp_path):
     sources = Sources((SourceFile(path, "a.h5", 12, "0" * 64),))
     with pytest.raises(CorpusError, match=r"expected 12; fetch it again \[V02\]"):
         ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])
+def test_one_value_for_a_whole_trial_is_that_of_all_its_rows(tmp_path, block_bytes):
+    """a.3, V11: the writer stores a scalar of a trial as an array of length 1."""
+
+    def infos(seed: int, records: int) -> dict[str, Any]:
+        trial = make_trial(records, seed=seed)
+        trial["env_infos"] |= {
+            "solved_once": seed == 1,
+            "camera": np.full((1, 2, 3), seed, np.uint8),
+            "void": np.full(1, np.nan),
+            "half": np.array([np.nan if seed else 2.5]),
+            "mixed": np.full(1 if seed else records, 1.0),
+        }
+        trial["env_infos"]["obs_dict"]["goal"] = np.array([4.0 + seed])
+        return trial
+
+    path = write(tmp_path / "a.h5", infos(0, 4), infos(1, 6), make_trial(1) | infos(2, 1))
+    with h5py.File(path, "a") as file:
+        for k in range(3):
+            file[f"Trial{k}/env_infos/scalar"] = np.int16(7 + k)
+            file[f"Trial{k}/env_infos/mass"] = np.float32(k) if k else np.full(1, k, np.float32)
+    with pytest.warns(UserWarning, match="left out") as caught:
+        found = convert(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))
+    assert "env_infos/void: it is NaN throughout" in str(caught[0].message)
+    assert "env_infos/mixed: it has" in str(caught[0].message)
+    assert "one value, of shape [] and dtype float64" in str(caught[0].message)
+    lengths = [3, 5]
+    expected = {
+        ("solved_once",): np.array([False, True]),
+        ("camera",): np.stack([np.full((2, 3), k, np.uint8) for k in range(2)]),
+        ("half",): np.array([2.5, np.nan]),
+        ("obs_dict", "goal"): np.array([4.0, 5.0]),
+        ("scalar",): np.array([7, 8], np.int16),
+        ("mass",): np.array([0, 1], np.float32),
+    }
+    for key, values in expected.items():
+        for above in (("info",), ("next", "info")):
+            column = found.columns[(*above, *key)].numpy()
+            np.testing.assert_array_equal(column, np.repeat(values, lengths, axis=0), str(key))
+            assert column.dtype == values.dtype
+    assert ("info", "mixed") not in found.columns
+    facts = {array.key: array.facts for array in found.manifest.arrays}
+    assert facts["info", "scalar"]["one_per_episode"] is True
+    assert "one_per_episode" not in facts["info", "time"]
+    assert_ted(found)
+    verify_published(tmp_path / "data")
 
 
 @pytest.mark.parametrize("width", [3, 20_000])
@@ -612,6 +662,46 @@ def test_root_members_that_are_no_trials_are_listed(tmp_path):
         found = convert(tmp_path / "data", path)
     assert len(found.manifest.report["skipped"]) == 2
     assert found.rows == 2
+
+
+def test_trial_that_is_a_link_is_called_one(tmp_path):
+    path = write(tmp_path / "a.h5", make_trial(3))
+    with h5py.File(path, "a") as file:
+        file["Trial1"] = h5py.SoftLink("/Trial0")
+    with pytest.warns(UserWarning, match="Trial1: it is a link by name, .*copy what it leads to"):
+        assert convert(tmp_path / "data", path).rows == 2
+
+
+def test_trace_with_compressed_paths_says_what_to_do(tmp_path):
+    """a.3: observations are empty; their order is not in the file, so nobody can rebuild them."""
+    trial = make_trial(4)
+    trial["observations"] = np.zeros((0,))
+    path = write(tmp_path / "a.h5", make_trial(3), trial)
+    with pytest.raises(CorpusError, match=r"Trial1/observations: has 0 records.*V11") as caught:
+        convert(tmp_path / "data", path)
+    assert "path compression" in str(caught.value)
+    assert "write observations from env_infos/obs_dict" in str(caught.value)
+
+
+def test_warning_points_to_the_line_of_the_caller(tmp_path):
+    """Not into the package, however deep in it the conversion was called."""
+    path = write(tmp_path / "a.h5", make_trial(3), make_trial(1, seed=1))
+
+    class Mine(BaseDatasetExperienceReplay):
+        available_datasets = ["all"]  # noqa: RUF012
+        corpus = "mine"
+        layout = ROBOHIVE
+
+        def sources(self):
+            return Sources.local([path])
+
+    line = sys._getframe().f_lineno
+    with pytest.warns(UserWarning, match="skipped") as caught:
+        Mine("all", 2, root=tmp_path / "root", prefetch=1)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line + 2)
+    with pytest.warns(UserWarning, match="skipped") as caught:
+        ensure_dataset(tmp_path / "x", get_sources=lambda: Sources.local([path]), layout=ROBOHIVE)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line + 5)
 
 
 def test_infos_logged_by_reference_are_dropped_everywhere(tmp_path):
@@ -743,6 +833,30 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
     assert data.columns["next", "info", "image"][::39, 7].tolist() == list(range(8))
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
+    """One trial of two million records, of 13 bytes each: ids and flags alone are 38 MB."""
+    records = 2_000_000
+    write(tmp_path / "small.h5", make_trial(50))
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        for name in ("observations", "actions"):
+            file[f"Trial0/{name}"] = np.zeros((records, 1), np.float16)
+        file["Trial0/actions"][-1] = np.nan
+        file["Trial0/rewards"] = np.zeros(records, np.float32)
+        file["Trial0/time"] = np.arange(records, dtype=np.float32)
+        file["Trial0/done"] = np.arange(records) == records - 1
+        file["Trial0/env_infos/goal"] = np.ones(1, np.float16)
+    arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "")]
+    command = [sys.executable, "-W", "ignore", "-c", PEAK, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 1024
+    data = open_published(tmp_path / "large")
+    assert data.columns["next", "done"].flatten().nonzero().flatten().tolist() == [records - 2]
+    assert data.columns["next", "terminated"][-1]
+    assert data.columns["info", "goal"].sum(dtype=torch.float64) == records - 1
+    verify_published(tmp_path / "large")
+
+
 @contextmanager
 def limited(what: int, value: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(what)
@@ -786,13 +900,15 @@ def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.pitfall("DS15")
-def test_conversion_keeps_up_with_plain_reading(tmp_path):
-    """N14: 20 times slower was seen. Four times is promised (see the benchmark), ten is asked
-    here, of the best of three tries, so that a busy machine does not fail the test."""
+@pytest.mark.parametrize(("tries", "times"), [(3, 10), pytest.param(12, 4, marks=pytest.mark.long)])
+def test_conversion_keeps_up_with_plain_reading(tmp_path, tries, times):
+    """N14: 20 times slower was seen. Four times is promised for compressed files, as RoboSet's are
+    (see the benchmark); ten is asked where a busy machine must not fail the test. The best of
+    several tries counts."""
     path = write(tmp_path / "a.h5", *(make_trial(200, seed=k, widths=(60, 9)) for k in range(12)))
     leaves, plain, converted = leaf_paths(path), [], []
     sources = Sources.local([path])
-    for _ in range(3):
+    for _ in range(tries):
         begin = time.perf_counter()
         with h5py.File(path) as file:
             values = [trial[leaf][...] for trial in file.values() for leaf in leaves]
@@ -801,22 +917,7 @@ def test_conversion_keeps_up_with_plain_reading(tmp_path):
         plain.append(middle - begin)
         converted.append(time.perf_counter() - middle)
     assert len(values) == 12 * len(leaves)
-    assert min(converted) < 10 * min(plain)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_conversion_of_many_columns_needs_few_file_descriptors(tmp_path):
-    trial = make_trial(3, infos=False)
-    trial["env_infos"] = {f"leaf{k}": np.arange(3.0) for k in range(150)}
-    path = write(tmp_path / "a.h5", trial)
-    most = len(list(Path("/proc/self/fd").iterdir())) + 60
-    # The conversion passes; the opening maps every column and says which limit it met.
-    with (
-        limited(resource.RLIMIT_NOFILE, most),
-        pytest.raises(OSError, match="Too many open files"),
-    ):
-        convert(tmp_path / "data", path)
-    assert open_published(tmp_path / "data").columns["info", "leaf149"].tolist() == [0.0, 1.0]
+    assert min(converted) < times * min(plain)
 
 
 @pytest.mark.parametrize("bad", [0, -1])

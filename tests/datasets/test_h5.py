@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -190,7 +191,7 @@ def test_leaves_declare_shape_dtype_and_what_is_no_number(tmp_path):
         "empty": "no values",
         "wide": "cannot be a column",
         "external": "link out",
-        "soft": "link out",
+        "soft": "soft link, which is not followed",
         "unwritten": "never written",
         "virtual": "another file",
     }
@@ -269,6 +270,48 @@ def test_mutated_files_are_converted_or_refused_by_name(tmp_path):
     converted, refused = map(int, done.stdout.split())
     assert converted + refused == 60
     assert refused > 5
+
+
+@pytest.mark.parametrize(
+    "content", [b"", POINTER, b"<html>", bytes(600), b"\xde\xad", b"PK\x03\x04"]
+)
+def test_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, content):
+    path = tmp_path / "a.h5"
+    path.write_bytes(content)
+    said = r"wrong there.*does not help: tell the owner"
+    with pytest.raises(CorpusError, match=said) as caught, open_h5(path, is_verified=True):
+        pass
+    assert not re.search("download the file again|fetch", str(caught.value))
+
+
+@pytest.mark.parametrize("part", [0.5, 0.97])
+def test_damaged_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, part):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("e/x", data=np.random.default_rng(0).normal(size=500), compression=4)
+    content = bytearray(path.read_bytes())
+    if part == 0.5:
+        content = content[: len(content) // 2]
+    else:
+        content[-400:-300] = bytes(100)
+    path.write_bytes(content)
+    said = "damaged: its bytes are those that its source lists"
+    with pytest.raises(CorpusError, match=said), open_h5(path, is_verified=True) as opened:
+        opened.read("e/x", 0, 500)
+
+
+def test_links_at_the_root_are_called_links(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["Trial0/actions"] = np.zeros(3)
+        file["Trial1"] = h5py.SoftLink("/Trial0")
+        file["Trial2"] = h5py.ExternalLink("b.h5", "/Trial0")
+        file["notes"] = np.zeros(3)
+    with open_h5(tmp_path / "a.h5") as opened:
+        members = {member.name: member for member in opened.members()}
+    assert {name: m.is_link for name, m in members.items()} == {
+        "Trial0": False, "Trial1": True, "Trial2": True, "notes": False,
+    }  # fmt: skip
+    assert [name for name, m in members.items() if m.is_group] == ["Trial0"]
 
 
 def test_archive_is_told_from_hdf5_by_content_not_by_name(tmp_path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,12 +27,11 @@ class Pair:
     action: torch.Tensor
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> BaseDatasetExperienceReplay:
-    folder = tmp_path_factory.mktemp("preprocess")
+def make_data(folder: Path, trials: tuple[int, ...], **options: Any) -> BaseDatasetExperienceReplay:
+    """A data set with an episode for each number of records, one row shorter than that."""
     path = folder / "a.h5"
     with RoboHiveWriter(path) as writer:
-        for seed, records in enumerate((4, 8, 3, 6)):
+        for seed, records in enumerate(trials):
             writer.add_trial(**make_trial(records, seed=seed))
 
     class Mine(BaseDatasetExperienceReplay):
@@ -46,7 +42,19 @@ def data(tmp_path_factory: Any) -> BaseDatasetExperienceReplay:
         def sources(self) -> Sources:
             return Sources.local([path])
 
-    return Mine("all", 4, root=folder / "root")
+    return Mine("all", 4, root=folder / "root", **options)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: Any) -> BaseDatasetExperienceReplay:
+    return make_data(tmp_path_factory.mktemp("preprocess"), (4, 8, 3, 6))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: Any) -> BaseDatasetExperienceReplay:
+    """Ten episodes of at most three steps: more episodes than steps."""
+    trials = (4, 3, 2, 4, 3, 4, 2, 4, 3, 4)
+    return make_data(tmp_path_factory.mktemp("split"), trials, split_trajs=True)
 
 
 def double(row: TensorDict) -> TensorDict:
@@ -190,38 +198,104 @@ def test_split_trajectories_are_mapped_episode_by_episode(data, tmp_path):
     assert by_step[:]["mask"].equal(split["mask"].T)
 
 
+@pytest.mark.parametrize("way", [{}, {"chunksize": 2}, {"num_frames": 2}], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_dim_counts_from_either_end(split, tmp_path, dim, way):
+    """More episodes than steps: rows along the wrong dimension would not even be too many."""
+
+    def kept(row: TensorDict) -> TensorDict:
+        return row.select("observation", "mask")
+
+    storage = split.preprocess(kept, dim=dim, num_workers=0, dest=tmp_path / "out", **way)
+    rows = way.get("num_frames")
+    for key in ("observation", "mask"):
+        assert storage[:][key].equal(split[key].movedim(dim % 2, 0)[:rows])
+
+
+@pytest.mark.parametrize("dim", [2, -3, 0.0, True, None])
+def test_dim_out_of_range_is_refused_before_anything_is_done(split, tmp_path, dim):
+    calls: list[Any] = []
+    with pytest.raises(ValueError, match=r"expected dim as an int in \[-2, 2\), got"):
+        split.preprocess(calls.append, dim=dim, num_workers=0, dest=tmp_path / "new" / "out")
+    assert not calls
+    assert nothing_left(tmp_path)
+
+
 def noise(row: TensorDict) -> TensorDict:
     return TensorDict({"x": torch.rand(3)}, [])
 
 
-def test_random_results_depend_on_the_seed_and_not_on_the_workers(data, tmp_path):
+def noise_of(data: BaseDatasetExperienceReplay, dest: Path, **options: Any) -> torch.Tensor:
+    return data.preprocess(noise, dest=dest, **{"num_workers": 0, **options})[:]["x"].clone()
+
+
+def test_random_results_depend_on_the_seed_and_on_nothing_else(data, tmp_path):
     def run(name: str, seed: int, **options: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        dest = tmp_path / name
-        return data.preprocess(noise, generator=generator, dest=dest, **options)[:]["x"].clone()
+        return noise_of(data, tmp_path / name, generator=generator, **options)
 
     state = torch.get_rng_state()
-    here = run("a", 1, num_workers=0, chunksize=4)
-    forked = run("b", 1, num_workers=2, chunksize=4, mp_start_method="fork")
-    other = run("c", 2, num_workers=0, chunksize=4)
-    assert here.equal(forked)
-    assert not here.equal(other)
+    here = run("a", 1)
+    assert here.equal(run("b", 1, chunksize=4))
+    assert here.equal(run("c", 1, num_workers=2, mp_start_method="fork"))
+    assert here.equal(run("d", 1, num_workers=2, mp_start_method="fork", chunksize=3))
+    assert not here.equal(run("e", 2))
     assert len(here.unique()) == here.numel()
     assert torch.get_rng_state().equal(state)
 
 
-def test_a_pool_of_the_users_is_used_and_left_alone(data, tmp_path):
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        storage = data.preprocess(double, pool=pool, chunksize=5, dest=tmp_path / "out")
-        assert_doubled(storage, data)
-        assert pool.apply(abs, (-3,)) == 3
+def test_without_a_generator_the_global_one_gives_the_seed(data, tmp_path):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        first = noise_of(data, tmp_path / "a")
+        second = noise_of(data, tmp_path / "b")
+        after = torch.rand(3)
+        torch.manual_seed(1)
+        again = noise_of(data, tmp_path / "c", num_workers=2, mp_start_method="fork")
+        torch.randint(2**62, ())  # the one draw of the second call
+        assert torch.rand(3).equal(after)
+        torch.manual_seed(2)
+        other = noise_of(data, tmp_path / "d")
+    assert first.equal(again)
+    assert not first.equal(second)
+    assert not first.equal(other)
+
+
+def test_a_generator_goes_on_from_call_to_call(data, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    first, second = (noise_of(data, tmp_path / name, generator=generator) for name in "ab")
+    assert not first.equal(second)
+
+
+def test_the_generator_of_the_data_set_comes_before_the_global_one(data, tmp_path):
+    state = torch.get_rng_state()
+    noises = []
+    for name in "ab":
+        generator = torch.Generator().manual_seed(1)
+        own = type(data)("all", 4, root=data.root, generator=generator)
+        noises.append(noise_of(own, tmp_path / name))
+    assert noises[0].equal(noises[1])
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("there", ["absent", "empty"])
+def test_dest_may_be_a_link(data, tmp_path, there):
+    real, link = tmp_path / "elsewhere" / "real", tmp_path / "link"
+    if there == "empty":
+        real.mkdir(parents=True)
+    link.symlink_to(real)
+    assert_doubled(data.preprocess(double, num_workers=0, dest=link), data)
+    assert link.is_symlink()
+    assert TensorDict.load_memmap(real)["x"].equal(expected(data)["x"])
+    assert sorted(path.name for path in real.parent.iterdir()) == [".real.lock", "real"]
 
 
 # -- refusals ----------------------------------------------------------------------------------
 
 
 def nothing_left(folder: Path) -> bool:
-    return list(folder.iterdir()) == []
+    """But for the lock of ``out``, where work had begun."""
+    return {path.name for path in folder.iterdir()} <= {".out.lock"}
 
 
 def test_dest_that_is_not_empty_is_refused(data, tmp_path):
@@ -257,17 +331,29 @@ def test_an_error_of_the_function_is_raised_and_nothing_is_left(data, tmp_path, 
     assert nothing_left(tmp_path)
 
 
-def test_a_killed_worker_is_noticed(data, tmp_path):
-    here = os.getpid()
-
-    def die(row: TensorDict) -> TensorDict:
-        if row["episode"] == 2 and os.getpid() != here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return double(row)
-
-    with pytest.raises(RuntimeError, match="worker died"):
-        data.preprocess(die, num_workers=1, mp_start_method="fork", dest=tmp_path / "out")
-    assert nothing_left(tmp_path)
+def test_places_that_cannot_become_a_directory_are_refused_before_any_work(
+    data, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("keep")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "mount")
+    before = sorted(tmp_path.rglob("*"))
+    for name, error, words in (
+        ("file", FileExistsError, "neither"),
+        ("link", FileExistsError, "full is neither"),
+        ("loop", FileExistsError, "neither"),
+        ("file/out", NotADirectoryError, "file is none"),
+        ("mount", ValueError, "is a mount point"),
+    ):
+        calls: list[Any] = []
+        with pytest.raises(error, match=words):
+            data.preprocess(calls.append, num_workers=0, dest=tmp_path / name)
+        assert not calls
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -280,6 +366,9 @@ def test_a_killed_worker_is_noticed(data, tmp_path):
         ({"num_chunks": 0}, ValueError, "num_chunks"),
         ({"dim": 1}, ValueError, "dim"),
         ({"num_workers": -1}, ValueError, "num_workers"),
+        ({"max_tasks_per_child": 0}, ValueError, "max_tasks_per_child"),
+        ({"worker_threads": 0}, ValueError, "worker_threads"),
+        ({"mp_start_method": "thread"}, ValueError, "mp_start_method in .* got 'thread'"),
     ],
 )
 def test_bad_options_are_refused(data, tmp_path, options, error, words):

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaykit.datasets.convert import ensure_dataset
 from replaykit.datasets.h5 import Member
-from replaykit.datasets.layout import DropLeaves, Notes, Place, Window
+from replaykit.datasets.layout import DropLeaves, Ends, Flags, Notes, Place, Window
 from replaykit.datasets.opened import Published
 from replaykit.datasets.robohive import ROBOHIVE, natural_key
 from replaykit.datasets.sources import Sources
@@ -45,6 +45,7 @@ def test_natural_order_of_the_names_of_the_reference():
     assert sorted(names, key=natural_key) == ordered
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 10**30), unique=True))
 def test_natural_order_is_the_order_of_the_numbers(numbers):
     names = sorted((f"Trial{number}" for number in numbers), key=natural_key)
@@ -140,48 +141,50 @@ def test_training_seed_is_read_from_the_directory(name, seed):
 NAN_ROW = np.full((1, 2), np.nan)
 
 
+def ends(*done: int) -> Ends:
+    return Ends(len(done), done.index(1) if 1 in done else None, bool(done[-1]))
+
+
 @pytest.mark.parametrize(
     ("done", "action", "terminated", "truncated"),
     [
-        ([0, 0, 0, 0], NAN_ROW, [0, 0, 0], [0, 0, 1]),
-        ([0, 0, 0, 1], NAN_ROW, [0, 0, 1], [0, 0, 0]),
-        ([0, 0, 0, 0], np.zeros((1, 2)), [0, 0, 0], [0, 0, 1]),
-        ([0, 0, 0, 1], np.zeros((1, 2)), [0, 0, 1], [0, 0, 1]),
-        ([0, 0, 0, 0], np.zeros((1, 2), np.int64), [0, 0, 0], [0, 0, 1]),
-        ([0, 1], NAN_ROW, [1], [0]),
-        ([0, 0], NAN_ROW, [0], [1]),
+        ([0, 0, 0, 0], NAN_ROW, False, True),
+        ([0, 0, 0, 1], NAN_ROW, True, False),
+        ([0, 0, 0, 0], np.zeros((1, 2)), False, True),
+        ([0, 0, 0, 1], np.zeros((1, 2)), True, True),
+        ([0, 0, 0, 0], np.zeros((1, 2), np.int64), False, True),
+        ([0, 1], NAN_ROW, True, False),
+        ([0, 0], NAN_ROW, False, True),
     ],
 )
 def test_flags_of_an_episode(done, action, terminated, truncated):
     """N4, N5: done is of the state that was arrived at; a time limit leaves no flag in the file."""
-    flags = ROBOHIVE.flags(np.array(done, bool), {"actions": action}, HERE, Notes())
-    np.testing.assert_array_equal(flags.terminated, np.array(terminated, bool))
-    np.testing.assert_array_equal(flags.truncated, np.array(truncated, bool))
+    flags = ROBOHIVE.flags(ends(*done), {"actions": action}, HERE, Notes())
+    assert flags == Flags(terminated, truncated)
 
 
 def test_untailed_trial_is_noted_quietly():
     notes = Notes()
-    ROBOHIVE.flags(np.zeros(4, bool), {"actions": np.zeros((1, 2))}, HERE, notes)
+    ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": np.zeros((1, 2))}, HERE, notes)
     assert [(note.rule, note.quiet, note.first) for note in notes] == [
         ("V50", True, "a.h5: Trial3")
     ]
     tailed = Notes()
-    ROBOHIVE.flags(np.zeros(4, bool), {"actions": NAN_ROW}, HERE, tailed)
+    ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": NAN_ROW}, HERE, tailed)
     assert list(tailed) == []
 
 
 @pytest.mark.parametrize("record", [0, 1, 2])
 def test_done_before_the_last_record_is_an_error(record):
-    done = np.zeros(4, bool)
-    done[record] = True
+    done = [int(t >= record) for t in range(4)]
     with pytest.raises(CorpusError, match=rf"Trial3/done, record {record}: .*\[V53\]"):
-        ROBOHIVE.flags(done, {"actions": NAN_ROW}, HERE, Notes())
+        ROBOHIVE.flags(ends(*done), {"actions": NAN_ROW}, HERE, Notes())
 
 
 def test_partly_nan_last_action_is_an_error():
     action = np.array([[np.nan, 0.0]])
     with pytest.raises(CorpusError, match=r"Trial3/actions, record 3: .*partly NaN \[V50\]"):
-        ROBOHIVE.flags(np.zeros(4, bool), {"actions": action}, HERE, Notes())
+        ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": action}, HERE, Notes())
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.float64])
@@ -231,7 +234,10 @@ def test_infos_of_the_same_state_are_accepted():
     seen = window(arrays_of(make_trial(6)))
     ROBOHIVE.examine(seen)
     assert list(seen.notes) == []
-    assert seen.memory["columns"] == {"env_infos/obs_dict/position": 0}
+    assert seen.memory["columns"] == {
+        "env_infos/obs_dict/position": 0,
+        "env_infos/obs_dict/rest": 2,
+    }
     # The place found is only a hint: another trial may have it elsewhere.
     swapped = make_trial(6, seed=1)
     swapped["observations"] = np.roll(swapped["observations"], 1, axis=1)
@@ -246,6 +252,25 @@ def test_infos_of_the_next_state_are_refused(records, memory):
     """Also when an earlier trial of the file was right: every trial is judged."""
     with pytest.raises(CorpusError, match=r"describe the state after the action.*\[V51\]"):
         ROBOHIVE.examine(window(arrays_of(make_trial(records), shift=1), memory))
+
+
+@pytest.mark.parametrize("memory", [{}, {"columns": {"env_infos/obs_dict/position": 0}}])
+@pytest.mark.parametrize("late", ["position", "rest"])
+def test_one_leaf_of_the_next_state_among_right_ones_is_refused(late, memory):
+    """Whichever comes first: what agrees does not excuse what contradicts."""
+    trial = make_trial(6)
+    arrays = arrays_of(trial)
+    arrays[f"env_infos/obs_dict/{late}"] = arrays_of(trial, shift=1)[f"env_infos/obs_dict/{late}"]
+    with pytest.raises(CorpusError, match=rf"obs_dict/{late}: .*describe the state after.*V51"):
+        ROBOHIVE.examine(window(arrays, dict(memory)))
+
+
+def test_leaf_of_the_next_state_in_a_file_is_refused(tmp_path):
+    trial = make_trial(6, seed=1)
+    rest = trial["env_infos"]["obs_dict"]["rest"]
+    trial["env_infos"]["obs_dict"]["rest"] = np.roll(rest, -1, axis=0)
+    with pytest.raises(CorpusError, match=r"a\.h5: Trial1/env_infos/obs_dict/rest: .*V51"):
+        convert(tmp_path, {"Trial0": make_trial(6), "Trial1": trial})
 
 
 def test_one_equal_number_is_no_evidence_for_the_next_state():

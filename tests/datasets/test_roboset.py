@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -215,6 +217,25 @@ def test_bad_argument_is_refused_before_anything_is_fetched(
     with pytest.raises(error):
         construct(root, **{option: value})
     assert serving.requests == 0
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1, 0.0, np.int64(0), "True", "FORCE", None, [], torch.zeros(())]
+)
+def test_download_is_a_bool_or_the_word_force(serve, small, root, value):
+    """What is equal to False is not False: it must not be taken for leave to use the network."""
+    serving = serve(*small)
+    with pytest.raises(ValueError, match='True, False or "force", got'):
+        construct(root, download=value)
+    assert serving.requests == 0
+
+
+def test_download_takes_the_bools_of_numpy(serve, small, root):
+    serving = serve(*small)
+    with pytest.raises(FileNotFoundError, match="download=True"):
+        construct(root, download=np.False_)
+    assert serving.requests == 0
+    assert construct(root, download=np.True_).download is True
 
 
 @pytest.mark.pitfall("DS14")
@@ -480,8 +501,10 @@ def test_lfs_pointer_in_the_repository_is_named_for_what_it_is(serve, small, roo
 )
 def test_a_file_that_is_not_h5_is_named_with_what_it_is(serve, small, root, content, words):
     serve(small[0], **{f"{ID}/seed1/odd.h5": content})
-    with pytest.raises(CorpusError, match=rf"(?s)odd\.h5.*{words}"):
+    with pytest.raises(CorpusError, match=rf"(?s)odd\.h5.*{words}") as caught:
         construct(root)
+    # The bytes are those that the Hub lists: fetching them again would change nothing.
+    assert "again" not in str(caught.value).replace("downloading it again does not help", "")
     assert not (root / ID).exists()
 
 
@@ -568,8 +591,6 @@ print(len(data), float(data["next", "reward"].sum()))
 
 
 def child(serving: Serving, root: Path, **env: str) -> subprocess.Popen[str]:
-    import os
-
     return subprocess.Popen(
         [sys.executable, "-c", CHILD.format(id=ID, root=str(root))],
         env={**os.environ, **serving.env, **env},
@@ -579,27 +600,113 @@ def child(serving: Serving, root: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
+# Says when it is ready, begins when it is told, and notes every conversion, which takes a while.
+TOGETHER = """
+import sys, time
+from pathlib import Path
+from replaykit.datasets import convert, split
+for module, name in ((convert, "_convert"), (split, "_split")):
+    def slowly(*arguments, real=getattr(module, name), name=name):
+        with Path({log!r}).open("a") as file:
+            file.write(name + "\\n")
+        time.sleep(1)
+        return real(*arguments)
+    setattr(module, name, slowly)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
 @pytest.mark.pitfall("DS12")
-def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root):
+@pytest.mark.parametrize("split", [False, True])
+def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root, tmp_path, split):
+    """One downloads and converts, the other waits and opens: both have the same files."""
     serving = serve(*small)
-    children = [child(serving, root) for _ in range(2)]
+    log = tmp_path / "log"
+    program = TOGETHER.format(log=str(log)) + CHILD.format(id=ID, root=str(root))
+    if split:
+        program = program.replace("batch_size=4", "batch_size=4, split_trajs=True")
+    program += "print(data.storage.published.manifest.made, data.data_path.stat().st_ino)"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **serving.env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    assert [process.stdout.readline() for process in children] == ["ready\n"] * 2
+    for process in children:
+        process.stdin.write("go\n")
+        process.stdin.flush()
     outputs = [process.communicate(timeout=120) for process in children]
     assert [process.returncode for process in children] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
+    assert log.read_text().split() == ["_convert", "_split"][: 1 + split]
     bodies = [r for r in serving.hub.requests if r.method == "GET" and "x_trace" in r.path]
     assert len(bodies) == len(small)
 
 
-def test_offline_client_uses_its_cache_and_the_remembered_listing(serve, small, root):
-    serving = serve(*small)
-    construct(root)
-    shutil.rmtree(root / ID)
+def rows_offline(serving: Serving, root: Path) -> int:
     asked = serving.requests
     process = child(serving, root, HF_HUB_OFFLINE="1")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert output.split()[0] == "17"
     assert serving.requests == asked
+    return int(output.split()[0])
+
+
+@pytest.mark.parametrize("other_root", [False, True])
+def test_offline_client_uses_its_cache_and_the_remembered_listing(serve, small, root, other_root):
+    """D7: the cache is complete, wherever the rows go."""
+    serving = serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+    assert rows_offline(serving, root.with_name("elsewhere") if other_root else root) == 17
+
+
+def test_offline_client_uses_the_last_commit_that_is_complete(serve, small, root, tmp_path):
+    """A download that fails does not make the client forget what it has."""
+    serving = serve(*small)
+    construct(root)
+    new = write_file(tmp_path / "new.h5", 8)
+    serving.hub.commit(REPO, served(tmp_path, new))
+    wrong = bytes(reversed(new.read_bytes()))
+    serving.hub.faults.append(Fault(path="*seed0*", method="GET", body=wrong))
+    with pytest.raises(DownloadError):
+        construct(root, download="force")
+    shutil.rmtree(root)
+    assert rows_offline(serving, root) == 17
+    serving.hub.faults.clear()
+    assert len(construct(root, download="force")) == 14
+    shutil.rmtree(root)
+    assert rows_offline(serving, root) == 14
+
+
+def test_remembered_listing_that_is_damaged_is_none(serve, small, root):
+    serving = serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+    (memory,) = serving.cache.rglob("replaykit/*.json")
+    memory.write_text(memory.read_text()[:-20])
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    _, errors = process.communicate(timeout=120)
+    assert "offline mode forbids every request" in errors
+
+
+def test_cache_that_may_only_be_read_is_used_all_the_same(serve, small, root, monkeypatch):
+    serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.write_text", refuse)
+    assert len(construct(root)) == 17
 
 
 def test_offline_client_without_a_cache_says_what_is_missing(serve, small, root):
@@ -648,6 +755,71 @@ def test_split_batch_carries_its_index_over_the_steps(serve, small, root):
     assert batch["index"].shape == (6, 5)
     assert info["index"].shape == (6,)
     assert (batch["index"] == info["index"][:, None]).all()
+
+
+OTHER = "DAPG(human)/door_v2d-v1"
+
+
+@pytest.fixture
+def wrong(serve, small, root, request):
+    """A root in which a copy of another data set, or of other rules, lies as the one of ``ID``."""
+    serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
+    what = request.param
+    dataset_id = OTHER if what == "id" else ID
+    found = [
+        RobosetExperienceReplay(dataset_id, 4, root=root, split_trajs=split).data_path
+        for split in (False, True)
+    ]
+    for path, name in zip(found, (ID, f"{ID}_split"), strict=True):
+        if what == "id":
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(root / name)
+        else:
+            text = (path / "manifest.json").read_text()
+            assert '"layout_version": 1' in text
+            changed = text.replace('"layout_version": 1', '"layout_version": 0')
+            (path / "manifest.json").write_text(changed)
+    return {"id": "dataset_id is 'DAPG", "version": "layout_version is 0"}[what]
+
+
+@pytest.mark.parametrize("wrong", ["id", "version"], indirect=True)
+@pytest.mark.parametrize("download", [True, False])
+def test_folder_of_another_identity_is_reported_not_served(root, wrong, download):
+    """P8: for the flat form, for both together, and for the split form alone."""
+    for split in (False, True):
+        with pytest.raises(RuntimeError, match=rf"whose {re.escape(wrong)}.*was asked for.*force"):
+            construct(root, download=download, split_trajs=split)
+    shutil.rmtree(root / ID)
+    with pytest.raises(RuntimeError, match=rf"_split holds .*whose {re.escape(wrong)}"):
+        construct(root, download=download, split_trajs=True)
+    assert len(construct(root, download="force", split_trajs=True)) == 5
+
+
+@pytest.mark.parametrize("download", [True, False])
+def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, download):
+    serve(*small)
+    construct(root, split_trajs=True)
+    flat, split = root / ID, root / f"{ID}_split"
+    flat.rename(root / "kept")
+    split.rename(flat)
+    with pytest.raises(RuntimeError, match="whose form is 'split trajectories'"):
+        construct(root, download=download)
+    flat.rename(root / "gone")
+    (root / "kept").rename(split)
+    with pytest.raises(RuntimeError, match="whose form is None, but 'split trajectories'"):
+        construct(root, download=download, split_trajs=True)
+
+
+@pytest.mark.parametrize("download", [True, False])
+def test_split_of_another_data_set_beside_the_right_flat_one_is_reported(
+    serve, small, root, download
+):
+    serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
+    construct(root)
+    other = RobosetExperienceReplay(OTHER, 4, root=root, split_trajs=True)
+    other.data_path.rename(root / f"{ID}_split")
+    with pytest.raises(RuntimeError, match="whose dataset_id is 'DAPG"):
+        construct(root, download=download, split_trajs=True)
 
 
 def test_delete_removes_only_the_copy_in_use(serve, small, root):

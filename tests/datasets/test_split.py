@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -202,6 +203,29 @@ before = peak()
 ensure_split(large, large + "_split", options=options)
 print(peak() - before)
 """
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
+    """The mask and the numbers of two episodes of up to a million rows: 9 and 18 MB."""
+    flat(tmp_path / "small", 3)
+    rows = 1_000_000
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        for k, records in enumerate([rows + 1, 11]):
+            for name in ("observations", "actions"):
+                file[f"Trial{k}/{name}"] = np.zeros((records, 1), np.float32)
+            for name in ("rewards", "time"):
+                file[f"Trial{k}/{name}"] = np.arange(records, dtype=np.float32)
+            file[f"Trial{k}/done"] = np.zeros(records, np.bool_)
+    sources = Sources.local([tmp_path / "large.h5"])
+    ensure_dataset(tmp_path / "large", get_sources=lambda: sources, layout=ROBOHIVE)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 6 * 1024
+    split = open_published(tmp_path / "large_split")
+    assert split.columns["mask",].sum(1).tolist() == [rows, 10]
+    assert split.columns["traj_ids",].sum(1).tolist() == [0, 10]
+    verify_published(tmp_path / "large_split")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

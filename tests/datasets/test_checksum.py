@@ -1,0 +1,111 @@
+"""Checksums that are put together from those of parts, and syncs that begin early."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaykit import filesystem
+from replaykit.datasets import checksum
+from replaykit.datasets import write as write_module
+from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
+from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.publish import verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.filesystem import EarlySync
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+
+@given(st.binary(max_size=3000), st.binary(max_size=3000))
+def test_checksum_of_two_parts(first, second):
+    found = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1 << 20, (5 << 20) + 12345])
+def test_checksum_of_long_parts(length):
+    second = np.random.default_rng(0).bytes(length)
+    found = joined_crc32(zlib.crc32(b"abc"), zlib.crc32(second), length)
+    assert found == zlib.crc32(second, zlib.crc32(b"abc"))
+
+
+@given(st.binary(max_size=99), st.integers(0, 2**32 - 1), st.data())
+def test_checksum_goes_on_over_a_block_of_which_a_part_is_known(block, start, data):
+    first = data.draw(st.integers(0, len(block)))
+    stop = data.draw(st.integers(first, len(block)))
+    shared = (first, stop, zlib.crc32(block[first:stop]))
+    assert crc32_of_parts(memoryview(block), start, shared) == zlib.crc32(block, start)
+    assert crc32_of_parts(memoryview(block), start, None) == zlib.crc32(block, start)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
+def test_columns_that_share_a_checksum_have_the_right_ones(tmp_path, monkeypatch, block_bytes):
+    """All of their bytes, whatever the blocks: as a reading of the files finds them."""
+    monkeypatch.setattr(write_module, "LEAST_SHARED", 1)
+    joined = []
+    monkeypatch.setattr(checksum, "joined_crc32", lambda *a: joined.append(a) or joined_crc32(*a))
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        for k, records in enumerate((40, 2, 3, 17)):
+            writer.add_trial(**make_trial(records, seed=k))
+    ensure_dataset(
+        tmp_path / "data",
+        get_sources=lambda: Sources.local([tmp_path / "a.h5"]),
+        layout=ROBOHIVE,
+        options=ConvertOptions(block_bytes=block_bytes),
+    )
+    verify_published(tmp_path / "data")
+    assert joined
+
+
+def test_long_files_are_synced_while_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 100)
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(fd), real(fd)))
+    (tmp_path / "x").write_bytes(bytes(150))
+    with EarlySync() as early:
+        early.wrote(tmp_path / "x", 60)
+        assert synced == []
+        early.wrote(tmp_path / "x", 60)
+    assert len(synced) == 1
+
+
+def test_busy_disk_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 1)
+    release, begun = threading.Event(), []
+    monkeypatch.setattr("os.fsync", lambda fd: (begun.append(fd), release.wait(20)))
+    (tmp_path / "x").touch()
+    with EarlySync() as early:
+        for _ in range(100):
+            early.wrote(tmp_path / "x", 10)
+        release.set()
+    assert 1 <= len(begun) <= 2
+
+
+def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
+    """The system tells it once: it must not get lost."""
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 1)
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**make_trial(9))
+    sources = Sources.local([tmp_path / "a.h5"])
+    real, failed = os.fsync, []
+
+    def fail_once(descriptor: int) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+    assert not (tmp_path / "data").exists()

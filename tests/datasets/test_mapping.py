@@ -1,0 +1,199 @@
+"""Columns are mapped without keeping their files open, and unmapped when nobody uses them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from replaykit.datasets import mapping
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.mapping import map_private
+from replaykit.datasets.publish import open_published, remove_published, verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+
+
+@contextmanager
+def files_at_most(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def publish(tmp_path: Path, leaves: int) -> Path:
+    trial = make_trial(3, infos=False)
+    trial["env_infos"] = {f"leaf{k}": np.arange(3.0) for k in range(leaves)}
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**trial)
+    ensure_dataset(
+        tmp_path / "data",
+        get_sources=lambda: Sources.local([tmp_path / "a.h5"]),
+        layout=ROBOHIVE,
+    )
+    return tmp_path / "data"
+
+
+def mapped(path: Path, content: bytes) -> torch.Tensor:
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        return torch.frombuffer(map_private(file.fileno(), len(content)), dtype=torch.uint8)
+
+
+@needs_proc
+def test_many_data_sets_can_be_open_at_once(tmp_path):
+    """Forty data sets of about 80 columns, with room for a few dozen files."""
+    path = publish(tmp_path, 34)
+    before = open_files()
+    with files_at_most(before + 20):
+        found = [open_published(path) for _ in range(40)]
+        assert len(found[0].columns) > 80
+        assert open_files() == before
+        assert all(data.columns["info", "leaf33"].tolist() == [0.0, 1.0] for data in found)
+
+
+@needs_proc
+def test_conversion_of_many_columns_needs_few_file_descriptors(tmp_path):
+    with files_at_most(open_files() + 20):
+        path = publish(tmp_path, 150)
+    assert open_published(path).columns["info", "leaf149"].tolist() == [0.0, 1.0]
+
+
+@needs_proc
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_limit_on_open_files_is_named_with_the_file_and_the_remedy(tmp_path, left):
+    path = publish(tmp_path, 3)
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+    most = max(spare) + 1
+    for descriptor in spare[:left]:
+        os.close(descriptor)
+    calls = {
+        "open": lambda: open_published(path),
+        "verify": lambda: verify_published(path),
+        "convert": lambda: ensure_dataset(
+            tmp_path / "other",
+            get_sources=lambda: Sources.local([tmp_path / "a.h5"]),
+            layout=ROBOHIVE,
+        ),
+        "remove": lambda: remove_published(path),
+    }
+    names = ["open", "verify", "convert", "remove"] if left == 0 else ["convert"]
+    names += ["open", "verify"] if left == 1 else []
+    try:
+        with files_at_most(most):
+            for name in names:
+                with pytest.raises(OSError, match="Too many open files") as caught:
+                    calls[name]()
+                message = str(caught.value)
+                assert f"may have {most:,} open at once" in message, name
+                assert "ulimit -n" in message
+                assert str(tmp_path / ("other" if name == "convert" else "data")) in message
+    finally:
+        for descriptor in spare[left:]:
+            os.close(descriptor)
+    assert open_published(path).rows == 2
+
+
+@needs_proc
+def test_memory_is_unmapped_when_the_last_tensor_goes(tmp_path):
+    tensor = mapped(tmp_path / "x", bytes(range(200)) * 100)
+    part = tensor[100:].view(-1, 50)[3]
+    array = part.numpy()
+    del tensor, part
+    gc.collect()
+    assert is_mapped(tmp_path / "x")
+    assert array[0] == 50
+    del array
+    gc.collect()
+    assert not is_mapped(tmp_path / "x")
+
+
+def test_changes_stay_in_the_process_and_in_a_forked_one(tmp_path):
+    tensor = mapped(tmp_path / "x", bytes(10_000))
+    tensor[:5] = 7
+    child = os.fork()
+    if child == 0:
+        seen = int(tensor.sum())
+        tensor[:] = 1
+        del tensor
+        gc.collect()
+        os._exit(seen)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 35
+    assert int(tensor.sum()) == 35
+    assert (tmp_path / "x").read_bytes() == bytes(10_000)
+
+
+def test_a_tensor_over_the_memory_can_be_pickled_and_sent(tmp_path):
+    tensor = mapped(tmp_path / "x", b"abc")
+    assert pickle.loads(pickle.dumps(tensor)).tolist() == [97, 98, 99]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_add_one, args=(tensor, theirs))
+    process.start()
+    assert ours.recv() == [98, 99, 100]
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def _add_one(tensor: torch.Tensor, pipe: object) -> None:
+    pipe.send((tensor + 1).tolist())
+
+
+def test_tensors_may_outlive_the_finalizers_of_the_process(tmp_path, run_python):
+    """At exit memory is not taken from under those who still use it."""
+    (tmp_path / "x").write_bytes(b"abc")
+    program = """
+import atexit, sys, torch
+def late():
+    print(tensor.tolist())
+from replaykit.datasets.mapping import map_private
+import weakref
+class Late:
+    pass
+keep = Late()
+# A finalizer of one's own, run in the middle of the others.
+weakref.finalize(keep, late)
+with open(sys.argv[1], "rb") as file:
+    tensor = torch.frombuffer(map_private(file.fileno(), 3), dtype=torch.uint8)
+atexit.register(late)
+"""
+    done = run_python(program, tmp_path / "x")
+    assert done.stdout.split("\n")[:2] == ["[97, 98, 99]"] * 2
+
+
+def test_without_the_systems_call_python_maps(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapping, "_SYSTEM", None)
+    tensor = mapped(tmp_path / "x", b"abc")
+    tensor[0] = 0
+    assert tensor.tolist() == [0, 98, 99]
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_what_the_system_refuses_is_an_error_of_its_number(tmp_path):
+    with (tmp_path / "x").open("wb") as file, pytest.raises(PermissionError):
+        map_private(file.fileno(), 10)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_private(-1, 10)

@@ -1,0 +1,369 @@
+"""Mapping a data set by several processes: how work is divided, and what happens to the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import TensorStorage
+from replaykit.datasets import preprocess
+from replaykit.datasets.locking import target_lock
+from replaykit.datasets.preprocess import preprocess_rows
+from replaykit.filesystem import private_path, siblings
+
+HERE = os.getpid()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def rows_of(count: int) -> TensorStorage:
+    return TensorStorage(TensorDict({"x": torch.arange(count)}, [count]))
+
+
+def run(fn: Callable[[Any], Any], dest: Path, rows: int = 40, **options: Any) -> TensorDict:
+    options = {"num_workers": 2, "mp_start_method": "fork", **options}
+    return preprocess_rows(rows_of(rows), fn, dest=dest, **options)[:]
+
+
+def with_pid(row: TensorDict) -> TensorDict:
+    return TensorDict({"x": row["x"], "pid": torch.tensor(os.getpid())}, [])
+
+
+def pids(rows: TensorDict) -> list[int]:
+    assert rows["x"].equal(torch.arange(len(rows)))
+    return rows["pid"].tolist()
+
+
+# -- division ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "shares"), [(2, [20, 20]), (3, [14, 14, 12]), (4, [10] * 4)])
+def test_a_small_data_set_is_divided_evenly_among_all_workers(out, workers, shares):
+    share = Counter(pids(run(with_pid, out, num_workers=workers)))
+    assert HERE not in share
+    assert sorted(share.values(), reverse=True) == shares
+
+
+def test_no_more_workers_than_rows(out):
+    assert len(set(pids(run(with_pid, out, rows=3, num_workers=8)))) == 3
+
+
+def test_pieces_of_large_rows_are_bounded_in_bytes(out, monkeypatch):
+    monkeypatch.setattr(preprocess, "_PIECE_BYTES", 5 * 8)
+    share = Counter(pids(run(with_pid, out, max_tasks_per_child=1)))
+    assert set(share.values()) == {5}
+
+
+def test_workers_are_replaced_after_their_pieces(out):
+    share = Counter(pids(run(with_pid, out, chunksize=4, max_tasks_per_child=2)))
+    assert sum(share.values()) == 40
+    assert max(share.values()) <= 8
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's count of memory")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_is_that_of_a_few_rows(out, dim):
+    def private() -> int:
+        """Bytes of this process that are no file's."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("RssAnon:"))
+        return int(line.split()[1]) * 1024
+
+    mebibyte = 1 << 20
+    data = torch.ones(256, 256, 2048, dtype=torch.uint8)  # 128 MiB, in rows of half a mebibyte
+    storage = TensorStorage(TensorDict({"x": data}, [256, 256]))
+    most = 0
+
+    def measured(row: TensorDict) -> TensorDict:
+        nonlocal most
+        most = max(most, private())
+        return TensorDict({"sum": row["x"].sum()}, [])
+
+    before = private()
+    result = preprocess_rows(storage, measured, dim=dim, num_workers=0, dest=out)
+    assert result[:]["sum"].eq(mebibyte / 2).all()
+    assert most - before < 80 * mebibyte
+
+
+# -- pools of the user's -------------------------------------------------------------------------
+
+
+def noise(row: TensorDict) -> TensorDict:
+    return TensorDict({"x": row["x"], "pid": torch.tensor(os.getpid()), "n": torch.rand(())}, [])
+
+
+def test_a_pool_of_the_users_is_used_and_left_as_it_was(out):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        states = [pool.apply(torch.get_rng_state) for _ in range(8)]
+        rows = run(noise, out, pool=pool, chunksize=1)
+        assert set(pids(rows)) <= {process.pid for process in pool._pool}
+        assert len(rows["n"].unique()) == 40
+        assert all(pool.apply(torch.get_rng_state).equal(states[0]) for _ in range(8))
+
+
+@pytest.mark.parametrize("pool", [ThreadPool, ThreadPoolExecutor], ids=lambda pool: pool.__name__)
+def test_pools_of_threads_are_refused_and_the_global_generator_is_as_it_was(out, pool):
+    calls: list[Any] = []
+    state = torch.get_rng_state()
+    with (
+        pool(2) as threads,
+        pytest.raises(TypeError, match=f"expected pool .* of processes, got {pool.__name__}"),
+    ):
+        run(calls.append, out, pool=threads)
+    assert not calls
+    assert torch.get_rng_state().equal(state)
+    assert list(out.parent.iterdir()) == []
+
+
+# -- the death of a worker -----------------------------------------------------------------------
+
+
+def only_lock_left(out: Path) -> bool:
+    return [path.name for path in out.parent.iterdir()] == [".out.lock"]
+
+
+def dies(row: TensorDict) -> TensorDict:
+    if row["x"] == 5 and os.getpid() != HERE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1, "chunksize": 2},
+        {"max_tasks_per_child": 1},
+        {"max_tasks_per_child": 9},
+    ],
+    ids=str,
+)
+def test_a_killed_worker_is_noticed(out, options):
+    with pytest.raises(RuntimeError, match=r"worker died .* by signal SIGKILL"):
+        run(dies, out, **options)
+    assert only_lock_left(out)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_of_the_users_pool_is_noticed(out):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        with pytest.raises(RuntimeError, match=r"worker died .* by signal SIGKILL"):
+            run(dies, out, pool=pool, chunksize=3)
+        pool.terminate()
+    assert only_lock_left(out)
+
+
+def test_a_worker_that_exits_is_noticed(out):
+    def leaves(row: TensorDict) -> TensorDict:
+        if os.getpid() != HERE:
+            os._exit(3)
+        return row
+
+    with pytest.raises(RuntimeError, match=r"worker died .* with exit code 3"):
+        run(leaves, out)
+
+
+class TwoArguments(Exception):
+    """One that pickle can take apart and cannot put together."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (ValueError("on purpose"), ValueError, "^on purpose$"),
+        (KeyboardInterrupt("on purpose"), KeyboardInterrupt, "on purpose"),
+        (TwoArguments("on", "purpose"), RuntimeError, "TwoArguments: on$"),
+        (ValueError(threading.Lock()), RuntimeError, "cannot be sent.*ValueError: <unlocked"),
+    ],
+)
+def test_an_error_comes_with_the_traceback_of_the_worker(out, error, raised, words):
+    def fails(row: TensorDict) -> TensorDict:
+        if os.getpid() != HERE:
+            raise error
+        return row
+
+    with pytest.raises(raised, match=f"(?s){words}") as caught:
+        run(fails, out)
+    assert "in fails" in f"{caught.value}{caught.value.__cause__}"
+    assert only_lock_left(out)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.timeout(60)
+def test_an_error_does_not_wait_for_the_other_workers(out):
+    def slow(row: TensorDict) -> TensorDict:
+        if os.getpid() != HERE:
+            if row["x"] == 0:
+                raise ValueError("on purpose")
+            time.sleep(600)
+        return row
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run(slow, out, chunksize=20)
+    assert multiprocessing.active_children() == []
+
+
+# -- the death of the parent ---------------------------------------------------------------------
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from tensordict import TensorDict
+from replaykit import TensorStorage
+from replaykit.datasets import workers
+from replaykit.datasets.preprocess import preprocess_rows
+
+folder, method, parent = Path(sys.argv[1]), sys.argv[2], os.getpid()
+
+def stuck(row):
+    if os.getpid() != parent:
+        (folder / str(os.getpid())).touch()
+        time.sleep(600)
+    return row
+
+if __name__ == "__main__":
+    if method.endswith("-watched"):
+        workers._kill_me_with_parent = lambda: False
+    storage = TensorStorage(TensorDict({"x": torch.arange(4)}, [4]))
+    preprocess_rows(
+        storage,
+        stuck,
+        dest=folder / "out",
+        num_workers=2,
+        chunksize=1,
+        mp_start_method=method.split("-")[0],
+    )
+"""
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        # One that has ended may stay in the table, if nobody here collects it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
+
+
+@pytest.fixture
+def parent_at_work(tmp_path: Path) -> Iterator[Callable[[str], tuple[Any, list[int]]]]:
+    """Starts a process whose two workers, of these pids, will never be done."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(method: str) -> tuple[Any, list[int]]:
+        command = [sys.executable, "-c", PARENT, str(tmp_path), method]
+        parent = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+        started.append(parent)
+
+        def workers() -> list[int]:
+            assert parent.poll() is None, parent.stderr and parent.stderr.read()
+            return [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+
+        until(lambda: len(workers()) == 2, "two workers")
+        return parent, workers()
+
+    yield start
+    for parent in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("fork", signal.SIGTERM),
+        ("fork", signal.SIGKILL),
+        ("spawn", signal.SIGKILL),
+        ("forkserver", signal.SIGKILL),
+        ("fork-watched", signal.SIGKILL),
+        ("spawn-watched", signal.SIGTERM),
+    ],
+)
+def test_no_worker_outlives_its_parent_and_the_next_call_clears_up(
+    out, parent_at_work, method, number
+):
+    parent, workers = parent_at_work(method)
+    assert len(siblings(out, "tmp")) == 1
+    parent.send_signal(number)
+    assert parent.wait(30) == -number
+    until(lambda: not any(map(is_alive, workers)), "the end of the workers", 10)
+    assert not out.exists()
+    assert pids(run(with_pid, out, num_workers=0)) == [HERE] * 40
+    assert siblings(out, "tmp") == []
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_interrupt_leaves_neither_workers_nor_files(out, parent_at_work, method):
+    parent, workers = parent_at_work(method)
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == -signal.SIGINT
+    assert not any(map(is_alive, workers))
+    assert siblings(out, "tmp") == []
+    assert not out.exists()
+    assert said.count(b"Traceback") == 1  # that of the parent
+
+
+def test_what_the_living_are_making_is_not_cleared_away(out, parent_at_work):
+    parent, _ = parent_at_work("fork")
+    (draft,) = siblings(out, "tmp")
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(run, with_pid, out, num_workers=0)
+        time.sleep(0.5)
+        assert not later.done()
+        assert draft.exists()
+        parent.kill()
+        assert pids(later.result(30)) == [HERE] * 40
+    assert not draft.exists()
+
+
+def test_a_place_that_was_filled_during_the_wait_is_refused(out):
+    left = private_path(out, "tmp")
+    left.mkdir()
+    with ThreadPoolExecutor(1) as threads:
+        with target_lock(out):
+            later = threads.submit(run, with_pid, out, num_workers=0)
+            time.sleep(0.3)
+            out.mkdir()
+            (out / "mine").write_text("keep")
+            assert left.exists()
+        with pytest.raises(FileExistsError, match="neither"):
+            later.result(30)
+    assert (out / "mine").read_text() == "keep"
+    assert not left.exists()
