@@ -34,6 +34,7 @@ __all__ = [
     "hold_back",
     "open_published",
     "publish",
+    "recover",
     "remove_published",
     "verify_published",
 ]
