@@ -1,0 +1,220 @@
+"""What conversion leaves out, skips or finds odd: the columns, the warnings, the report."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from tensordict import TensorDict
+
+from replaykit.datasets import BaseDatasetExperienceReplay
+from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.publish import verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])
+def test_one_value_for_a_whole_trial_is_that_of_all_its_rows(
+    tmp_path, block_bytes, convert, write, assert_ted
+):
+    """a.3, V11: the writer stores a scalar of a trial as an array of length 1."""
+
+    def infos(seed: int, records: int) -> dict[str, Any]:
+        trial = make_trial(records, seed=seed)
+        trial["env_infos"] |= {
+            "solved_once": seed == 1,
+            "camera": np.full((1, 2, 3), seed, np.uint8),
+            "void": np.full(1, np.nan),
+            "half": np.array([np.nan if seed else 2.5]),
+            "mixed": np.full(1 if seed else records, 1.0),
+        }
+        trial["env_infos"]["obs_dict"]["goal"] = np.array([4.0 + seed])
+        return trial
+
+    path = write(tmp_path / "a.h5", infos(0, 4), infos(1, 6), make_trial(1) | infos(2, 1))
+    with h5py.File(path, "a") as file:
+        for k in range(3):
+            file[f"Trial{k}/env_infos/scalar"] = np.int16(7 + k)
+            file[f"Trial{k}/env_infos/mass"] = np.float32(k) if k else np.full(1, k, np.float32)
+    with pytest.warns(UserWarning, match="left out") as caught:
+        found = convert(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))
+    assert "env_infos/void: it is NaN throughout" in str(caught[0].message)
+    assert "env_infos/mixed: it has" in str(caught[0].message)
+    assert "one value, of shape [] and dtype float64" in str(caught[0].message)
+    lengths = [3, 5]
+    expected = {
+        ("solved_once",): np.array([False, True]),
+        ("camera",): np.stack([np.full((2, 3), k, np.uint8) for k in range(2)]),
+        ("half",): np.array([2.5, np.nan]),
+        ("obs_dict", "goal"): np.array([4.0, 5.0]),
+        ("scalar",): np.array([7, 8], np.int16),
+        ("mass",): np.array([0, 1], np.float32),
+    }
+    for key, values in expected.items():
+        for above in (("info",), ("next", "info")):
+            column = found.columns[(*above, *key)].numpy()
+            np.testing.assert_array_equal(column, np.repeat(values, lengths, axis=0), str(key))
+            assert column.dtype == values.dtype
+    assert ("info", "mixed") not in found.columns
+    facts = {array.key: array.facts for array in found.manifest.arrays}
+    assert facts["info", "scalar"]["one_per_episode"] is True
+    assert "one_per_episode" not in facts["info", "time"]
+    assert_ted(found)
+    verify_published(tmp_path / "data")
+
+
+@pytest.mark.parametrize("width", [3, 20_000])
+def test_leaf_that_is_nan_only_at_first_is_kept(tmp_path, width, convert, write):
+    """Also one that is too large to be read in one go for this question."""
+    trial = make_trial(5, infos=False)
+    late, never = np.full((5, width), np.nan), np.full((5, width), np.nan)
+    late[3, 1] = 2.0
+    trial["env_infos"] = {"late": late, "never": never}
+    with pytest.warns(UserWarning, match="env_infos/never: it is NaN throughout"):
+        found = convert(tmp_path / "data", write(tmp_path / "a.h5", trial))
+    assert {key for key in found.columns if key[0] == "info"} == {("info", "late")}
+    np.testing.assert_array_equal(found.columns["info", "late"], late[:-1])
+
+
+@pytest.mark.pitfall("DS10")
+def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path, convert, write):
+    """N8, N36, N38: the schema is that of all trials of all files, and says what it lacks."""
+
+    def infos(**leaves: Any) -> dict[str, Any]:
+        return make_trial(4, infos=False) | {"env_infos": {"kept": np.zeros(4), **leaves}}
+
+    first = infos(
+        early=np.ones(4), kind=np.ones(4), shape=np.ones((4, 2)), dtype=np.ones(4),
+        nan=np.full(4, np.nan), half=np.full(4, np.nan), text=np.array([b"x"] * 4),
+        device=np.ones(4), deep={"both": np.ones(4), "one": np.ones(4)},
+    )  # fmt: skip
+    second = infos(
+        kind={"inner": np.ones(4)}, shape=np.ones((4, 3)), dtype=np.ones(4, np.float32),
+        nan=np.full(4, np.nan), half=np.arange(4.0), text=np.array([b"x"] * 4),
+        device=np.ones(4), deep={"both": np.ones(4)}, late=np.ones(4),
+    )  # fmt: skip
+    files = [write(tmp_path / "a.h5", first, first), write(tmp_path / "b.h5", second)]
+    with pytest.warns(UserWarning, match="left out") as caught:
+        found = convert(tmp_path / "data", *files)
+    why = {entry["key"]: entry["why"] for entry in found.manifest.report["left_out"]}
+    expected = {
+        "early": "missing from 1 of 3 episodes, first b.h5: Trial0",
+        "kind": "an array in some episodes and a group in others",
+        "kind/inner": "an array in some episodes and a group in others",
+        "shape": "shape [T, 2]",
+        "dtype": "float32",
+        "nan": "NaN throughout",
+        "text": "text",
+        "device": "reserved",
+        "deep/one": "missing from 1 of 3",
+        "late": "missing from 2 of 3",
+    }
+    assert why.keys() == {f"env_infos/{key}" for key in expected}
+    for key, said in expected.items():
+        assert said in why[f"env_infos/{key}"], key
+    assert len(caught) == 1
+    assert all(f"env_infos/{key}" in str(caught[0].message) for key in expected)
+    kept = {key[1:] for key in found.columns if key[0] == "info"}
+    assert kept == {("kept",), ("half",), ("deep", "both")}
+    assert found.columns["info", "half"][-3:].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_arrays_beside_the_known_ones_are_left_out_and_listed(tmp_path, convert, write):
+    trial = make_trial(4, infos=False) | {"extra": {"config": {"solved": 1.0}, "user": np.ones(4)}}
+    with pytest.warns(UserWarning, match="config/solved.*user"):
+        found = convert(tmp_path / "data", write(tmp_path / "a.h5", trial))
+    assert "info" not in {key[0] for key in found.columns}
+    assert len(found.columns) == 13
+
+
+def test_trial_of_one_record_is_skipped_and_listed(tmp_path, convert, write, assert_ted):
+    trials = [make_trial(4), make_trial(1, seed=1), make_trial(3, seed=2)]
+    del trials[1]["env_infos"]["rwd_sparse"]  # of a trial that gives no row nothing is required
+    with pytest.warns(UserWarning, match=r"skipped: a.h5: Trial1: it has 1 record,"):
+        found = convert(tmp_path / "data", write(tmp_path / "a.h5", *trials))
+    assert found.columns["episode",].tolist() == [0, 0, 0, 2, 2]
+    assert ("info", "rwd_sparse") in found.columns
+    assert_ted(found)
+
+
+def test_root_members_that_are_no_trials_are_listed(tmp_path, convert):
+    path = tmp_path / "a.h5"
+    with RoboHiveWriter(path) as writer:
+        writer.add_trial(**make_trial(3))
+        writer.add_member("notes", np.arange(3))
+        writer.add_member("Trial5", {"observations": np.zeros((3, 2))})
+    with pytest.warns(UserWarning, match="Trial5: it is a group without 'actions'; .*notes: it is"):
+        found = convert(tmp_path / "data", path)
+    assert len(found.manifest.report["skipped"]) == 2
+    assert found.rows == 2
+
+
+def test_trial_that_is_a_link_is_called_one(tmp_path, convert, write):
+    path = write(tmp_path / "a.h5", make_trial(3))
+    with h5py.File(path, "a") as file:
+        file["Trial1"] = h5py.SoftLink("/Trial0")
+    with pytest.warns(UserWarning, match="Trial1: it is a link by name, .*copy what it leads to"):
+        assert convert(tmp_path / "data", path).rows == 2
+
+
+def test_warning_points_to_the_line_of_the_caller(tmp_path, write):
+    """Not into the package, however deep in it the conversion was called."""
+    path = write(tmp_path / "a.h5", make_trial(3), make_trial(1, seed=1))
+
+    class Mine(BaseDatasetExperienceReplay):
+        available_datasets = ["all"]  # noqa: RUF012
+        corpus = "mine"
+        layout = ROBOHIVE
+
+        def sources(self):
+            return Sources.local([path])
+
+    line = sys._getframe().f_lineno
+    with pytest.warns(UserWarning, match="skipped") as caught:
+        Mine("all", 2, root=tmp_path / "root", prefetch=1)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line + 2)
+    with pytest.warns(UserWarning, match="skipped") as caught:
+        ensure_dataset(tmp_path / "x", get_sources=lambda: Sources.local([path]), layout=ROBOHIVE)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line + 5)
+
+
+def test_infos_logged_by_reference_are_dropped_everywhere(
+    tmp_path, convert, write, read_rows, assert_equal
+):
+    """a.5: every obs_dict leaf constant while the observation changes."""
+    aliased = make_trial(5, seed=1)
+    for name, values in aliased["env_infos"]["obs_dict"].items():
+        aliased["env_infos"]["obs_dict"][name] = np.broadcast_to(values[-1:], values.shape)
+    path = write(tmp_path / "a.h5", make_trial(4), aliased)
+    with pytest.warns(UserWarning, match="logged by reference") as caught:
+        found = convert(tmp_path / "data", path)
+    assert len(caught) == 1
+    assert not [key for key in found.columns if "info" in key]
+    required = ["observations", "actions", "rewards", "done", "time"]
+    assert_equal(found, read_rows([path], required))
+    assert not [path for path in (tmp_path / "data").rglob("*") if "info" in path.name]
+    left_out = found.manifest.report["left_out"]
+    assert len(left_out) == 9
+    assert all("a.h5: Trial1" in entry["why"] for entry in left_out)
+    assert sorted(TensorDict.load_memmap(tmp_path / "data").keys()) == sorted(
+        {key[0] for key in found.columns}
+    )
+
+
+def test_values_that_are_odd_are_counted_in_the_manifest(tmp_path, convert, write):
+    trials = [make_trial(4, seed=k) for k in range(3)]
+    trials[1]["time"] = np.array([0.0, 1.0, 1.0, 0.5])
+    trials[2]["time"] = np.array([0.0, -1.0, 2.0, 3.0])
+    for name, values in trials[2]["env_infos"]["obs_dict"].items():
+        trials[2]["env_infos"]["obs_dict"][name] = np.exp(values)
+    with pytest.warns(UserWarning, match="does not increase strictly"):
+        found = convert(tmp_path / "data", write(tmp_path / "a.h5", *trials))
+    notes = {note["rule"]: note for note in found.manifest.report["warnings"]}
+    assert notes["V27"]["count"] == 2
+    assert notes["V27"]["first"] == "a.h5: Trial1/time, record 2"
+    assert notes["V51"]["first"] == "a.h5: Trial2"

@@ -1,0 +1,155 @@
+"""What a conversion takes: memory, room on the disk, time."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+PEAK = """
+import sys
+from pathlib import Path
+import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
+from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+def peak():
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
+small, large, work = map(Path, sys.argv[1:4])
+def convert(path):
+    sources = Sources.local([path])
+    ensure_dataset(work / path.stem, get_sources=lambda: sources, layout=ROBOHIVE,
+                   options=ConvertOptions(block_bytes=1 << 20))
+convert(small)
+before = peak()
+convert(large)
+print(peak() - before)
+"""
+
+
+@pytest.mark.pitfall("DS15")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_the_corpus(tmp_path, write):
+    """64 MB of source, 128 MB of columns, 8 MB of slack: blocks of 1 MiB and the episode list."""
+    write(tmp_path / "small.h5", make_trial(50))
+    with RoboHiveWriter(tmp_path / "large.h5") as writer:
+        for seed in range(8):
+            trial = make_trial(40, seed=seed, infos=False)
+            # One trial alone is 8 times the block.
+            trial["env_infos"] = {"image": np.full((40, 200_000), seed, np.uint8)}
+            writer.add_trial(**trial)
+    command = [
+        sys.executable,
+        "-c",
+        PEAK,
+        *(str(tmp_path / n) for n in ("small.h5", "large.h5", "")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 1024
+    data = open_published(tmp_path / "large")
+    assert data.columns["info", "image"].shape == (8 * 39, 200_000)
+    assert data.columns["next", "info", "image"][::39, 7].tolist() == list(range(8))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write):
+    """One trial of two million records, of 13 bytes each: ids and flags alone are 38 MB."""
+    records = 2_000_000
+    write(tmp_path / "small.h5", make_trial(50))
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        for name in ("observations", "actions"):
+            file[f"Trial0/{name}"] = np.zeros((records, 1), np.float16)
+        file["Trial0/actions"][-1] = np.nan
+        file["Trial0/rewards"] = np.zeros(records, np.float32)
+        file["Trial0/time"] = np.arange(records, dtype=np.float32)
+        file["Trial0/done"] = np.arange(records) == records - 1
+        file["Trial0/env_infos/goal"] = np.ones(1, np.float16)
+    arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "")]
+    command = [sys.executable, "-W", "ignore", "-c", PEAK, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 1024
+    data = open_published(tmp_path / "large")
+    assert data.columns["next", "done"].flatten().nonzero().flatten().tolist() == [records - 2]
+    assert data.columns["next", "terminated"][-1]
+    assert data.columns["info", "goal"].sum(dtype=torch.float64) == records - 1
+    verify_published(tmp_path / "large")
+
+
+@contextmanager
+def limited(what: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [50, 1000, 2000, 3000])
+def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, limit, convert, write):
+    """A limit on the file size stands for the full disk.
+
+    The columns of the 49 rows need up to 2352 bytes, the manifest more. With the check in advance
+    switched off, the columns themselves meet the limit, when they are made or reserved.
+    """
+    path = write(tmp_path / "a.h5", make_trial(50))
+    target = tmp_path / "here" / "data"
+    for look_ahead in (True, False):
+        if not look_ahead:
+            monkeypatch.setattr("replaykit.datasets.columns.require_room", lambda *_: None)
+        with limited(resource.RLIMIT_FSIZE, limit), pytest.raises(OSError) as caught:
+            convert(target, path)
+        assert caught.value.errno == errno.EFBIG
+        message = str(caught.value)
+        assert "bytes are needed for" in message
+        assert "choose another directory" in message
+        assert str(target.parent) in message
+        assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+
+
+def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, convert, write):
+    path = write(tmp_path / "a.h5", make_trial(5))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=100))
+    monkeypatch.setattr("os.pwrite", None)
+    with pytest.raises(OSError, match=r"bytes are needed for .*100 bytes are free"):
+        convert(tmp_path / "data", path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "a.h5"]
+
+
+@pytest.mark.pitfall("DS15")
+@pytest.mark.parametrize(("tries", "times"), [(3, 10), pytest.param(12, 4, marks=pytest.mark.long)])
+def test_conversion_keeps_up_with_plain_reading(tmp_path, tries, times, write, leaf_paths):
+    """N14: 20 times slower was seen. Four times is promised for compressed files, as RoboSet's are
+    (see the benchmark); ten is asked where a busy machine must not fail the test. The best of
+    several tries counts."""
+    path = write(tmp_path / "a.h5", *(make_trial(200, seed=k, widths=(60, 9)) for k in range(12)))
+    leaves, plain, converted = leaf_paths(path), [], []
+    sources = Sources.local([path])
+    for _ in range(tries):
+        begin = time.perf_counter()
+        with h5py.File(path) as file:
+            values = [trial[leaf][...] for trial in file.values() for leaf in leaves]
+        middle = time.perf_counter()
+        ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE, force=True)
+        plain.append(middle - begin)
+        converted.append(time.perf_counter() - middle)
+    assert len(values) == 12 * len(leaves)
+    assert min(converted) < times * min(plain)

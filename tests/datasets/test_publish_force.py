@@ -1,0 +1,104 @@
+"""A data set is replaced as a whole or not at all, and its readers keep what they have."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaykit import filesystem
+from replaykit.datasets import publish
+from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.filesystem import private_path
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "two renames":
+        monkeypatch.setattr(publish, "exchange", lambda *_: False)
+    return request.param
+
+
+def test_force_replaces_and_readers_keep_what_they_mapped(
+    target, source, swap, convert, write_source, names
+):
+    """P6."""
+    old = open_published(target)
+    write_source(source, 9, seed=2)
+    new = convert(target, source, force=True)
+    assert new.rows == 10
+    assert old.columns["next", "reward"].flatten().tolist() == [1.0, 2, 3, 4, 5001, 5002]
+    assert names(target.parent) == [".data.lock", "data"]
+
+
+@pytest.mark.pitfall("DS4")
+@pytest.mark.parametrize(
+    "fault", [CorpusError("bad file"), OSError(errno.EIO, "network"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("when", ["sources", "finish", "put"])
+def test_force_that_fails_keeps_the_old_version(
+    target, source, swap, monkeypatch, fault, when, names
+):
+    def fail(*_: Any) -> Any:
+        raise fault
+
+    if when == "finish":
+        monkeypatch.setattr("replaykit.datasets.write.RowWriter.finish", fail)
+    elif when == "put":
+        monkeypatch.setattr(publish, "_put", fail)
+    with pytest.raises(type(fault)):
+        ensure_dataset(
+            target,
+            get_sources=fail if when == "sources" else lambda: Sources.local([source]),
+            layout=ROBOHIVE,
+            force=True,
+        )
+    assert open_published(target).rows == 6
+    verify_published(target)
+    assert names(target.parent) == [".data.lock", "data"]
+
+
+def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch, convert, names):
+    monkeypatch.setattr(publish, "exchange", lambda *_: False)
+    real = os.rename
+
+    def rename(old: Any, new: Any) -> None:
+        if Path(new) == target and ".data.tmp-" in str(old):
+            raise OSError(errno.EIO, "broken")
+        real(old, new)
+
+    monkeypatch.setattr("os.rename", rename)
+    with pytest.raises(OSError, match="broken"):
+        convert(target, source, force=True)
+    assert names(target.parent) == [".data.lock", "data"]
+    assert open_published(target).rows == 6
+    assert names(target.parent) == [".data.lock", "data"]
+
+
+def test_version_that_was_being_replaced_is_restored_on_opening(target, source, names, never):
+    """What dying between the two renames leaves."""
+    retired = private_path(target, "old")
+    target.rename(retired)
+    (private_path(target, "tmp")).mkdir()
+    assert open_published(target).rows == 6
+    assert names(target.parent) == [".data.lock", "data"]
+    target.rename(private_path(target, "old"))
+    assert ensure_dataset(target, get_sources=never, layout=ROBOHIVE).rows == 6
+
+
+def test_exchange_swaps_in_one_step_or_says_that_it_cannot(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_text("file")
+    if not filesystem.exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system cannot exchange two paths")
+    assert (tmp_path / "a").read_text() == "file"
+    assert (tmp_path / "b").is_dir()
+    with pytest.raises(FileNotFoundError):
+        filesystem.exchange(tmp_path / "a", tmp_path / "absent")
