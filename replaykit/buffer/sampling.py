@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -159,7 +160,7 @@ class Sampling(BufferCore):
             raise
         if queue is not None:
             with self._locked():
-                self._sampler.ran_out = drawn.ran_out
+                _show(self._sampler, drawn.ran_out)
         return drawn, data, info
 
     def _draw(self, size: int) -> Drawn:
@@ -189,7 +190,7 @@ class Sampling(BufferCore):
                 return
             if origin.sampler is not self._sampler:
                 return
-            self._sampler.ran_out = origin.ran_out
+            _show(self._sampler, origin.ran_out)
             if origin.size == self._batch_size:
                 kept = Drawn(drawn.index, drawn.info, drawn.ran_out, drawn.anchors)
                 self._pending.extend([kept, *self._take_prepared()])
@@ -212,7 +213,8 @@ class Sampling(BufferCore):
                 entry.drawn = self._drawn(storage, size)
                 entry.drawn.origin = Origin(storage, sampler, size, delivered)
             finally:
-                sampler.ran_out, sampler._shown = delivered, None
+                _show(sampler, delivered)
+                sampler._shown = None
             return entry.drawn
 
     def _written(self) -> int:
@@ -245,7 +247,7 @@ class Sampling(BufferCore):
         while self._pending:
             kept = self._pending.popleft()
             if torch.as_tensor(storage.contains(kept.index)).all():
-                self._sampler.ran_out = kept.ran_out
+                _show(self._sampler, kept.ran_out)
                 return kept
         return None
 
@@ -280,6 +282,12 @@ def _set_random_state(generator: torch.Generator | None, state: torch.Tensor | N
         torch.set_rng_state(state)
     else:
         generator.set_state(state)
+
+
+def _show(sampler: Sampler, ran_out: bool) -> None:
+    """Sets what users see of a sampler; one's own may derive it from elsewhere."""
+    with contextlib.suppress(AttributeError):
+        sampler.ran_out = ran_out
 
 
 def _ended(sampler: Sampler) -> bool:

@@ -95,3 +95,37 @@ def test_a_sample_unit_expands_what_was_drawn(prefetch: int | None, buffer_of: A
     assert batch["step"].tolist() == [0, 1, 0, 1]
     assert batch["index_generation"].shape == (4,)
     assert sampler.index.tolist() == [3, 4]
+
+
+class Halves(Sampler):
+    """Derives ``ran_out`` from where it is; there is no setter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = 0
+
+    @property
+    def ran_out(self) -> bool:  # type: ignore[override]
+        return self.drawn % 4 == 0
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        self.drawn += batch_size
+        return torch.arange(self.drawn - batch_size, self.drawn) % len(storage), {}
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_sampler_of_ones_own_may_say_itself_when_a_pass_ends(prefetch: Any, buffer_of: Any):
+    failing = [True]
+
+    def once(data: Any) -> Any:
+        if failing and data["id"].tolist() == [2, 3]:
+            failing.clear()
+            raise ArithmeticError
+        return data
+
+    buffer = buffer_of(filled=4, sampler=Halves(), batch_size=2, prefetch=prefetch, transform=once)
+    assert buffer.sample()["id"].tolist() == [0, 1]
+    with pytest.raises(ArithmeticError):
+        buffer.sample()
+    assert [batch["id"].tolist() for batch in buffer] == [[2, 3]]
+    assert [batch["id"].tolist() for batch in buffer] == [[0, 1], [2, 3]]
