@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +46,8 @@ def make_directory(path: Path) -> None:
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        directory.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(directory)
         sync_directory(directory.parent)
 
 
