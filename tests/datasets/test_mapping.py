@@ -153,6 +153,7 @@ def test_a_tensor_over_the_memory_can_be_pickled_and_sent(tmp_path):
     ours, theirs = context.Pipe()
     process = context.Process(target=_add_one, args=(tensor, theirs))
     process.start()
+    theirs.close()  # so that a process that dies ends the wait
     assert ours.recv() == [98, 99, 100]
     process.join(60)
     assert process.exitcode == 0

@@ -198,22 +198,27 @@ def test_column_larger_than_the_memory_can_be_mapped(target):
     assert int(column[-1]) == 3
 
 
-def test_columns_are_of_the_data_set_that_the_manifest_is_of(
-    target, source, monkeypatch, convert, write_source
-):
-    """A new version that is swapped in between manifest and columns is not mixed in."""
-    write_source(source, 5, seed=1)
+def swap_at_first_parse(monkeypatch, swap):
+    """Has another version published between the reading of a manifest and what follows."""
     real = Manifest.parse
     swapped = []
 
     def parse(text: bytes) -> Manifest:
         if not swapped:
             swapped.append(True)
-            monkeypatch.setattr(publish, "remove_tree", lambda path: None)
-            convert(target, source, force=True)
+            swap()
         return real(text)
 
     monkeypatch.setattr(Manifest, "parse", parse)
+
+
+def test_columns_are_of_the_data_set_that_the_manifest_is_of(
+    target, source, monkeypatch, convert, write_source
+):
+    """A new version that is swapped in between manifest and columns is not mixed in."""
+    write_source(source, 5, seed=1)
+    monkeypatch.setattr(publish, "remove_tree", lambda path: None)
+    swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     found = open_published(target)
     assert found.columns["next", "reward"][0] == 1.0
     monkeypatch.undo()
@@ -224,16 +229,7 @@ def test_opening_is_repeated_when_the_old_version_vanishes_meanwhile(
     target, source, monkeypatch, convert, write_source
 ):
     write_source(source, 5, seed=1)
-    real = Manifest.parse
-    swapped = []
-
-    def parse(text: bytes) -> Manifest:
-        if not swapped:
-            swapped.append(True)
-            convert(target, source, force=True)
-        return real(text)
-
-    monkeypatch.setattr(Manifest, "parse", parse)
+    swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     assert open_published(target).columns["next", "reward"][0] == 101.0
 
 
