@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "rank_heap.h"
 
 namespace nb = nanobind;
@@ -109,4 +110,6 @@ NB_MODULE(_core, m) {
            },
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
            "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
+
+  bind_rows(m);
 }

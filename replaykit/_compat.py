@@ -25,16 +25,20 @@ __all__ = [
     "clone",
     "dtype_by_name",
     "dtype_name",
+    "fields_of",
     "holds_objects",
     "is_non_tensor",
     "is_tensordict",
     "lookup",
     "new_tensorclass",
     "new_tensordict",
+    "put",
     "tensorclass_parts",
 ]
 
-_new_unsafe = getattr(TensorDict, "_new_unsafe", None)
+_new_unsafe: Any = getattr(TensorDict, "_new_unsafe", None)
+if _new_unsafe is not None and not hasattr(_new_unsafe({}, batch_size=torch.Size()), "_device"):
+    _new_unsafe = None
 
 
 def new_tensordict(
@@ -45,9 +49,29 @@ def new_tensordict(
     The caller guarantees that every field starts with ``batch_size`` and lies on ``device``.
     About five times cheaper than the public constructor.
     """
-    if _new_unsafe is not None:
-        return _new_unsafe(fields, batch_size=batch_size, device=device)
-    return TensorDict(fields, batch_size=batch_size, device=device)
+    if _new_unsafe is None:
+        return TensorDict(fields, batch_size=batch_size, device=device)
+    # Half of its time would go into checking that the device is one.
+    data = _new_unsafe(fields, batch_size=batch_size)
+    data._device = device
+    return data
+
+
+def fields_of(data: TensorDict) -> dict[str, Any]:
+    """Returns the values of a plain TensorDict by name, to look at; not to be changed."""
+    fields = getattr(data, "_tensordict", None)
+    return dict(data.items()) if fields is None else fields
+
+
+def put(data: TensorDictBase, key: str, value: torch.Tensor) -> None:
+    """Sets a value that is known to fit: batch size, device, and the TensorDict not locked."""
+    if type(data) is TensorDict and _PUT:
+        data._tensordict[key] = value
+    else:
+        data.set(key, value)
+
+
+_PUT = type(getattr(TensorDict({}, []), "_tensordict", None)) is dict
 
 
 def is_tensordict(data: object) -> bool:

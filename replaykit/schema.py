@@ -7,7 +7,6 @@ filled in or left out afterwards.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,16 +33,22 @@ __all__ = ["Rows", "Schema", "take_apart"]
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
 
-@dataclass(frozen=True)
 class Rows:
     """Rows taken apart: the tree, the leaves by path, and the batch shape they share.
 
     Dimension 0 of every leaf is the row (time, for storages with lanes; the lanes follow).
+
+    Attributes:
+        addresses: where the leaves lie, in the schema's order, if each lies in one piece on the
+            CPU and that is known already; else None.
     """
 
-    root: Node
-    leaves: dict[Path, torch.Tensor]
-    batch: torch.Size
+    addresses: list[int] | None = None
+
+    def __init__(self, root: Node, leaves: dict[Path, torch.Tensor], batch: torch.Size) -> None:
+        self.root = root
+        self.leaves = leaves
+        self.batch = batch
 
     def __len__(self) -> int:
         return self.batch[0]

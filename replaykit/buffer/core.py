@@ -47,6 +47,7 @@ class BufferCore:
         generator: torch.Generator | None = None,
         priority_key: Any = "td_error",
         delayed_init: bool | None = None,
+        contiguous: bool = False,
         compilable: bool = False,
     ) -> None:
         if transform is not None and transform_factory is not None:
@@ -78,6 +79,7 @@ class BufferCore:
         self._sample_unit = Transition() if sample_unit is None else sample_unit
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
+        self._contiguous = bool(contiguous)
         self._generator = generator
         self._priority_key = unravel(priority_key)
         self._prefetch_depth = depth

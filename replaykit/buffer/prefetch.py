@@ -16,7 +16,7 @@ import torch
 __all__ = ["Drawn", "Origin", "Prefetcher"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Origin:
     """Where a draw comes from, and what there was before it, for taking it back.
 
@@ -32,7 +32,7 @@ class Origin:
     random_after: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Drawn:
     """A draw: the index, what is known of it, whether it ended a pass, and the rows read.
 

@@ -35,6 +35,8 @@ class ReplayBuffer(Writing, Sampling, Editing, Priorities, Conditional, Componen
         generator: where all randomness comes from; torch's global generator.
         priority_key: where written data and learners put priorities.
         delayed_init: make the components at first use only.
+        contiguous: every tensor of a sample lies in one piece. By default small columns come back
+            as strided views of one allocation, which is faster.
         compilable: accepted, without effect.
 
     Raises:

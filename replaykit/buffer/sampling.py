@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import TensorDict, is_tensordict, put
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.structure import contiguous
 
 __all__ = ["Sampling"]
 
@@ -164,15 +166,22 @@ class Sampling(BufferCore):
         return drawn, data, info
 
     def _draw(self, size: int) -> Drawn:
-        with self._locked() as storage:
-            origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
-            if size != self._batch_size:
-                origin.random = _random_state(self._generator)
+        while True:
+            storage = self._storage
+            with storage.lock:
+                if storage is self._storage:  # it may be exchanged until the lock is held
+                    return self._drawn_by_request(storage, size)
+
+    def _drawn_by_request(self, storage: Storage, size: int) -> Drawn:
+        origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
+        if size == self._batch_size:
             drawn = self._drawn(storage, size)
-            if size != self._batch_size:
-                origin.random_after = _random_state(self._generator)
-            drawn.origin = origin
-            return drawn
+        else:
+            origin.random = _random_state(self._generator)
+            drawn = self._drawn(storage, size)
+            origin.random_after = _random_state(self._generator)
+        drawn.origin = origin
+        return drawn
 
     def _abandon(self, entry: Any) -> None:
         """Takes back what was drawn for a prefetched batch that will not be delivered."""
@@ -222,7 +231,9 @@ class Sampling(BufferCore):
         return self._storage.ledger.next_position
 
     def _drawn(self, storage: Storage, size: int) -> Drawn:
-        drawn = self._kept(storage) if size == self._batch_size else None
+        drawn = None
+        if self._pending and size == self._batch_size:
+            drawn = self._kept(storage)
         if drawn is None:
             self._sampler.generator = self._generator  # it may serve other buffers too
             anchors, info = self._sampler.sample(storage, size)
@@ -237,7 +248,10 @@ class Sampling(BufferCore):
             slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             drawn.info["index_generation"] = storage.ledger.generations(slots)
         own = self._collate_fn is not None
-        drawn.rows = storage.read(drawn.index, own=own)
+        if self._contiguous and isinstance(storage, ColumnStorage):
+            drawn.rows = storage.read(drawn.index, own=own, contiguous=True)
+        else:
+            drawn.rows = storage.read(drawn.index, own=own)
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
@@ -258,6 +272,8 @@ class Sampling(BufferCore):
             data = drawn.collate(data)
         if len(self._chain):
             data = self._chain.forward(data)
+        if self._contiguous:
+            data = contiguous(data)  # what a list, a transform or a storage of one's own made
         info = {**drawn.info, "index": drawn.index}
         if self._pin_memory and torch.cuda.is_available():
             data = _pinned(data)
@@ -298,6 +314,8 @@ def _ended(sampler: Sampler) -> bool:
 
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
     """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
+    if type(drawn) is torch.Tensor and drawn.dtype is torch.int64:
+        return drawn
     if isinstance(drawn, tuple):
         drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
     return torch.as_tensor(drawn, dtype=torch.int64)
@@ -308,11 +326,13 @@ def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -
 
     Where it does not belong to the rows any more: an error if it is ``needed``.
     """
+    rows = info["index"].shape[0]
+    if type(data) is TensorDict and not dim and _put_all(data, info, rows):
+        return data
     if not is_tensordict(data):
         return data
     if data.is_locked:
         data = data.copy()
-    rows = info["index"].shape[0]
     dim = dim if dim >= 0 else dim + data.batch_dims
     if data.batch_dims <= dim or data.batch_size[dim] != rows:
         if not needed:
@@ -326,6 +346,20 @@ def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows:
             data.set(key, _over_rows(value, data.batch_size, dim))
     return data
+
+
+def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
+    """The plain case of ``_merged``: one batch dimension, everything on one device."""
+    if data.is_locked or data.batch_size != (rows,):
+        return False
+    device = data.device
+    for key, value in info.items():
+        if type(value) is torch.Tensor and type(key) is str and value.device == device:
+            if value.ndim and value.shape[0] == rows:
+                put(data, key, value)
+        else:
+            return False
+    return True
 
 
 def _over_rows(value: torch.Tensor, batch: torch.Size, dim: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from replaykit._compat import dtype_by_name, dtype_name
+from replaykit.structure import raw_bytes
 
 __all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "map_tensor"]
 
@@ -123,8 +124,7 @@ def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[memoryview]:
         return
     step = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, len(rows), step):
-        block = rows[start : start + step].detach().cpu().resolve_conj().resolve_neg()
-        yield block.contiguous().view(-1).view(torch.uint8).numpy().data
+        yield raw_bytes(rows[start : start + step]).numpy().data
 
 
 class RowChunks:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from replaykit.native import fallback
 
-__all__ = ["HAS_CORE", "WHY_NOT", "RankHeap"]
+__all__ = ["HAS_CORE", "WHY_NOT", "RankHeap", "Table", "ask_for_large_pages"]
 
 
 def _load() -> tuple[Any, str | None]:
@@ -53,3 +53,12 @@ if TYPE_CHECKING:
     RankHeap = fallback.RankHeap
 else:
     RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
+
+Table: Any = None if _core is None else _core.Table
+"""Gather and scatter of rows by address, in the core only; torch does the same without it."""
+
+
+def ask_for_large_pages(address: int, nbytes: int) -> None:
+    """Asks the kernel for large pages for fresh memory. A hint; nothing without the core."""
+    if _core is not None:
+        _core.ask_for_large_pages(address, nbytes)

@@ -209,10 +209,11 @@ def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch
     """Where random numbers are made: with the generator, else with the records."""
     if generator is not None:
         return generator.device
-    return torch.device(storage.device)
+    device = storage.device
+    return torch.device(device) if isinstance(device, str) else device
 
 
 def as_drawn(flat: torch.Tensor, storage: Storage) -> torch.Tensor:
     """Brings numbers of elements ``[B]`` to the index that users see, on the storage's device."""
-    flat = flat.to(torch.device(storage.device))
+    flat = flat.to(storage.device)
     return unravel_index(flat, storage.lanes) if storage.ndim > 1 else flat

@@ -46,6 +46,7 @@ class RandomSampler(Sampler):
         """Draws each record anew out of all; returns the index, and no info."""
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
-        device = drawing_device(storage, self.generator)
-        flat = torch.randint(count, (batch_size,), generator=self.generator, device=device)
+        generator = self.generator
+        device = drawing_device(storage, generator)
+        flat = torch.randint(count, (batch_size,), generator=generator, device=device)
         return as_drawn(flat, storage), {}

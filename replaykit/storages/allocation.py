@@ -8,15 +8,39 @@ from typing import Any
 
 import torch
 
+from replaykit.native import ask_for_large_pages
 from replaykit.schema import Schema
+from replaykit.storages.records import RecordLayout, alone
 from replaykit.structure import Path
 
-__all__ = ["allocate", "as_device", "available_memory", "column_shapes", "format_bytes"]
+__all__ = [
+    "allocate",
+    "as_device",
+    "available_memory",
+    "column_shapes",
+    "format_bytes",
+    "storage_bytes",
+]
 
 
-def column_shapes(schema: Schema, slots: int, lanes: torch.Size) -> dict[Path, torch.Size]:
-    """Shape of the column of every leaf."""
-    return {path: torch.Size([slots, *lanes, *leaf.shape]) for path, leaf in schema.leaves.items()}
+def column_shapes(
+    schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
+) -> dict[Path, torch.Size]:
+    """Shape of the column of every leaf that lies alone."""
+    return {
+        path: torch.Size([slots, *lanes, *schema.leaves[path].shape])
+        for path in alone(schema.leaves, layout)
+    }
+
+
+def storage_bytes(
+    schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
+) -> int:
+    """Bytes of all rows: records with their padding, and the columns beside them."""
+    element = schema.row_bytes()
+    if layout is not None:
+        element += layout.stride - sum(layout.sizes.values())
+    return slots * lanes.numel() * element
 
 
 def as_device(device: Any) -> torch.device:
@@ -28,9 +52,15 @@ def as_device(device: Any) -> torch.device:
 
 
 def allocate(
-    schema: Schema, slots: int, lanes: torch.Size, device: torch.device
-) -> dict[Path, torch.Tensor]:
-    """Returns uninitialised columns ``[slots, *lanes, *F]``.
+    schema: Schema,
+    slots: int,
+    lanes: torch.Size,
+    device: torch.device,
+    layout: RecordLayout | None,
+) -> tuple[dict[Path, torch.Tensor], torch.Tensor | None]:
+    """Returns uninitialised columns ``[slots, *lanes, *F]``, and records beside them.
+
+    Records are uint8 ``[slots, *lanes, stride]``; None where the layout is.
 
     Raises:
         RuntimeError: there is no such device on this machine.
@@ -40,19 +70,29 @@ def allocate(
         raise RuntimeError(
             f"expected a device of this machine, got {device}: CUDA is not available"
         )
-    shapes = column_shapes(schema, slots, lanes)
-    needed = slots * lanes.numel() * schema.row_bytes()
+    shapes = column_shapes(schema, slots, lanes, layout)
+    needed = storage_bytes(schema, slots, lanes, layout)
     free = available_memory(device)
     if free is not None and needed > free:
         raise MemoryError(
-            f"a storage of {slots * lanes.numel()} rows of {schema.row_bytes()} bytes needs "
+            f"a storage of {slots * lanes.numel()} rows of {needed // (slots * lanes.numel())} "
+            "bytes needs "
             f"{format_bytes(needed)} on {device}, {format_bytes(free)} are available; "
             "use a smaller max_size, or LazyMemmapStorage to keep the rows on disk"
         )
-    return {
-        path: torch.empty(shape, dtype=schema.leaves[path].dtype, device=device)
-        for path, shape in shapes.items()
+    columns = {
+        path: _fresh(shape, schema.leaves[path].dtype, device) for path, shape in shapes.items()
     }
+    if layout is None:
+        return columns, None
+    return columns, _fresh(torch.Size([slots, *lanes, layout.stride]), torch.uint8, device)
+
+
+def _fresh(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        ask_for_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def available_memory(device: torch.device) -> int | None:

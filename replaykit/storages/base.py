@@ -170,6 +170,14 @@ class Storage(ABC):
         for slot, row in zip(slots.tolist(), kept.tolist(), strict=True):
             self.set(slot, rows[row])
 
+    def write_ring(self, first: int, rows: Any, skipped: int) -> None:
+        """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
+
+        The same as ``write`` at these slots, which a storage may do faster.
+        """
+        slots = self.ledger.slots
+        self.write((torch.arange(skipped, len(rows)) + first) % slots, rows, slice(skipped, None))
+
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         """Reads rows at an int64 ``[B]`` (or ``[B, ndim]``) into fresh memory.
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit.structure import raw_bytes
+
 __all__ = ["by_value", "from_value"]
 
 
@@ -34,8 +36,7 @@ def by_value(value: Any) -> Any:
         {'x': [tensor([0, 1, 2])]}
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        raw = plain.view(torch.uint8).numpy().copy()
+        raw = raw_bytes(value).numpy().copy()
         return _Bytes(raw, value.dtype, value.shape, value.device)
     return _mapped(value, by_value)
 

@@ -26,6 +26,8 @@ from replaykit.storages.indexing import (
     with_lanes,
     without_repeats,
 )
+from replaykit.storages.matching import Matcher
+from replaykit.storages.records import plan_records
 from replaykit.structure import Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 
@@ -39,6 +41,7 @@ class ColumnStorage(Storage):
         super().__init__(max_size, ndim=ndim)
         self._device = device if device == "auto" else as_device(device)
         self._columns: Columns | None = None
+        self._matcher: Matcher | None = None
 
     # -- description --------------------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class ColumnStorage(Storage):
         return torch.Size([self.ledger.length, *self.lanes])
 
     def __len__(self) -> int:
-        return self.ledger.length * self.lanes.numel()
+        return self.ledger.length if self.ndim == 1 else self.ledger.length * self.lanes.numel()
 
     def __repr__(self) -> str:
         content = "" if self.schema is None else f", {self.schema!r}"
@@ -85,6 +88,11 @@ class ColumnStorage(Storage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> Rows:
+        matcher = self._matcher
+        if matcher is not None and not time_dim and len(optional) <= 1:
+            known = matcher.rows(data, single=single, optional=next(iter(optional), None))
+            if known is not None:
+                return known
         rows = take_apart(
             data,
             self.ndim,
@@ -116,7 +124,19 @@ class ColumnStorage(Storage):
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         self.require().scatter(slots, rows.leaves, kept)
 
+    def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
+        # A storage that defines `write` anew means every write.
+        if type(self).write is ColumnStorage.write and rows.addresses is not None:
+            columns = self.require()
+            if columns.scatter_ring(
+                (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
+            ):
+                return
+        super().write_ring(first, rows, skipped)
+
     def _adopt(self, columns: Columns) -> None:
+        if self.ndim == 1:
+            self._matcher = Matcher(columns.schema)
         self.ledger.slots = columns.slots
         self.max_size = columns.slots * columns.lanes.numel()
 
@@ -127,7 +147,9 @@ class ColumnStorage(Storage):
             if rows is not None:
                 device = next(iter(rows.leaves.values())).device
         slots = self._slots_for(lanes)
-        return Columns(schema, allocate(schema, slots, lanes, device), self.ndim)
+        layout = plan_records(schema)
+        tensors, records = allocate(schema, slots, lanes, device, layout)
+        return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
     def slots_for(self, rows: Rows) -> int:
         return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])
@@ -275,7 +297,7 @@ class ColumnStorage(Storage):
                 return self._get_cells(columns, index)
             at = as_index(index, self.ledger.length)
             if isinstance(at, torch.Tensor):
-                leaves = columns.gather(at.reshape(-1))
+                leaves = columns.gather(at.reshape(-1), self.ledger.length)
                 if at.ndim != 1:
                     leaves = {p: v.view(*at.shape, *v.shape[1:]) for p, v in leaves.items()}
                 return self._build(leaves, at.shape)
@@ -290,21 +312,20 @@ class ColumnStorage(Storage):
             and index.shape[-1] == self.ndim
         ):
             check_cells(index, self.visible_shape())
-            flat = columns.gather(index.reshape(-1, self.ndim))
+            flat = columns.gather(index.reshape(-1, self.ndim), self.ledger.length)
             leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
             return self._build(leaves, index.shape[:-1])
         index, batch = as_cells(index, self.visible_shape())
         return self._build(columns.view(self.ledger.length, index), batch)
 
-    def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
+    def read(self, index: torch.Tensor, *, own: bool = True, contiguous: bool = False) -> Any:
+        """Reads rows into fresh memory: small leaves as views of one allocation, unless
+        ``contiguous``."""
         with self.lock:
             columns = self.require()
-            if columns.device.type == "cpu":  # elsewhere the check would wait for the device
-                if self.ndim > 1:
-                    check_cells(index, self.visible_shape())
-                else:
-                    check_range(index, 0, self.ledger.length)
-            return self._build(columns.gather(index), index.shape[:1])
+            if self.ndim > 1 and columns.device.type == "cpu":
+                check_cells(index, self.visible_shape())
+            return columns.read(index, self.ledger.length, contiguous=contiguous)
 
     def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
         """Returns stored rows with time along ``time_dim``: views, until torch has to copy.

@@ -1,16 +1,18 @@
-"""How records lie in tensor storages: one tensor a leaf, and rows in and out of them."""
+"""How rows lie in tensor storages, and rows in and out of them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from replaykit.schema import Schema
-from replaykit.storages.indexing import ravel
-from replaykit.structure import Path
+from replaykit.storages.indexing import check_range, ravel
+from replaykit.storages.native_rows import NativeRows
+from replaykit.storages.records import RecordLayout
+from replaykit.storages.runs import runs_of
+from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 
 __all__ = ["Columns", "carried"]
@@ -35,48 +37,113 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 class Columns:
     """One tensor of shape ``[slots, *lanes, *F]`` per leaf of a schema.
 
-    ``gather`` returns fresh memory, ``view`` returns views. Slots are not checked against what is
-    stored: the caller has done so.
+    Small leaves may be views of records, which then are what rows are moved as. ``gather`` and
+    ``read`` return fresh memory, ``view`` returns views. Where rows go is not checked against what
+    is stored: the caller has done so.
+
+    Args:
+        tensors: the leaves that lie alone, ``[slots, *lanes, *F]``.
+        layout, records: where the other leaves lie, and the records: uint8
+            ``[slots, *lanes, stride]``.
+        mapped: whether rows lie in mapped files, whose pages may have to come from disk.
+
+    Attributes:
+        advise: whether the kernel is told which pages of mapped files a batch will touch.
     """
 
-    def __init__(self, schema: Schema, tensors: Mapping[Path, torch.Tensor], ndim: int) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        tensors: Mapping[Path, torch.Tensor],
+        ndim: int,
+        *,
+        layout: RecordLayout | None = None,
+        records: torch.Tensor | None = None,
+        mapped: bool = False,
+    ) -> None:
+        packed = {} if layout is None or records is None else layout.views(records)
         self.schema = schema
-        self.tensors = dict(tensors)
+        self.tensors = {
+            path: packed[path] if path in packed else tensors[path] for path in schema.leaves
+        }
         self.ndim = ndim
+        self.layout = layout
+        self.records = records
+        self.mapped = mapped
+        self.advise = mapped
         first = next(iter(self.tensors.values()))
         self.slots = first.shape[0]
         self.lanes = first.shape[1:ndim]
+        self._cells = self.lanes.numel()
         self.device = first.device
         self._overlapping = [p for p, tensor in self.tensors.items() if _overlaps(tensor)]
         memory = [tensor.untyped_storage() for tensor in self.tensors.values()]
         self._memory = {storage.data_ptr() for storage in memory}
         self._from = min(self._memory)
         self._to = max(storage.data_ptr() + storage.nbytes() for storage in memory)
+        self._assemble = assembler(schema.root, list(self.tensors))
+        self._native = NativeRows.over(self)
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
 
-    def gather(self, index: torch.Tensor) -> dict[Path, torch.Tensor]:
-        """Copies the rows at slots ``[B]`` (coordinates ``[B, ndim]``) out: leaves ``[B, *F]``."""
-        index = index.to(self.device)
-        if self.ndim > 1:
-            return self._gather_cells(index)
-        return {
-            path: carried(column).index_select(0, index).view(column.dtype)
-            for path, column in self.tensors.items()
+    def nbytes(self) -> int:
+        """Bytes of memory, or of files, that the rows take."""
+        memory = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in self.tensors.values())
         }
+        return sum(memory.values())
 
-    def _gather_cells(self, index: torch.Tensor) -> dict[Path, torch.Tensor]:
-        flat = ravel(index, self.lanes)
-        cells = {}
+    # -- out ----------------------------------------------------------------------------------
+
+    def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
+        """Reads the rows at slots ``[B]`` (coordinates ``[B, ndim]``) into a fresh container.
+
+        Raises:
+            IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
+        """
+        leaves = self._gather(index, length, contiguous)
+        return self._assemble(leaves, index.shape[:1], self.device)
+
+    def gather(
+        self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
+    ) -> dict[Path, torch.Tensor]:
+        """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
+        length = self.slots if length is None else length
+        return dict(zip(self.tensors, self._gather(index, length, contiguous), strict=True))
+
+    def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
+        rows = index if self.ndim == 1 else ravel(index, self.lanes)
+        if self._native is not None:
+            return self._native.gather(rows, length * self._cells, contiguous)
+        if self.device.type == "cpu":  # elsewhere the check would wait for the device
+            check_range(rows, 0, length * self._cells)
+        return self._gather_torch(index.to(self.device), rows.to(self.device), contiguous)
+
+    def _gather_torch(
+        self, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
+    ) -> list[torch.Tensor]:
+        found: dict[Path, torch.Tensor] = {}
+        if self.layout is not None and self.records is not None:
+            words = self.records.view(self.layout.word).flatten(0, self.ndim - 1)
+            block = self.layout.as_block(words.index_select(0, rows))
+            leaves = self.layout.split(block)
+            if contiguous:
+                leaves = [leaf.contiguous() for leaf in leaves]
+            found.update(zip(self.layout.offsets, leaves, strict=True))
         for path, column in self.tensors.items():
+            if path in found:
+                continue
             source = carried(column)
-            if source.is_contiguous():
-                rows = source.view(-1, *source.shape[self.ndim :]).index_select(0, flat)
+            if self.ndim == 1:
+                values = source.index_select(0, rows)
+            elif source.is_contiguous():
+                values = source.view(-1, *source.shape[self.ndim :]).index_select(0, rows)
             else:
-                rows = source[tuple(index.unbind(-1))]
-            cells[path] = rows.view(column.dtype)
-        return cells
+                values = source[tuple(index.unbind(-1))]
+            found[path] = values.view(column.dtype)
+        return [found[path] for path in self.tensors]
 
     def view(self, stop: int, index: Any = None) -> dict[Path, torch.Tensor]:
         """Indexes the first ``stop`` slots: views, except where torch itself has to copy."""
@@ -86,6 +153,8 @@ class Columns:
             else carried(column[:stop])[index].view(column.dtype)
             for path, column in self.tensors.items()
         }
+
+    # -- in -----------------------------------------------------------------------------------
 
     def scatter(
         self,
@@ -100,17 +169,41 @@ class Columns:
         if not len(slots):
             return
         self.check_writable()
-        runs = _runs(slots)
-        if runs is None:
-            slots = slots.to(self.device)
         # All values are at hand, in memory of their own, before the first one is written: what can
         # fail, fails here, and rows that are views of these columns are not overwritten on the way.
         sources = {path: self.own(_picked(leaves[path], kept)) for path in self.tensors}
+        if self._native is not None and self._native.scatter(slots, sources):
+            return
+        runs = runs_of(slots)
+        if runs is None:
+            slots = slots.to(self.device)
         try:
             self._scatter(slots, runs, sources)
         except KeyboardInterrupt:
             self._scatter(slots, runs, sources)
             raise
+
+    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
+        """Writes rows that lie one after the other at ``addresses``, one a leaf, round the ring.
+
+        Args:
+            first: slot of the first row written.
+            count: number of rows at the addresses; the first ``skipped`` are left out.
+            addresses: as ``storages.matching.Matcher`` gives them.
+
+        Returns:
+            False, and nothing has changed, where only ``scatter`` can write them.
+        """
+        if self._native is None or self._overlapping:
+            return False
+        low, high = self._from, self._to
+        for address in addresses:
+            if low <= address < high:
+                return False  # they may be views of these columns
+        self._native.scatter_ring(
+            first * self._cells, count * self._cells, addresses, skipped * self._cells
+        )
+        return True
 
     def check_writable(self) -> None:
         """Raises RuntimeError where rows of a wrapped tensor share memory: one write would change
@@ -164,16 +257,3 @@ def _picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
         whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
         return carried(rows) if whole else carried(rows)[kept]
     return carried(rows[kept])  # rows in files
-
-
-def _runs(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits slots into at most two rising runs ``(first slot, start, stop)``; None if there are
-    more. What a ring writes is one run, or two around its end."""
-    count = len(slots)
-    if count == 1:
-        return [(int(slots[0]), 0, 1)]
-    breaks = (slots.diff() != 1).nonzero().flatten().tolist()
-    if len(breaks) > 1:
-        return None
-    bounds = [0, *(b + 1 for b in breaks), count]
-    return [(int(slots[a]), a, b) for a, b in itertools.pairwise(bounds)]

@@ -19,17 +19,32 @@ import torch
 
 from replaykit.filesystem import reserve_blocks
 from replaykit.schema import Rows, Schema
-from replaykit.storages.allocation import as_device, column_shapes, format_bytes
+from replaykit.storages.allocation import (
+    as_device,
+    column_shapes,
+    format_bytes,
+    storage_bytes,
+)
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.records import plan_records
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
 
 __all__ = ["LazyMemmapStorage", "map_file"]
 
 
+_RECORDS: Path = (object(),)
+"""In the place of a leaf's path: the records, which no key can name."""
+
+_RECORDS_NAME = "records"
+
+
 class LazyMemmapStorage(LazyTensorStorage):
-    """Tensors in memory-mapped files, one per leaf, made at the first write.
+    """Rows in memory-mapped files, made at the first write.
+
+    The small leaves of a row lie side by side in one file, each wide leaf (images) in one of its
+    own. A sample that has to come from disk tells the kernel all of its pages at once.
 
     The blocks of the files are reserved at once, so that a disk that is too small is found then
     and not in the middle of a run. Rows that are not in use cost no memory: the kernel keeps in
@@ -37,10 +52,10 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     Args:
         max_size: capacity in rows (elements, for ``ndim > 1``).
-        scratch_dir: folder of the files, made with its parents: ``<key>.memmap``, nested keys in
-            folders. It is never removed by the library. ``None``: a private folder that goes when
-            this object dies or its process exits normally, never by a forked child, by a copy or
-            by a signal.
+        scratch_dir: folder of the files, made with its parents: ``records.memmap`` and
+            ``<key>.memmap``, nested keys in folders. It is never removed by the library.
+            ``None``: a private folder that goes when this object dies or its process exits
+            normally, never by a forked child, by a copy or by a signal.
         device: cpu.
         ndim: number of leading dimensions that count as rows: time, then lanes.
         existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
@@ -78,9 +93,15 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.existsok = existsok
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
-        shapes = column_shapes(schema, self._slots_for(lanes), lanes)
-        names = _file_names(schema)
-        needed = self._slots_for(lanes) * lanes.numel() * schema.row_bytes()
+        slots, layout = self._slots_for(lanes), plan_records(schema)
+        shapes = column_shapes(schema, slots, lanes, layout)
+        dtypes = {path: schema.leaves[path].dtype for path in shapes}
+        names = _file_names(list(shapes))
+        if layout is not None:
+            shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
+            dtypes[_RECORDS] = torch.uint8
+            names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
+        needed = storage_bytes(schema, slots, lanes, layout)
         with self._folder() as folder:
             files = {path: folder / name for path, name in names.items()}
             present = {file for file in files.values() if file.exists()}
@@ -95,15 +116,15 @@ class LazyMemmapStorage(LazyTensorStorage):
             inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
             try:
                 for path, file in files.items():
-                    dtype = schema.leaves[path].dtype
-                    tensors[path] = map_file(file, shapes[path], dtype, create=True)
+                    tensors[path] = map_file(file, shapes[path], dtypes[path], create=True)
             except BaseException:
                 for file in files.values():
                     if file not in present:
                         file.unlink(missing_ok=True)
                 _remove_empty(inner)
                 raise
-        return Columns(schema, tensors, self.ndim)
+        records = tensors.pop(_RECORDS, None)
+        return Columns(schema, tensors, self.ndim, layout=layout, records=records, mapped=True)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
@@ -192,10 +213,10 @@ def _check_disk(folder: FilePath, needed: int, present: set[FilePath]) -> None:
         )
 
 
-def _file_names(schema: Schema) -> dict[Path, FilePath]:
+def _file_names(paths: list[Path]) -> dict[Path, FilePath]:
     names: dict[Path, FilePath] = {}
-    taken: set[str] = set()
-    for path in schema.leaves:
+    taken = {_RECORDS_NAME}
+    for path in paths:
         parts = [_escaped(str(part)) for part in path or ("data",)]
         # Two keys that differ only in case or in Unicode form are one name on some file systems.
         if _folded(parts) in taken:

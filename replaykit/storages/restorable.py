@@ -146,6 +146,7 @@ class RestorableStorage(ColumnStorage):
             content = self.content()
             columns = [by_value(group.columns) for group in content.groups]
             state["ledger"] = by_value(self.ledger.state())
+            state["_matcher"] = None
             state["_columns"] = (self.schema, self.lanes, columns[0]) if columns else None
         return state
 
@@ -157,4 +158,5 @@ class RestorableStorage(ColumnStorage):
             schema, lanes, columns = from_value(stored)
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
+            self._adopt(self._columns)
             self._columns.scatter(torch.arange(self.ledger.length), rows.leaves, slice(None))

@@ -44,8 +44,7 @@ class RoundRobinWriter(Writer):
         storage.accept(rows)
         ledger = storage.ledger
         slots = ledger.next_slots(count)
-        skipped = max(0, count - ledger.slots)
-        storage.write(slots[skipped:], rows, slice(skipped, None))
+        storage.write_ring(ledger.cursor, rows, max(0, count - ledger.slots))
         ledger.advance(count)
         self._count(count)
         return full_index(slots, storage)

@@ -42,6 +42,7 @@ CONSTRUCTOR = {
     "generator": None,
     "priority_key": "td_error",
     "delayed_init": None,
+    "contiguous": False,
     "compilable": False,
 }
 

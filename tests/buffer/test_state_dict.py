@@ -130,6 +130,7 @@ def test_later_changes_do_not_reach_a_state_nor_the_other_way(
 
     other = used(buffer_of, rows, kind, prefetch=prefetch)
     other.load_state_dict(state)
+    other.shutdown()  # batches under way go through the transform
     before = other.storage.state_dict(), other.storage.ledger.state(), other.transform[0].calls
     before = copy.deepcopy(before)
     for tensor in tensors(state):

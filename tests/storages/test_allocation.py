@@ -17,6 +17,7 @@ from replaykit.storages.allocation import (
     column_shapes,
     format_bytes,
 )
+from replaykit.storages.records import plan_records
 
 CPU = torch.device("cpu")
 
@@ -27,15 +28,25 @@ def _schema() -> Schema:
 
 
 def test_columns_are_slots_by_lanes_by_features() -> None:
-    assert column_shapes(_schema(), 5, torch.Size([2])) == {
+    assert column_shapes(_schema(), 5, torch.Size([2]), None) == {
         ("x",): (5, 2, 3),
         ("y",): (5, 2, 0),
     }
-    columns = allocate(_schema(), 5, torch.Size([2]), CPU)
+    columns, records = allocate(_schema(), 5, torch.Size([2]), CPU, None)
+    assert records is None
     assert {path: (c.shape, c.dtype) for path, c in columns.items()} == {
         ("x",): ((5, 2, 3), torch.float32),
         ("y",): ((5, 2, 0), torch.int8),
     }
+
+
+def test_records_are_slots_by_lanes_by_bytes() -> None:
+    rows = take_apart({"x": torch.zeros(1, 3), "y": torch.zeros(1, 2, dtype=torch.int8)}, 1)
+    schema = Schema(rows.root)
+    columns, records = allocate(schema, 5, torch.Size([2]), CPU, plan_records(schema))
+    assert columns == {}
+    assert records is not None
+    assert (records.shape, records.dtype) == ((5, 2, 16), torch.uint8)  # 14 bytes, by fours
 
 
 @pytest.mark.pitfall("WR19")
@@ -53,7 +64,7 @@ def test_an_over_large_request_is_refused_before_memory_is_taken(
     with pytest.raises(MemoryError) as caught:
         rb.extend(make_rows(0, 3))
     assert str(caught.value) == (
-        "a storage of 35184372088832 rows of 26 bytes needs 832.0 TiB on cpu, 3.0 GiB are "
+        "a storage of 35184372088832 rows of 32 bytes needs 1.0 PiB on cpu, 3.0 GiB are "
         "available; use a smaller max_size, or LazyMemmapStorage to keep the rows on disk"
     )
     monkeypatch.undo()
@@ -68,16 +79,16 @@ def test_no_machine_has_a_pebibyte(make_rows: Any) -> None:
     assert free is not None
     assert 2**20 < free < 2**50
     rb = ReplayBuffer(storage=LazyTensorStorage(2**50))
-    with pytest.raises(MemoryError, match=r"needs 26\.0 PiB on cpu, .*iB are available"):
+    with pytest.raises(MemoryError, match=r"needs 32\.0 PiB on cpu, .*iB are available"):
         rb.add(make_rows(0, 1)[0])
 
 
 def test_what_just_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "available_memory", lambda _: 60)
-    assert len(allocate(_schema(), 5, torch.Size(), CPU)) == 2
+    assert len(allocate(_schema(), 5, torch.Size(), CPU, None)[0]) == 2
     monkeypatch.setattr(allocation, "available_memory", lambda _: 59)
     with pytest.raises(MemoryError, match=r"5 rows of 12 bytes needs 60 B.* 59 B are available"):
-        allocate(_schema(), 5, torch.Size(), CPU)
+        allocate(_schema(), 5, torch.Size(), CPU, None)
 
 
 def test_a_device_that_does_not_tell_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +96,7 @@ def test_a_device_that_does_not_tell_is_tried(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(allocation, "_free_of_machine", lambda: None)
     monkeypatch.setattr(allocation, "_free_of_group", lambda: None)
     assert available_memory(CPU) is None
-    assert len(allocate(_schema(), 5, torch.Size(), CPU)) == 2
+    assert len(allocate(_schema(), 5, torch.Size(), CPU, None)[0]) == 2
 
 
 def test_the_tighter_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,26 +19,34 @@ from replaykit import LazyMemmapStorage, ReplayBuffer
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_files_are_named_after_keys_and_hold_the_raw_values(
+def test_wide_keys_have_files_of_their_own_and_small_ones_share_one(
     tmp_path: Path, make_rows: Any, files_in: Any
 ) -> None:
     folder = tmp_path / "with" / "parents"
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=folder))
     assert not folder.exists()
-    rb.extend(make_rows(0, 7))
-    assert files_in(folder) == [
-        "action.memmap",
-        "id.memmap",
-        "next/done.memmap",
-        "next/reward.memmap",
-        "observation.memmap",
-    ]
-    ids = np.fromfile(folder / "id.memmap", dtype=np.int64)
-    assert ids.tolist() == [5, 6, 2, 3, 4]
-    observation = np.fromfile(folder / "observation.memmap", dtype=np.float32).reshape(5, 3)
-    assert np.array_equal(observation, rb[:]["observation"].numpy())
+    image = torch.arange(7)[:, None, None].expand(7, 64, 64).to(torch.uint8)
+    rb.extend(make_rows(0, 7).set(("next", "pixels"), image))
+    assert files_in(folder) == ["next/pixels.memmap", "records.memmap"]
+    pixels = np.fromfile(folder / "next" / "pixels.memmap", dtype=np.uint8).reshape(5, 64, 64)
+    assert pixels[:, 3, 7].tolist() == [5, 6, 2, 3, 4]
+    # The widest values lie first, those of one dtype beside each other, in 26 bytes of 32.
+    record = np.dtype(
+        {
+            "names": ["id", "observation", "reward", "action", "done"],
+            "formats": ["<i8", ("<f4", 3), "<f4", "u1", "?"],
+            "offsets": [0, 8, 20, 24, 25],
+            "itemsize": 32,
+        }
+    )
+    records = np.fromfile(folder / "records.memmap", dtype=record)
+    assert records["id"].tolist() == [5, 6, 2, 3, 4]
+    for name in ("observation", "action"):
+        assert np.array_equal(records[name], rb[:][name].numpy())
+    for name in ("reward", "done"):
+        assert np.array_equal(records[name], rb[:]["next", name][:, 0].numpy())
     # Blocks are reserved: a disk that is too small is found at once.
-    assert (folder / "id.memmap").stat().st_blocks * 512 >= 40
+    assert (folder / "records.memmap").stat().st_blocks * 512 >= 5 * 32
 
 
 Odd = namedtuple("Odd", ["left", "right"])
@@ -78,6 +86,8 @@ ODD_KEYS: list[Any] = [
     "~",
     "-rf",
     "data",
+    "records",
+    "RECORDS",
 ]
 
 
@@ -90,35 +100,38 @@ def test_any_key_gets_a_file_of_its_own(tmp_path: Path, files_in: Any) -> None:
         node = leaves
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = torch.full((3,), number)
+        node[path[-1]] = torch.full((3, 64), number)  # wide: 512 bytes
+    leaves["small"], leaves["smaller"] = torch.zeros(3), torch.ones(3)
     folder = tmp_path / "inside" / "scratch"
     rb = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=folder))
     rb.extend(leaves)
     rb.extend(leaves)
     files = files_in(folder)
     # On some file systems, names that differ only in case or in Unicode form are one.
-    assert len({unicodedata.normalize("NFC", name).casefold() for name in files}) == len(paths)
+    assert len({unicodedata.normalize("NFC", name).casefold() for name in files}) == len(paths) + 1
     assert all(name.endswith(".memmap") for name in files)
     assert files_in(tmp_path) == [f"inside/scratch/{name}" for name in files]
     for number, path in enumerate(paths):
-        assert rb.storage.column(path).tolist() == [number] * 4, path
+        assert rb.storage.column(path)[:, 5].tolist() == [number] * 4, path
+    assert rb.storage.column("smaller").tolist() == [1.0] * 4
 
 
 def test_keys_that_are_numbers_do_not_meet_those_that_are_text(
     tmp_path: Path, files_in: Any
 ) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(2, scratch_dir=tmp_path))
-    rb.extend({"0": torch.zeros(2), 0: torch.ones(2)})
+    rb.extend({"0": torch.zeros(2, 128), 0: torch.ones(2, 128)})
     assert len(files_in(tmp_path)) == 2
-    assert [column.tolist() for column in rb[:].values()] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [column[:, 9].tolist() for column in rb[:].values()] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
     ("rows", "names"),
     [
         (torch.zeros(2, 3), ["data.memmap"]),
-        ((torch.zeros(2), (torch.ones(2),)), ["0.memmap", "1/0.memmap"]),
-        (Odd(torch.zeros(2), {"b": torch.ones(2)}), ["0.memmap", "1/b.memmap"]),
+        ((torch.zeros(2, 128), (torch.ones(2),)), ["0.memmap", "1/0.memmap"]),
+        (Odd(torch.zeros(2), {"b": torch.ones(2, 128)}), ["0.memmap", "1/b.memmap"]),
+        ((torch.zeros(2), (torch.ones(2),)), ["records.memmap"]),
     ],
 )
 def test_other_records_are_stored_in_files_too(
@@ -132,7 +145,8 @@ def test_other_records_are_stored_in_files_too(
 def test_lanes_lie_in_files_as_in_memory(tmp_path: Path, make_lanes: Any) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path, ndim=2))
     rb.extend(make_lanes(0, 5))
-    ids = np.fromfile(tmp_path / "id.memmap", dtype=np.int64).reshape(4, 2)
+    records = np.fromfile(tmp_path / "records.memmap", dtype=np.int64).reshape(4, 2, 2)
+    ids = records[:, :, 0]  # beside a float and a flag, by eights
     assert ids.tolist() == [[4, 104], [1, 101], [2, 102], [3, 103]]
     assert isinstance(rb.storage[:], TensorDict)
 
@@ -145,15 +159,14 @@ def test_existing_files_are_refused_and_untouched(
     tmp_path: Path, make_rows: Any, files_in: Any
 ) -> None:
     """RD13: ``existsok=False`` is the one that refuses."""
-    (tmp_path / "next").mkdir()
-    (tmp_path / "next" / "done.memmap").write_bytes(b"precious")
+    (tmp_path / "records.memmap").write_bytes(b"precious")
     (tmp_path / "other").write_text("kept")
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"next/done.memmap exists.*existsok=True"):
+        with pytest.raises(RuntimeError, match=r"records.memmap exists.*existsok=True"):
             rb.extend(make_rows(0, 3))
-    assert files_in(tmp_path) == ["next/done.memmap", "other"]
-    assert (tmp_path / "next" / "done.memmap").read_bytes() == b"precious"
+    assert files_in(tmp_path) == ["other", "records.memmap"]
+    assert (tmp_path / "records.memmap").read_bytes() == b"precious"
     assert len(rb) == 0
     assert rb.storage.schema is None
 
@@ -164,12 +177,12 @@ def test_existing_files_are_reused_as_space_only(
     tmp_path: Path, make_rows: Any, old_size: int
 ) -> None:
     """RD13: ``existsok=True``: the storage starts empty, old bytes are never visible."""
-    (tmp_path / "id.memmap").write_bytes(b"\x07" * old_size)
+    (tmp_path / "records.memmap").write_bytes(b"\x07" * old_size)
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path, existsok=True))
     assert len(rb) == 0
     rb.extend(make_rows(0, 2))
     assert rb[:]["id"].tolist() == [0, 1]
-    assert (tmp_path / "id.memmap").stat().st_size == 40
+    assert (tmp_path / "records.memmap").stat().st_size == 160
     with pytest.raises(IndexError):
         rb[2]
     again = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path, existsok=True))

@@ -1,0 +1,135 @@
+// The Python face of gather and scatter: addresses and sizes that Python has checked, positions
+// checked here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "rows.h"
+
+namespace nb = nanobind;
+using replaykit::Field;
+using replaykit::Side;
+using replaykit::Table;
+
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+// Below this many rows the copy is shorter than handing the interpreter lock over and back.
+constexpr std::int64_t kReleaseAbove = 64;
+
+char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
+
+std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const Numbers& strides) {
+  const auto width = static_cast<std::size_t>(table.width());
+  if (addresses.size() != width || strides.size() != width) {
+    throw nb::value_error(("expected an address and a stride for each of " + std::to_string(width) +
+                           " fields, got " + std::to_string(addresses.size()) + " and " +
+                           std::to_string(strides.size())).c_str());
+  }
+  std::vector<Side> sides;
+  sides.reserve(width);
+  for (std::size_t f = 0; f < width; ++f) sides.push_back({as_address(addresses[f]), strides[f]});
+  return sides;
+}
+
+const std::int64_t* checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
+  const auto* index = reinterpret_cast<const std::int64_t*>(address);
+  const std::int64_t wrong = Table::first_outside(index, n, limit);
+  if (wrong != n) {
+    throw nb::index_error(("expected rows in [0, " + std::to_string(limit) + "), got " +
+                           std::to_string(index[wrong])).c_str());
+  }
+  return index;
+}
+
+std::int64_t checked_limit(const Table& table, std::int64_t limit) {
+  if (limit < 0 || limit > table.rows()) {
+    throw nb::value_error(("expected at most " + std::to_string(table.rows()) + " rows, got " +
+                           std::to_string(limit)).c_str());
+  }
+  return limit;
+}
+
+template <typename Work>
+auto unlocked(std::int64_t n, const Work& work) {
+  if (n <= kReleaseAbove) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
+
+}  // namespace
+
+void bind_rows(nb::module_& m) {
+  m.def("ask_for_large_pages",
+        [](std::int64_t address, std::int64_t bytes) {
+          replaykit::ask_for_large_pages(as_address(address), bytes);
+        },
+        nb::arg("address"), nb::arg("bytes"),
+        "Asks the kernel for large pages for fresh memory; a hint.");
+
+  nb::class_<Table>(m, "Table", "Fields of the rows of a table, at addresses that do not move.")
+      .def("__init__",
+           [](Table* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
+              std::int64_t rows) {
+             if (bases.size() != strides.size() || bases.size() != sizes.size() || rows < 0) {
+               throw nb::value_error("expected as many strides and sizes as fields, and rows >= 0");
+             }
+             std::vector<Field> fields;
+             fields.reserve(bases.size());
+             for (std::size_t f = 0; f < bases.size(); ++f) {
+               if (sizes[f] < 0) throw nb::value_error("expected sizes of at least 0");
+               fields.push_back({as_address(bases[f]), strides[f], sizes[f]});
+             }
+             new (self) Table(std::move(fields), rows);
+           },
+           nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"), nb::arg("rows"))
+      .def("gather",
+           [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
+              const Numbers& to, const Numbers& strides, int threads) {
+             const std::vector<Side> sides = as_sides(self, to, strides);
+             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
+             unlocked(n, [&] { self.gather(at, n, sides, threads); });
+           },
+           nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
+           nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
+      .def("gather_mapped",
+           [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
+              const Numbers& to, const Numbers& strides, int threads, bool cold) {
+             const std::vector<Side> sides = as_sides(self, to, strides);
+             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
+             nb::gil_scoped_release release;  // a page may have to come from disk
+             return self.gather_mapped(at, n, sides, threads, cold);
+           },
+           nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
+           nb::arg("threads"), nb::arg("cold"),
+           "Copies rows of mapped files out, telling the kernel what it will need; returns whether "
+           "anything came from disk.")
+      .def("scatter",
+           [](const Table& self, std::int64_t slots, std::int64_t n, const Numbers& from,
+              const Numbers& strides, int threads) {
+             const std::vector<Side> sides = as_sides(self, from, strides);
+             const std::int64_t* at = checked_index(slots, n, self.rows());
+             unlocked(n, [&] { self.scatter(at, n, sides, threads); });
+           },
+           nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
+           nb::arg("threads"), "Copies rows in; of a slot named twice the last row stays.")
+      .def("scatter_ring",
+           [](const Table& self, std::int64_t first, std::int64_t n, const Numbers& from,
+              const Numbers& strides, int threads) {
+             const std::vector<Side> sides = as_sides(self, from, strides);
+             if (first < 0 || first >= self.rows() || n < 0 || n > self.rows()) {
+               throw nb::index_error(("expected at most " + std::to_string(self.rows()) +
+                                      " rows from one of as many slots on, got " +
+                                      std::to_string(n) + " from slot " +
+                                      std::to_string(first)).c_str());
+             }
+             unlocked(n, [&] { self.scatter_ring(first, n, sides, threads); });
+           },
+           nb::arg("first"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
+           nb::arg("threads"), "Copies rows in, to slots that follow each other and go round.");
+}

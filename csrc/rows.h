@@ -1,0 +1,269 @@
+// Rows of a table in and out: gather and scatter of several fields in one pass over the rows.
+// No Python, no torch, no global state. The caller has checked that the memory behind every
+// address is there; positions of rows are checked here.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#define REPLAYKIT_PAGES 1
+#endif
+
+namespace replaykit {
+
+// `bytes` bytes of every row of a table: row i lies at base + i * stride.
+struct Field {
+  char* base;
+  std::int64_t stride;
+  std::int64_t bytes;
+};
+
+// Where rows go to or come from outside the table: row i at address + i * stride.
+struct Side {
+  char* address;
+  std::int64_t stride;
+};
+
+namespace detail {
+
+// How far ahead of the copy rows are asked for, in bytes. They are brought to the second level of
+// the cache, which has room for a batch of small rows and, unlike the first, keeps enough misses
+// under way: measured at 256 rows of 176 bytes, 3 us, against 7 us with 14 rows ahead into the first
+// level and 10 us without.
+constexpr std::int64_t kAheadBytes = 128 << 10;
+// Of wider rows the hardware's own prefetcher brings what follows.
+constexpr std::int64_t kPrefetchBytes = 512;
+constexpr std::int64_t kLine = 64;
+// Below this many bytes a second thread costs more than it takes over.
+constexpr std::int64_t kBytesPerThread = 1 << 20;
+
+inline void prefetch(const char* address, std::int64_t bytes) {
+  const std::int64_t reach = std::min(bytes, kPrefetchBytes);
+  for (std::int64_t at = 0; at < reach; at += kLine) __builtin_prefetch(address + at, 0, 2);
+  // A row that does not start at a line may end in one more.
+  if (reach > 0) __builtin_prefetch(address + reach - 1, 0, 2);
+}
+
+// Calls of memcpy with a size known to the compiler are a load and a store or two.
+inline void copy(char* to, const char* from, std::int64_t bytes) {
+  switch (bytes) {
+    case 0: return;
+    case 1: *to = *from; return;
+    case 2: std::memcpy(to, from, 2); return;
+    case 4: std::memcpy(to, from, 4); return;
+    case 8: std::memcpy(to, from, 8); return;
+    case 16: std::memcpy(to, from, 16); return;
+    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+}
+
+// Splits [0, n) over threads where the bytes are worth it. `work(begin, end)` must not throw.
+template <typename Work>
+void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& work) {
+  const std::int64_t useful = n * row_bytes / kBytesPerThread;
+  const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>({threads, useful, n}));
+  if (parts == 1) {
+    work(std::int64_t{0}, n);
+    return;
+  }
+  std::vector<std::thread> helpers;
+  helpers.reserve(static_cast<std::size_t>(parts - 1));
+  std::int64_t done = 0;
+  for (std::int64_t part = 0; part + 1 < parts; ++part) {
+    const std::int64_t end = n * (part + 1) / parts;
+    try {
+      helpers.emplace_back(work, done, end);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: the rest is done here
+    }
+    done = end;
+  }
+  work(done, n);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+#ifdef REPLAYKIT_PAGES
+// Grows when this thread's reads had to wait for, or have asked for, a block of a file.
+inline std::int64_t blocks_read() {
+  rusage usage;
+#ifdef RUSAGE_THREAD
+  getrusage(RUSAGE_THREAD, &usage);
+#else
+  getrusage(RUSAGE_SELF, &usage);
+#endif
+  return static_cast<std::int64_t>(usage.ru_inblock) + static_cast<std::int64_t>(usage.ru_majflt);
+}
+
+inline void will_need(const char* address, std::int64_t bytes, std::uintptr_t page) {
+  const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(address) & ~(page - 1);
+  const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(address) + bytes;
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_WILLNEED);  // a hint: may be refused
+}
+#endif
+
+}  // namespace detail
+
+// Asks for large pages for fresh memory: fewer misses of the address cache in random reads. Only
+// whole aligned large pages inside the range; a hint that may be refused.
+inline void ask_for_large_pages(char* address, std::int64_t bytes) {
+#if defined(REPLAYKIT_PAGES) && defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t large = std::uintptr_t{1} << 21;
+  const std::uintptr_t start = (reinterpret_cast<std::uintptr_t>(address) + large - 1) & ~(large - 1);
+  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(address) + bytes) & ~(large - 1);
+  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#else
+  (void)address;
+  (void)bytes;
+#endif
+}
+
+class Table {
+ public:
+  Table(std::vector<Field> fields, std::int64_t rows) : fields_(std::move(fields)), rows_(rows) {
+    for (const Field& field : fields_) row_bytes_ += field.bytes;
+  }
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
+
+  // First position outside [0, limit); n if there is none.
+  static std::int64_t first_outside(const std::int64_t* index, std::int64_t n, std::int64_t limit) {
+    std::uint64_t wrong = 0;  // without a branch: it is a pass over the batch
+    for (std::int64_t i = 0; i < n; ++i) {
+      wrong |= static_cast<std::uint64_t>(static_cast<std::uint64_t>(index[i]) >=
+                                          static_cast<std::uint64_t>(limit));
+    }
+    if (!wrong) return n;
+    return std::find_if(index, index + n,
+                        [limit](std::int64_t at) { return at < 0 || at >= limit; }) - index;
+  }
+
+  // Copies rows `index` out, field f to sides[f]. Positions have been checked.
+  void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
+              int threads) const {
+    detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      gather_range(index, begin, end, sides);
+    });
+  }
+
+  // The same for fields in mapped files. What lies in the page cache is read as memory is. As soon
+  // as a row had to be read from disk, the kernel is told the pages of all rows to come, which it
+  // then reads side by side instead of one after the other. `cold`: tell it before the first row.
+  // Returns whether anything came from disk: what to pass as `cold` the next time.
+  bool gather_mapped(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
+                     int threads, bool cold) const {
+#ifdef REPLAYKIT_PAGES
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    std::atomic<bool> read{false};
+    detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      if (mapped_range(index, begin, end, sides, page, cold)) read = true;
+    });
+    return read;
+#else
+    (void)cold;
+    gather(index, n, sides, threads);
+    return false;
+#endif
+  }
+
+  // Copies rows in, to positions `slots` that have been checked, field f from sides[f].
+  void scatter(const std::int64_t* slots, std::int64_t n, const std::vector<Side>& sides,
+               int threads) const {
+    detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      for (std::size_t f = 0; f < fields_.size(); ++f) {
+        const Field& field = fields_[f];
+        for (std::int64_t i = begin; i < end; ++i) {
+          detail::copy(field.base + slots[i] * field.stride, sides[f].address + i * sides[f].stride,
+                       field.bytes);
+        }
+      }
+    });
+  }
+
+  // Copies n <= rows rows to first, first + 1, ..., going round at the last row.
+  void scatter_ring(std::int64_t first, std::int64_t n, const std::vector<Side>& sides,
+                    int threads) const {
+    detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      for (std::size_t f = 0; f < fields_.size(); ++f) {
+        const Field& field = fields_[f];
+        std::int64_t slot = first + begin < rows_ ? first + begin : first + begin - rows_;
+        for (std::int64_t i = begin; i < end; ++i) {
+          detail::copy(field.base + slot * field.stride, sides[f].address + i * sides[f].stride,
+                       field.bytes);
+          if (++slot == rows_) slot = 0;
+        }
+      }
+    });
+  }
+
+ private:
+  void gather_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+                    const std::vector<Side>& sides) const {
+    for (std::size_t f = 0; f < fields_.size(); ++f) {
+      const Field& field = fields_[f];
+      const Side& side = sides[f];
+      const std::int64_t ahead =
+          detail::kAheadBytes / std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
+      const std::int64_t warm = std::min(end, begin + ahead);
+      for (std::int64_t i = begin; i < warm; ++i) {
+        detail::prefetch(field.base + index[i] * field.stride, field.bytes);
+      }
+      for (std::int64_t i = begin; i < end; ++i) {
+        if (i + ahead < end) {
+          detail::prefetch(field.base + index[i + ahead] * field.stride, field.bytes);
+        }
+        detail::copy(side.address + i * side.stride, field.base + index[i] * field.stride,
+                     field.bytes);
+      }
+    }
+  }
+
+#ifdef REPLAYKIT_PAGES
+  bool mapped_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+                    const std::vector<Side>& sides, std::uintptr_t page, bool cold) const {
+    const std::int64_t before = detail::blocks_read();
+    std::int64_t block = cold ? end - begin : 2;
+    bool told = cold;
+    if (cold) tell(index, begin, end, page);
+    while (begin < end) {
+      const std::int64_t stop = std::min(end, begin + block);
+      // No prefetch across pages that are not there: it would be dropped. Rows are few.
+      gather_range(index, begin, stop, sides);
+      begin = stop;
+      block *= 2;
+      if (!told && begin < end && detail::blocks_read() != before) {
+        tell(index, begin, end, page);
+        told = true;
+        block = end - begin;
+      }
+    }
+    return detail::blocks_read() != before;
+  }
+
+  void tell(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+            std::uintptr_t page) const {
+    for (const Field& field : fields_) {
+      if (!field.bytes) continue;
+      for (std::int64_t i = begin; i < end; ++i) {
+        detail::will_need(field.base + index[i] * field.stride, field.bytes, page);
+      }
+    }
+  }
+#endif
+
+  std::vector<Field> fields_;
+  std::int64_t rows_;
+  std::int64_t row_bytes_ = 0;
+};
+
+}  // namespace replaykit

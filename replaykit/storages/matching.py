@@ -1,0 +1,140 @@
+"""Rows that are as the schema says, recognised without taking them apart anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit._compat import TensorDict, fields_of
+from replaykit.schema import Rows, Schema
+from replaykit.structure import Branch, Leaf, Node, Path
+
+__all__ = ["Matcher"]
+
+_SHAPES_KEPT = 16
+"""Batch shapes whose templates are kept; training loops write one or two."""
+
+_LeafCheck = tuple[str, torch.dtype, torch.Size, int, bool]
+_BranchCheck = tuple[int, str, torch.Size, list[_LeafCheck], int]
+_Template = tuple[torch.Size, list[_BranchCheck]]
+_UNKNOWN: Any = object()
+
+
+class Matcher:
+    """Takes TensorDicts apart that fit a schema as they are: on the CPU, dense, contiguous.
+
+    What does not is left to ``schema.take_apart``, which brings it into shape or says what is
+    wrong. Cost: under a microsecond a leaf.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._root = schema.root
+        self._paths = list(schema.leaves)
+        self._templates: dict[tuple[bool, torch.Size], _Template | None] = {}
+
+    def rows(self, data: Any, *, single: bool, optional: Path | None = None) -> Rows | None:
+        """Returns the rows, with the address of each leaf's first value; None if unsure.
+
+        Args:
+            data: a batch ``[B]``, or one row where ``single``.
+            optional: a path that may be there although the schema has none of it.
+        """
+        if type(data) is not TensorDict:
+            return None
+        batch = data.batch_size
+        kind = (single, batch)
+        template = self._templates.get(kind, _UNKNOWN)
+        if template is _UNKNOWN:
+            template = self._templates[kind] = self._compile(single, batch)
+        if template is None:
+            return None
+        rows, branches = template
+        leaves: list[Any] = self._paths.copy()  # each path gives way to its leaf
+        addresses = [0] * len(leaves)
+        containers: list[dict[str, Any]] = []
+        for parent, part, size, checks, width in branches:
+            inner = data if parent < 0 else containers[parent].get(part)
+            if type(inner) is not TensorDict or inner.batch_size != size:
+                return None
+            fields = fields_of(inner)
+            if len(fields) != width and (
+                parent >= 0 or len(fields) != width + 1 or not _holds(fields, optional)
+            ):
+                return None
+            for key, dtype, shape, place, lazy in checks:
+                leaf = fields.get(key)
+                if (
+                    type(leaf) is not torch.Tensor
+                    or leaf.dtype is not dtype
+                    or leaf.shape != shape
+                    or leaf.requires_grad
+                    or not leaf.is_cpu
+                    or not leaf.is_contiguous()
+                    or (lazy and (leaf.is_neg() or leaf.is_conj()))
+                ):
+                    return None
+                leaves[place] = leaf
+                addresses[place] = leaf.data_ptr()
+            containers.append(fields)
+        return MatchedRows(self._root, self._paths, leaves, rows, addresses, single)
+
+    def _compile(self, single: bool, batch: torch.Size) -> _Template | None:
+        """What rows of that shape look like, container by container; None if never like that."""
+        if len(self._templates) >= _SHAPES_KEPT:
+            self._templates.clear()
+        if not _of_tensordicts(self._root) or not (single or batch):
+            return None
+        rows = torch.Size(() if single else batch[:1])
+        places = {path: place for place, path in enumerate(self._paths)}
+        branches: list[_BranchCheck] = []
+        pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), self._root)]
+        for parent, part, path, branch in pending:
+            checks: list[_LeafCheck] = []
+            for name, child in branch.children:
+                inner = (*path, name)
+                if isinstance(child, Branch):
+                    pending.append((len(branches), name, inner, child))
+                    continue
+                lazy = child.dtype.is_floating_point or child.dtype.is_complex
+                place = places[inner]
+                checks.append((name, child.dtype, torch.Size(rows + child.shape), place, lazy))
+            size = torch.Size(rows + branch.extra)
+            branches.append((parent, part, size, checks, len(branch.children)))
+        return torch.Size([1]) if single else rows, branches
+
+
+class MatchedRows(Rows):
+    """Rows whose leaves lie one after the other, at ``addresses``."""
+
+    def __init__(
+        self,
+        root: Node,
+        paths: list[Path],
+        leaves: list[torch.Tensor],
+        batch: torch.Size,
+        addresses: list[int],
+        single: bool,
+    ) -> None:
+        self.root = root
+        self.batch = batch
+        self.addresses = addresses
+        self._paths = paths
+        self._given = leaves
+        self._single = single
+
+    @property
+    def leaves(self) -> dict[Path, torch.Tensor]:  # type: ignore[override]
+        """The leaves by path. Made when asked for: a ring is written from the addresses."""
+        given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
+        return dict(zip(self._paths, given, strict=True))
+
+
+def _holds(fields: dict[str, Any], optional: Path | None) -> bool:
+    return optional is not None and len(optional) == 1 and optional[0] in fields
+
+
+def _of_tensordicts(node: Node) -> bool:
+    if not isinstance(node, Branch) or node.kind != "tensordict":
+        return False
+    return all(isinstance(child, Leaf) or _of_tensordicts(child) for _, child in node.children)

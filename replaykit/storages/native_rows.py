@@ -1,0 +1,207 @@
+"""Rows of columns in and out by the compiled core: one call moves all leaves of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replaykit import native
+from replaykit.storages.records import RecordLayout, alone, plan_records
+from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.columns import Columns
+
+__all__ = ["NativeRows"]
+
+_THREADS_FROM = 2**20
+"""Bytes of a batch from which on more than one thread is worth asking for."""
+
+
+class NativeRows:
+    """Addresses of the columns, in the form in which the core takes them.
+
+    Rows are elements here: where there are lanes, those of a time slot follow each other.
+    """
+
+    @classmethod
+    def over(cls, columns: Columns) -> NativeRows | None:
+        """Returns it where the core can move the rows: on the CPU, each row's values in one piece
+        and elements at equal distances; else None."""
+        if native.Table is None or columns.device.type != "cpu":
+            return None
+        strides = [_row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
+        if any(stride is None for stride in strides):
+            return None
+        return cls(columns, dict(zip(columns.tensors, strides, strict=True)))
+
+    def __init__(self, columns: Columns, strides: dict[Path, Any]) -> None:
+        self._columns = columns.tensors
+        self._strides = strides
+        self._advised = columns
+        self._cold = False
+        self._cells = columns.lanes.numel()
+        self._elements = columns.slots * self._cells
+        # A batch has records of its own, also where the rows themselves lie in columns.
+        self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
+        self._alone = alone(self._columns, self._batch)
+        self._shapes = {path: t.shape[columns.ndim :] for path, t in self._columns.items()}
+        self._sizes = {
+            path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self._columns.items()
+        }
+        self._order = [*(self._batch.offsets if self._batch else ()), *self._alone]
+        # Where each leaf of the schema's order is found in the order of the batch.
+        places = {path: place for place, path in enumerate(self._order)}
+        self._places = [places[path] for path in self._columns]
+        self._row_bytes = sum(self._sizes.values())
+        self._records = columns.records
+        self._point()
+
+    def _point(self) -> None:
+        """Notes where the columns lie now."""
+        tensors, sizes, strides = self._columns, self._sizes, self._strides
+        self._held = [(tensor, tensor.data_ptr()) for tensor in self._distinct()]
+        self._leaves = native.Table(
+            [tensor.data_ptr() for tensor in tensors.values()],
+            [strides[path] for path in tensors],
+            [sizes[path] for path in tensors],
+            self._elements,
+        )
+        self._leaf_sizes = [sizes[path] for path in tensors]
+        bases, steps, widths, self._batch_strides = [], [], [], []
+        self._block_offsets: list[int] = []
+        if self._batch is not None:
+            stride = self._batch.stride
+            if self._records is not None:
+                bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
+                self._block_offsets = [0]
+            else:
+                for path, offset in self._batch.offsets.items():
+                    bases.append(tensors[path].data_ptr())
+                    steps.append(strides[path])
+                    widths.append(sizes[path])
+                    self._block_offsets.append(offset)
+            self._batch_strides = [stride] * len(bases)
+        for path in self._alone:
+            bases.append(tensors[path].data_ptr())
+            steps.append(strides[path])
+            widths.append(sizes[path])
+            self._batch_strides.append(sizes[path])
+        self._rows = native.Table(bases, steps, widths, self._elements)
+
+    def _distinct(self) -> list[torch.Tensor]:
+        if self._records is None:
+            return list(self._columns.values())
+        return [self._records, *(self._columns[path] for path in self._alone)]
+
+    def _check_held(self) -> None:
+        # Whoever holds a view may have had the memory resized, hence moved.
+        for tensor, address in self._held:
+            if tensor.data_ptr() != address:
+                self._point()
+                return
+
+    def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
+        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in the columns' order, in fresh memory.
+
+        Small leaves are strided views of one allocation, unless ``contiguous``.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``.
+        """
+        self._check_held()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        count = len(rows)
+        if contiguous:
+            leaves = [
+                torch.empty((count, *self._shapes[path]), dtype=column.dtype)
+                for path, column in self._columns.items()
+            ]
+            to = [leaf.data_ptr() for leaf in leaves]
+            self._move(self._leaves, rows, count, limit, to, self._leaf_sizes)
+            return leaves
+        wide = [
+            torch.empty((count, *self._shapes[path]), dtype=self._columns[path].dtype)
+            for path in self._alone
+        ]
+        layout = self._batch
+        if layout is None:
+            to = [leaf.data_ptr() for leaf in wide]
+            self._move(self._rows, rows, count, limit, to, self._batch_strides)
+            return wide
+        block = layout.new_block(count)
+        base = block.data_ptr()
+        to = [base + offset for offset in self._block_offsets]
+        for leaf in wide:
+            to.append(leaf.data_ptr())
+        self._move(self._rows, rows, count, limit, to, self._batch_strides)
+        leaves = layout.split(block)
+        leaves += wide
+        return [leaves[place] for place in self._places]
+
+    def _move(
+        self,
+        table: Any,
+        rows: torch.Tensor,
+        count: int,
+        limit: int,
+        to: list[int],
+        strides: list[int],
+    ) -> None:
+        threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
+        if self._advised.advise:
+            self._cold = table.gather_mapped(
+                rows.data_ptr(), count, limit, to, strides, threads, self._cold
+            )
+        else:
+            table.gather(rows.data_ptr(), count, limit, to, strides, threads)
+
+    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
+        """Writes elements ``skipped .. count`` that lie one after the other at each address."""
+        self._check_held()
+        sizes = self._leaf_sizes
+        if skipped:
+            addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
+            count -= skipped
+        threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
+        self._leaves.scatter_ring(first, count, addresses, sizes, threads)
+
+    def scatter(self, slots: torch.Tensor, sources: Mapping[Path, torch.Tensor]) -> bool:
+        """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
+        rows = slots
+        if self._cells > 1:
+            rows = (slots[:, None] * self._cells + torch.arange(self._cells)).reshape(-1)
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        plain = [sources[path].contiguous() for path in self._columns]
+        if not all(leaf.is_cpu for leaf in plain):
+            return False
+        self._check_held()
+        threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
+        addresses = [leaf.data_ptr() for leaf in plain]
+        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self._leaf_sizes, threads)
+        return True
+
+
+def _row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
+    """Bytes between elements of a column, None where they are not equally far apart or where the
+    values of one do not lie in one piece."""
+    shape, strides = tensor.shape, tensor.stride()
+    step = 1
+    for size, stride in zip(reversed(shape[ndim:]), reversed(strides[ndim:]), strict=True):
+        if size > 1 and stride != step:
+            return None
+        step *= size
+    between, reach = tensor.dtype.itemsize * step, None
+    for size, stride in zip(reversed(shape[:ndim]), reversed(strides[:ndim]), strict=True):
+        if size == 1:
+            continue
+        if reach is None:
+            between = stride * tensor.dtype.itemsize
+        elif stride != reach:
+            return None
+        reach = stride * size
+    return between
