@@ -347,10 +347,11 @@ def _plain(node: Node) -> bool:
 def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> _Template:
     children: list[tuple[str, int, Any]] = []
     for part, child in node.children:
+        inner = (*path, part)
         if isinstance(child, Leaf):
-            children.append((part, places[(*path, part)], None))
+            children.append((part, places[inner], None))
         else:
-            children.append((part, -1, _template(child, (*path, part), places)))
+            children.append((part, -1, _template(child, inner, places)))
     return node.extra, children
 
 
