@@ -44,6 +44,7 @@ void check_length(const char* name, std::size_t got, std::int64_t expected) {
 NB_MODULE(_core, m) {
   m.doc() = "Compiled core of replaykit.";
   m.attr("__version__") = REPLAYKIT_VERSION;
+  replaykit::bind_trees(m);
 
   nb::class_<RankHeap>(m, "RankHeap",
                        "Which slot the next record takes when only the largest ranks are kept.")
@@ -111,5 +112,5 @@ NB_MODULE(_core, m) {
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
            "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
 
-  bind_rows(m);
+  replaykit::bind_rows(m);
 }

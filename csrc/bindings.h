@@ -3,4 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+namespace replaykit {
+
 void bind_rows(nanobind::module_& m);
+void bind_trees(nanobind::module_& m);
+
+}  // namespace replaykit

@@ -64,7 +64,7 @@ auto unlocked(std::int64_t n, const Work& work) {
 
 }  // namespace
 
-void bind_rows(nb::module_& m) {
+void replaykit::bind_rows(nb::module_& m) {
   m.def("ask_for_large_pages",
         [](std::int64_t address, std::int64_t bytes) {
           replaykit::ask_for_large_pages(as_address(address), bytes);

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from replaykit.native import fallback
 
-__all__ = ["HAS_CORE", "WHY_NOT", "RankHeap", "Table", "ask_for_large_pages"]
+__all__ = [
+    "HAS_CORE",
+    "WHY_NOT",
+    "BinaryTree",
+    "RankHeap",
+    "Table",
+    "ask_for_large_pages",
+    "core",
+]
 
 
 def _load() -> tuple[Any, str | None]:
@@ -62,3 +70,12 @@ def ask_for_large_pages(address: int, nbytes: int) -> None:
     """Asks the kernel for large pages for fresh memory. A hint; nothing without the core."""
     if _core is not None:
         _core.ask_for_large_pages(address, nbytes)
+
+
+BinaryTree: Any = None if _core is None else _core.BinaryTree
+"""A plain binary sum tree, walked one by one: the yardstick of the benchmark. None without core."""
+
+
+def core() -> Any:
+    """The compiled core itself, or None; for the rooms that bring their own Python counterpart."""
+    return _core
