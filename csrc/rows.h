@@ -7,10 +7,10 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "pool.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
@@ -45,7 +45,8 @@ constexpr std::int64_t kAheadBytes = 128 << 10;
 constexpr std::int64_t kPrefetchBytes = 512;
 constexpr std::int64_t kLine = 64;
 // Below this many bytes a second thread costs more than it takes over.
-constexpr std::int64_t kBytesPerThread = 1 << 20;
+constexpr std::int64_t kBytesToShare = 1 << 20;
+constexpr std::int64_t kBytesAPiece = 256 << 10;
 
 inline void prefetch(const char* address, std::int64_t bytes) {
   const std::int64_t reach = std::min(bytes, kPrefetchBytes);
@@ -70,26 +71,11 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
 // Splits [0, n) over threads where the bytes are worth it. `work(begin, end)` must not throw.
 template <typename Work>
 void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& work) {
-  const std::int64_t useful = n * row_bytes / kBytesPerThread;
-  const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>({threads, useful, n}));
-  if (parts == 1) {
+  if (threads < 2 || n * row_bytes < kBytesToShare) {
     work(std::int64_t{0}, n);
-    return;
+  } else {
+    Pool::run(n, kBytesAPiece / std::max<std::int64_t>(1, row_bytes), threads, work);
   }
-  std::vector<std::thread> helpers;
-  helpers.reserve(static_cast<std::size_t>(parts - 1));
-  std::int64_t done = 0;
-  for (std::int64_t part = 0; part + 1 < parts; ++part) {
-    const std::int64_t end = n * (part + 1) / parts;
-    try {
-      helpers.emplace_back(work, done, end);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: the rest is done here
-    }
-    done = end;
-  }
-  work(done, n);
-  for (std::thread& helper : helpers) helper.join();
 }
 
 #ifdef REPLAYKIT_PAGES

@@ -1,0 +1,133 @@
+// Threads that wait for loops to share. They are kept, since making one costs as long as copying a
+// megabyte; they start with the first loop that is worth it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+namespace replaykit {
+
+// One set of threads a process, shared by all tables. Pieces of a loop are taken by whoever is free,
+// the caller among them: a helper that wakes late, on a busy machine, costs nothing but its help.
+class Pool {
+ public:
+  // Calls work(begin, end) for pieces of [0, n), by up to `threads` threads, the caller's included.
+  // `work` must not throw. A second loop at the same time is done by its caller alone.
+  template <typename Work>
+  static void run(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
+    Pool& pool = of_this_process();
+    std::unique_lock<std::mutex> alone(pool.busy_, std::try_to_lock);
+    if (threads < 2 || !alone.owns_lock()) {
+      work(std::int64_t{0}, n);
+      return;
+    }
+    Job job;
+    job.call = [](const void* context, std::int64_t begin, std::int64_t end) {
+      (*static_cast<const Work*>(context))(begin, end);
+    };
+    job.context = &work;
+    job.n = n;
+    job.piece = std::max<std::int64_t>(1, piece);
+    pool.share(job, threads - 1);
+  }
+
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+ private:
+  struct Job {
+    void (*call)(const void*, std::int64_t, std::int64_t) = nullptr;
+    const void* context = nullptr;
+    std::int64_t n = 0;
+    std::int64_t piece = 1;
+    std::atomic<std::int64_t> next{0};
+
+    void work() {
+      for (;;) {
+        const std::int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+        if (begin >= n) return;
+        call(context, begin, std::min(n, begin + piece));
+      }
+    }
+  };
+
+  explicit Pool(long process) : process_(process) {}
+
+  static long process_id() {
+#if defined(__unix__) || defined(__APPLE__)
+    return static_cast<long>(getpid());
+#else
+    return 0;
+#endif
+  }
+
+  // A forked process has none of its parent's threads, and locks in whatever state they were: it
+  // gets a pool of its own. Pools are never destroyed, for their threads may outlive every object
+  // at the exit of the process.
+  static Pool& of_this_process() {
+    static std::atomic<Pool*> current{nullptr};
+    Pool* pool = current.load(std::memory_order_acquire);
+    const long process = process_id();
+    if (pool != nullptr && pool->process_ == process) return *pool;
+    Pool* made = new Pool(process);
+    if (current.compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
+    delete made;  // another thread was first
+    return *pool;
+  }
+
+  void share(Job& job, int helpers) {
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      while (threads_ < helpers) {
+        try {
+          std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+          break;  // no more threads to be had
+        }
+        ++threads_;
+      }
+      job_ = &job;
+      places_ = std::min(helpers, threads_);
+    }
+    wake_.notify_all();
+    job.work();
+    std::unique_lock<std::mutex> guard(state_);
+    job_ = nullptr;  // nobody joins any more
+    done_.wait(guard, [this] { return inside_ == 0; });
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> guard(state_);
+    for (;;) {
+      wake_.wait(guard, [this] { return job_ != nullptr && places_ > 0; });
+      Job* job = job_;
+      --places_;
+      ++inside_;
+      guard.unlock();
+      job->work();
+      guard.lock();
+      if (--inside_ == 0) done_.notify_all();
+    }
+  }
+
+  const long process_;
+  std::mutex busy_;  // held by the caller whose loop it is
+  std::mutex state_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  Job* job_ = nullptr;
+  int threads_ = 0;
+  int places_ = 0;
+  int inside_ = 0;
+};
+
+}  // namespace replaykit
