@@ -68,6 +68,11 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
   }
 }
 
+// Rows whose pages are looked up before a batch of mapped rows is touched.
+constexpr std::int64_t kLooks = 2;
+// Rows that are copied before it is asked for the first time whether they came from disk.
+constexpr std::int64_t kFirstRows = 16;
+
 // Splits [0, n) over threads where the bytes are worth it. `work(begin, end)` must not throw.
 template <typename Work>
 void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& work) {
@@ -88,6 +93,20 @@ inline std::int64_t blocks_read() {
   getrusage(RUSAGE_SELF, &usage);
 #endif
   return static_cast<std::int64_t>(usage.ru_inblock) + static_cast<std::int64_t>(usage.ru_majflt);
+}
+
+// Whether the page of an address is in the page cache; yes where the system does not tell.
+inline bool resident(const char* address, std::uintptr_t page) {
+#ifdef __linux__
+  unsigned char in_cache = 1;
+  const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(address) & ~(page - 1);
+  if (mincore(reinterpret_cast<void*>(start), page, &in_cache) != 0) return true;
+  return (in_cache & 1) != 0;
+#else
+  (void)address;
+  (void)page;
+  return true;
+#endif
 }
 
 inline void will_need(const char* address, std::int64_t bytes, std::uintptr_t page) {
@@ -143,9 +162,9 @@ class Table {
   }
 
   // The same for fields in mapped files. What lies in the page cache is read as memory is. As soon
-  // as a row had to be read from disk, the kernel is told the pages of all rows to come, which it
+  // as a row is found to lie on disk only, the kernel is told the pages of all rows to come, which it
   // then reads side by side instead of one after the other. `cold`: tell it before the first row.
-  // Returns whether anything came from disk: what to pass as `cold` the next time.
+  // Returns whether anything came from disk.
   bool gather_mapped(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
                      int threads, bool cold) const {
 #ifdef REPLAYKIT_PAGES
@@ -218,15 +237,15 @@ class Table {
   bool mapped_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                     const std::vector<Side>& sides, std::uintptr_t page, bool cold) const {
     const std::int64_t before = detail::blocks_read();
-    std::int64_t block = cold ? end - begin : 2;
-    bool told = cold;
-    if (cold) tell(index, begin, end, page);
+    // A look at a few rows first: touching a page that is not there reads its neighbourhood too.
+    bool told = cold || looks_cold(index, begin, end, page);
+    std::int64_t block = told ? end - begin : detail::kFirstRows;
+    if (told) tell(index, begin, end, page);
     while (begin < end) {
       const std::int64_t stop = std::min(end, begin + block);
-      // No prefetch across pages that are not there: it would be dropped. Rows are few.
       gather_range(index, begin, stop, sides);
       begin = stop;
-      block *= 2;
+      block *= 4;
       if (!told && begin < end && detail::blocks_read() != before) {
         tell(index, begin, end, page);
         told = true;
@@ -234,6 +253,16 @@ class Table {
       }
     }
     return detail::blocks_read() != before;
+  }
+
+  bool looks_cold(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+                  std::uintptr_t page) const {
+    const std::int64_t stop = std::min(end, begin + detail::kLooks);
+    for (std::int64_t i = begin; i < stop; ++i) {
+      const Field& field = fields_[static_cast<std::size_t>(i - begin) % fields_.size()];
+      if (field.bytes && !detail::resident(field.base + index[i] * field.stride, page)) return true;
+    }
+    return false;
   }
 
   void tell(const std::int64_t* index, std::int64_t begin, std::int64_t end,

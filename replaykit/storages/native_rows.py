@@ -20,6 +20,12 @@ _THREADS_FROM = 2**20
 """Bytes of a batch from which on more than one thread is worth asking for."""
 
 
+_COLD_BATCHES = 16
+"""After a batch that came from disk in part, the kernel is told the pages of so many more at once.
+It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
+more, and the pages that it drives out."""
+
+
 class NativeRows:
     """Addresses of the columns, in the form in which the core takes them.
 
@@ -41,7 +47,7 @@ class NativeRows:
         self._columns = columns.tensors
         self._strides = strides
         self._advised = columns
-        self._cold = False
+        self._cold = 0
         self._cells = columns.lanes.numel()
         self._elements = columns.slots * self._cells
         # A batch has records of its own, also where the rows themselves lie in columns.
@@ -153,9 +159,10 @@ class NativeRows:
     ) -> None:
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
         if self._advised.advise:
-            self._cold = table.gather_mapped(
-                rows.data_ptr(), count, limit, to, strides, threads, self._cold
+            cold = table.gather_mapped(
+                rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
             )
+            self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
         else:
             table.gather(rows.data_ptr(), count, limit, to, strides, threads)
 
