@@ -28,6 +28,7 @@ from replaykit.storages import (
     TensorStorage,
 )
 from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.transfer import to_device
 from replaykit.transforms import (
     CatTensors,
     Compose,
@@ -82,6 +83,7 @@ __all__ = [
     "Transition",
     "Writer",
     "__version__",
+    "to_device",
 ]
 
 _LAZY = {

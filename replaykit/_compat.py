@@ -26,6 +26,7 @@ __all__ = [
     "dtype_by_name",
     "dtype_name",
     "fields_of",
+    "fresh_strided",
     "holds_objects",
     "is_non_tensor",
     "is_tensordict",
@@ -55,6 +56,23 @@ def new_tensordict(
     data = _new_unsafe(fields, batch_size=batch_size)
     data._device = device
     return data
+
+
+def fresh_strided(
+    memory: torch.Tensor, size: torch.Size, stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """Returns a tensor over the memory of another one that autograd takes for one of its own.
+
+    A view of ``memory`` would share its version with all other views: a change of one would make
+    what was computed from another look changed too.
+    """
+    if _BelowViews is None:
+        return memory.as_strided(size, stride, offset)
+    with _BelowViews():
+        return memory.as_strided(size, stride, offset)
+
+
+_BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 
 def fields_of(data: TensorDict) -> dict[str, Any]:

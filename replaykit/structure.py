@@ -44,6 +44,7 @@ __all__ = [
     "from_numpy",
     "leaf_paths",
     "map_leaves",
+    "map_tensors",
     "raw_bytes",
 ]
 
@@ -377,20 +378,32 @@ def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def contiguous(data: Any) -> Any:
-    """Returns the container with every tensor in one piece; tensors that are so already stay.
+    """Returns the container with every tensor in one piece; tensors that are so already stay."""
+    return map_tensors(data, torch.Tensor.contiguous)
 
-    Objects that are no containers of tensors are returned as they are.
+
+def map_tensors(
+    data: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    device: torch.device | None = None,
+) -> Any:
+    """Returns the container with ``function`` applied to every tensor, which keeps its shape.
+
+    Everything that is no tensor, and no container of tensors, stays as it is. Lazy stacks, whose
+    rows are objects of their own, stay stacks. ``device``: where the new tensors are.
     """
     if isinstance(data, torch.Tensor):
-        return data.contiguous()
+        return function(data)
     if isinstance(data, LazyStackedTensorDict):
-        return data  # its rows are objects of their own
+        rows = [map_tensors(row, function, device=device) for row in data.tensordicts]
+        return LazyStackedTensorDict(*rows, stack_dim=data.stack_dim)
     if is_tensordict(data) or is_tensorclass(data):
-        return data.apply(torch.Tensor.contiguous)
+        return data.apply(function) if device is None else data.apply(function, device=device)
     if type(data) is dict:
-        return {key: contiguous(value) for key, value in data.items()}
+        return {key: map_tensors(value, function, device=device) for key, value in data.items()}
     if isinstance(data, (tuple, list)):
-        items = [contiguous(value) for value in data]
+        items = [map_tensors(value, function, device=device) for value in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     return data
 

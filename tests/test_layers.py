@@ -19,6 +19,7 @@ ABOVE_ONE_ANOTHER = [
     {"priorities", "storages"},
     {"checkpoint"},
     {"schema"},
+    {"transfer"},
     {"structure"},
     {"_compat", "_ray", "errors", "filesystem", "native", "reductions", "ted", "_version"},
 ]

@@ -17,6 +17,7 @@ from replaykit.samplers import Sampler
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import contiguous
+from replaykit.transfer import pin
 
 __all__ = ["Sampling"]
 
@@ -276,8 +277,7 @@ class Sampling(BufferCore):
             data = contiguous(data)  # what a list, a transform or a storage of one's own made
         info = {**drawn.info, "index": drawn.index}
         if self._pin_memory and torch.cuda.is_available():
-            data = _pinned(data)
-            info = {key: _pinned(value) for key, value in info.items()}
+            data, info = pin((data, info))
         return data, info
 
 
@@ -369,16 +369,3 @@ def _over_rows(value: torch.Tensor, batch: torch.Size, dim: int) -> torch.Tensor
     shape = [1] * len(batch)
     shape[dim] = batch[dim]
     return value.reshape(*shape, *value.shape[1:]).expand(*batch, *value.shape[1:]).clone()
-
-
-def _pinned(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.pin_memory() if data.device.type == "cpu" else data
-    if is_tensordict(data) or is_tensorclass(data):
-        return data.pin_memory() if data.device is None or data.device.type == "cpu" else data
-    if isinstance(data, dict):
-        return {key: _pinned(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        items = [_pinned(value) for value in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    return data
