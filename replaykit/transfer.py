@@ -1,7 +1,7 @@
 """Batches to other devices: everything small in one copy, and taken apart again there.
 
-A copy to an accelerator takes some ten microseconds before its first byte, so ten columns of a small
-batch cost ten of them; packed, they cost one.
+A copy to an accelerator takes some ten microseconds before its first byte: ten columns of a small
+batch take ten times that, packed they take it once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
         True
     """
     target = torch.device(device)
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
     staged = target.type == "cuda"
+    if staged and str(target) == "cuda":
+        target = torch.device("cuda", torch.cuda.current_device())
 
     def move(block: torch.Tensor) -> torch.Tensor:
         return block.to(target, non_blocking=non_blocking)
@@ -164,19 +164,19 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of the tensor in its memory, and the one after its last."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    size = tensor.dtype.itemsize
-    return tensor.storage_offset() * size, (tensor.storage_offset() + reach + 1) * size
+    size, offset = tensor.dtype.itemsize, int(tensor.storage_offset())
+    return offset * size, (offset + reach + 1) * size
 
 
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """The bytes of a tensor's memory, uint8, as a view."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    raw.set_(tensor.untyped_storage(), first, (last - first,), (1,))  # type: ignore[call-overload]
+    raw.set_(tensor.untyped_storage(), first, (last - first,), (1,))
     return raw
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor, shift: int) -> torch.Tensor:
     """The tensor in other memory, ``shift`` bytes further there than in its own."""
     values = memory.view(tensor.dtype)
-    offset = tensor.storage_offset() + shift // tensor.dtype.itemsize
+    offset = int(tensor.storage_offset()) + shift // tensor.dtype.itemsize
     return fresh_strided(values, tensor.shape, tensor.stride(), offset)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, is_tensordict, put
 from replaykit.buffer.core import BufferCore, checked_batch_size
