@@ -1,9 +1,9 @@
 """Taking turns: contenders made and checked, then each of them once per round.
 
-Every other round goes backwards. What a turn is: fresh inputs for every call, made outside the timer; then ``calls`` calls in
-a row, each timed alone, less what timing an empty call costs. A ratio is that of two turns of the
-same round. Python's cyclic collector is off during the rounds, what lives before them is frozen,
-and the young generation is collected between rounds, outside the timers.
+Every other round goes backwards. In a turn every call has fresh inputs, made outside the timer, and
+is timed alone, less what timing an empty call costs. A ratio is that of two turns of one round.
+Python's cyclic collector is off during the rounds, what lives before them is frozen, and the young
+generation is collected between rounds, outside the timers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""Pages of mapped files are dropped and come back; memory is counted once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.contender import Unavailable
+from benchmarks.pages import drop, forget_advice, resident_share, settle, touch
+from benchmarks.stored import distinct_bytes, tensors_of_storage
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no posix_fadvise")
+def test_dropped_pages_are_gone_and_their_values_are_not(tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(1 << 20, scratch_dir=tmp_path / "scratch")
+    ReplayBuffer(storage=storage).extend(torch.arange(1 << 20))
+    tensors = tensors_of_storage(storage)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    settle(files)
+    forget_advice(tensors)
+    touch(tensors)
+    assert resident_share(tensors) == 1
+    drop(tensors, files)
+    # A file system that lives in memory keeps them; the benchmark then says so and times nothing.
+    assert resident_share(tensors) in (1, pytest.approx(0, abs=0.01))
+    assert storage.get(slice(None)).equal(torch.arange(1 << 20))
+
+
+def test_memory_that_columns_share_is_counted_once() -> None:
+    base = torch.zeros(100, dtype=torch.int64)
+    assert distinct_bytes([base[:10], base[50:], torch.zeros(5)]) == 820
+
+
+def test_the_memory_of_a_storage_is_that_of_its_columns() -> None:
+    storage = LazyTensorStorage(1000)
+    ReplayBuffer(storage=storage).extend(torch.zeros(10, 3))
+    assert distinct_bytes(tensors_of_storage(storage)) >= 1000 * 12
+    with pytest.raises(Unavailable, match="LazyTensorStorage cannot be seen"):
+        tensors_of_storage(LazyTensorStorage(3))
