@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.contender import Unavailable
 
-__all__ = ["drop", "forget_advice", "resident_share", "settle", "touch"]
+__all__ = ["drop", "forget_advice", "resident_bytes", "resident_share", "settle", "touch"]
 
 _MADV_NORMAL = 0
 _MADV_DONTNEED = 4
@@ -77,15 +77,25 @@ def touch(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def resident_share(tensors: Sequence[torch.Tensor]) -> float:
-    """Returns how much of the memory lies in the page cache, in 0 .. 1."""
-    library = _libc()
-    there = pages = 0
-    for tensor in tensors:
-        first, nbytes = _range(tensor)
-        count = -(-nbytes // _SIZE)
-        flags = (ctypes.c_ubyte * count)()
-        if library.mincore(first, nbytes, flags):
-            raise Unavailable(f"mincore failed: {os.strerror(ctypes.get_errno())}")
-        there += int((torch.frombuffer(flags, dtype=torch.uint8) & 1).sum())
-        pages += count
-    return there / pages if pages else 0.0
+    """Returns how much of the memory is there, in 0 .. 1; of a file: lies in the page cache."""
+    pages = sum(-(-_range(tensor)[1] // _SIZE) for tensor in tensors)
+    return sum(map(_resident_pages, tensors)) / pages if pages else 0.0
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's memory that are there.
+
+    Address space that nobody touched takes none; a large page takes all of it.
+    """
+    return min(tensor.untyped_storage().nbytes(), _resident_pages(tensor) * _SIZE)
+
+
+def _resident_pages(tensor: torch.Tensor) -> int:
+    first, nbytes = _range(tensor)
+    count = -(-nbytes // _SIZE)
+    if not count:
+        return 0
+    flags = (ctypes.c_ubyte * count)()
+    if _libc().mincore(first, nbytes, flags):
+        raise Unavailable(f"mincore failed: {os.strerror(ctypes.get_errno())}")
+    return int((torch.frombuffer(flags, dtype=torch.uint8) & 1).sum())

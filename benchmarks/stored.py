@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.contender import Unavailable
+from benchmarks.pages import resident_bytes
 
 __all__ = ["distinct_bytes", "distinct_memory", "tensors_of_storage", "tensors_within"]
 
@@ -45,5 +46,5 @@ def distinct_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of their memory, counted once where they share it."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in distinct_memory(tensors))
+    """Returns the bytes that their memory takes, counted once where they share it."""
+    return sum(map(resident_bytes, distinct_memory(tensors)))

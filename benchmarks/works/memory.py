@@ -1,4 +1,8 @@
-"""Bytes that a buffer's records and a tree take for a row."""
+"""Bytes that a buffer's records and a tree take for a row.
+
+What counts is memory that is there, to the page: room that was asked for and never touched takes
+none, and the rest of a large page of which a few bytes are in use is taken.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -35,9 +36,18 @@ def test_memory_that_columns_share_is_counted_once() -> None:
     assert distinct_bytes([base[:10], base[50:], torch.zeros(5)]) == 820
 
 
+def test_room_that_was_never_touched_takes_no_memory() -> None:
+    room = mmap.mmap(-1, 1 << 24)
+    tensor = torch.frombuffer(room, dtype=torch.uint8)
+    assert distinct_bytes([tensor]) == 0
+    tensor[:4096] = 1
+    # One page, or all of a large one.
+    assert 4096 <= distinct_bytes([tensor]) <= 1 << 21
+
+
 def test_the_memory_of_a_storage_is_that_of_its_columns() -> None:
     storage = LazyTensorStorage(1000)
-    ReplayBuffer(storage=storage).extend(torch.zeros(10, 3))
-    assert distinct_bytes(tensors_of_storage(storage)) >= 1000 * 12
+    ReplayBuffer(storage=storage).extend(torch.ones(1000, 3))
+    assert 12_000 <= distinct_bytes(tensors_of_storage(storage)) <= 12_000 + 3 * 4096
     with pytest.raises(Unavailable, match="LazyTensorStorage cannot be seen"):
         tensors_of_storage(LazyTensorStorage(3))
