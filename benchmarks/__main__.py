@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 where ``--check`` finds a target missed, or values wrong."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    print(", ".join(f"{key} {value}" for key, value in describe().items()))
+    machine = ", ".join(f"{key} {value}" for key, value in describe().items())
+    print(textwrap.fill(machine, 100, break_on_hyphens=False))
     with tempfile.TemporaryDirectory(prefix="replaykit-bench-", dir=options.scratch) as scratch:
         try:
             lines, record = _run(options, Path(scratch))

@@ -175,7 +175,15 @@ def print_calibration(at: Calibration) -> None:
         sizes_us = ", ".join(f"{nbytes} B {us:.1f}" for nbytes, us in times.items())
         print(f"256 random rows by {name}, us: {sizes_us}")
     if at.disk is not None:
-        print("disk: " + ", ".join(f"{name} {value:,.4g}" for name, value in at.disk.items()))
+        reads = {
+            name.removeprefix("reads_per_s_").replace("_", " "): f"{value:,.0f}"
+            for name, value in at.disk.items()
+            if name.startswith("reads_per_s_")
+        }
+        print(
+            f"disk: read in sequence {at.disk['sequential_gbs']:.2f} GB/s; 4-KiB reads a second at "
+            "depth " + ", ".join(f"{depth}: {value}" for depth, value in reads.items())
+        )
     print(f"disk: {at.notes.get('disk', 'not measured')}")
 
 

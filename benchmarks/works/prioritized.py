@@ -99,7 +99,8 @@ class PrioritizedTorchRL(PrioritizedReplaykit):
                 batch_size=BATCH,
             )
         except RuntimeError as error:  # its compiled trees are not there for every torch
-            raise Unavailable(str(error).splitlines()[0]) from error
+            reason = str(error).splitlines()[0]
+            raise Unavailable(f"not with torch {torch.__version__}: {reason}") from error
 
 
 class PrioritizedCpprb(Cpprb):
@@ -117,16 +118,16 @@ class PrioritizedCpprb(Cpprb):
         expect(stored == self.rows, f"holds {stored} rows of {self.rows}")
 
     def sampler(self) -> Callable[[Any], Any]:
-        sample, from_numpy, names = self.buffer.sample, torch.from_numpy, list(self.names.items())
+        sample = self.buffer.sample
+        return lambda _: self._as_tensors(sample(BATCH, beta=BETA))
 
-        def work(_: Any) -> Any:
-            batch = sample(BATCH, beta=BETA)
-            found: dict[Any, Any] = {key: from_numpy(batch[name]) for name, key in names}
-            found["weights"] = from_numpy(batch["weights"])
-            found["indexes"] = from_numpy(batch["indexes"])
-            return found
-
-        return work
+    def _as_tensors(self, batch: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        found: dict[Any, torch.Tensor] = {
+            key: torch.from_numpy(batch[name]) for name, key in self.names.items()
+        }
+        found["weights"] = torch.from_numpy(batch["weights"])
+        found["indexes"] = torch.from_numpy(batch["indexes"])
+        return found
 
     def prioritize(self, priorities: torch.Tensor) -> None:
         self.buffer.update_priorities(torch.arange(self.rows).numpy(), priorities.numpy())
@@ -138,12 +139,17 @@ class PrioritizedCpprb(Cpprb):
         return errors.numpy()
 
     def stepper(self) -> Callable[[Any], Any]:
-        sample, update = self.sampler(), self.buffer.update_priorities
+        sample, update, convert = (
+            self.buffer.sample,
+            self.buffer.update_priorities,
+            self._as_tensors,
+        )
 
         def step(errors: Any) -> Any:
-            batch = sample(None)
-            update(batch["indexes"].numpy(), errors)
-            return batch
+            batch = sample(BATCH, beta=BETA)
+            found = convert(batch)
+            update(batch["indexes"], errors)
+            return found
 
         return step
 
