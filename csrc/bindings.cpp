@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings_tree.h"
 #include "rank_heap.h"
 
 namespace nb = nanobind;
@@ -43,6 +44,7 @@ void check_length(const char* name, std::size_t got, std::int64_t expected) {
 NB_MODULE(_core, m) {
   m.doc() = "Compiled core of replaykit.";
   m.attr("__version__") = REPLAYKIT_VERSION;
+  replaykit::bind_trees(m);
 
   nb::class_<RankHeap>(m, "RankHeap",
                        "Which slot the next record takes when only the largest ranks are kept.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from replaykit._version import __version__
 from replaykit.buffer import ConditionalUpdateResult, ReplayBuffer, TensorDictReplayBuffer
+from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers import (
     RandomSampler,
     Sampler,
@@ -60,6 +61,8 @@ __all__ = [
     "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "MaxSegmentTree",
+    "MinSegmentTree",
     "RandomSampler",
     "RenameTransform",
     "ReplayBuffer",
@@ -70,6 +73,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SelectTransform",
     "Storage",
+    "SumSegmentTree",
     "TensorDictMaxValueWriter",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

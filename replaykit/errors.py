@@ -8,11 +8,22 @@ Example:
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CorpusError", "DownloadError", "NotEnoughData", "SchemaError"]
+__all__ = [
+    "CheckpointError",
+    "CorpusError",
+    "DownloadError",
+    "EmptyDistributionError",
+    "NotEnoughData",
+    "SchemaError",
+]
 
 
 class SchemaError(ValueError):
     """Data does not have the keys, feature shapes or dtypes that the storage was given first."""
+
+
+class EmptyDistributionError(ValueError):
+    """No weight is positive, so there is nothing that could be drawn."""
 
 
 class NotEnoughData(RuntimeError):

@@ -16,7 +16,7 @@ ABOVE_ONE_ANOTHER = [
     {"datasets", "remote"},
     {"buffer"},
     {"samplers", "writers", "transforms"},
-    {"storages"},
+    {"priorities", "storages"},
     {"checkpoint"},
     {"schema"},
     {"structure"},

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from replaykit.native import fallback
 
-__all__ = ["HAS_CORE", "WHY_NOT", "RankHeap"]
+__all__ = ["HAS_CORE", "WHY_NOT", "BinaryTree", "RankHeap", "core"]
 
 
 def _load() -> tuple[Any, str | None]:
@@ -53,3 +53,11 @@ if TYPE_CHECKING:
     RankHeap = fallback.RankHeap
 else:
     RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
+
+BinaryTree: Any = None if _core is None else _core.BinaryTree
+"""A plain binary sum tree, walked one by one: the yardstick of the benchmark. None without core."""
+
+
+def core() -> Any:
+    """The compiled core itself, or None; for the rooms that bring their own Python counterpart."""
+    return _core

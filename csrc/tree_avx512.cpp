@@ -1,0 +1,56 @@
+// Segment trees for processors with AVX-512. The only file compiled for them: nothing in it may
+// run, and no function of it may be linked, where they are absent.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 takes "whatever was there", which its own intrinsics ask for, for a mistake.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "tree_kernels.h"
+
+namespace replaykit {
+namespace {
+
+// A node is one load of 64 bytes. Additions are those of the portable kernel, in the same order.
+struct Wide {
+  static inline __m512d load(const double* child) { return _mm512_load_pd(child); }
+  static inline __m512d load(const float* child) {
+    return _mm512_cvtps_pd(_mm256_load_ps(child));
+  }
+
+  // Halving. The order inside the compiler's own reduction is not specified, hence by hand.
+  template <class Child>
+  static inline double sum(const Child* child) {
+    const __m512d c = load(child);
+    const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(c), _mm512_extractf64x4_pd(c, 1));
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+
+  // The largest j with c_j > 0 and e_j <= x, by that rule itself; see the portable kernel for why
+  // counting gives the same.
+  template <class Child>
+  static inline std::int64_t enter(const Child* child, double& x) {
+    const __m512d c = load(child);
+    __m512d p = _mm512_mask_add_pd(c, 0xAA, c, _mm512_movedup_pd(c));
+    p = _mm512_mask_add_pd(p, 0xCC, p, _mm512_permutex_pd(p, 0x55));
+    p = _mm512_mask_add_pd(p, 0xF0, p, _mm512_permutexvar_pd(_mm512_set1_epi64(3), p));
+    const unsigned passed = _mm512_mask_cmp_pd_mask(0x7F, p, _mm512_set1_pd(x), _CMP_LE_OQ);
+    const unsigned positive = _mm512_cmp_pd_mask(c, _mm512_setzero_pd(), _CMP_GT_OQ);
+    const unsigned allowed = ((passed << 1) | 1U) & positive;
+    const int j = 31 - __builtin_clz(allowed | 1U);
+    // p_{j-1}, moved to the first lane; no lane at all, that is 0, for j = 0.
+    const auto before = static_cast<__mmask8>((1U << j) >> 1);
+    x -= _mm512_cvtsd_f64(_mm512_maskz_compress_pd(before, p));
+    return j;
+  }
+};
+
+}  // namespace
+
+const TreeKernels& avx512_kernels(TreeKind kind, bool doubles) {
+  return doubles ? tables_of<Wide, double>(kind) : tables_of<Wide, float>(kind);
+}
+
+}  // namespace replaykit

@@ -1,0 +1,251 @@
+// The kernels, as templates over an operation (tree_operations.h). The walk over the levels is the
+// same for all processors; a processor's own file brings the arithmetic inside a node.
+//
+// Included by files compiled for different processors, hence the anonymous namespace, and no
+// function of the standard library (see tree_layout.h).
+#pragma once
+
+#include <cstdint>
+
+#include "tree.h"
+#include "tree_operations.h"
+
+namespace replaykit {
+namespace {
+
+// Queries in flight at once. A descent is a chain of dependent loads; 128 of them side by side
+// hide the memory behind one another, and more bring no more.
+constexpr std::int64_t kWave = 128;
+
+struct Floats {
+  const float* data;
+  float operator[](std::int64_t i) const { return data[i]; }
+};
+struct Doubles {
+  const double* data;
+  double operator[](std::int64_t i) const { return data[i]; }
+};
+struct One {
+  double value;
+  double operator[](std::int64_t) const { return value; }
+};
+
+template <class Op>
+struct Kernels {
+  using Leaf = typename Op::Leaf;
+  using Inner = typename Op::Inner;
+
+  static Leaf* leaves(const Tree& tree) { return static_cast<Leaf*>(tree.leaves); }
+  static Inner* level(const Tree& tree, int l) {
+    return static_cast<Inner*>(tree.nodes) + tree.levels.offset[l];
+  }
+
+  // -- writing ----------------------------------------------------------------------------------
+
+  template <class Child>
+  static void combine_run(const Child* children, Inner* parents, std::int64_t first,
+                          std::int64_t last) {
+    for (std::int64_t e = first; e <= last; ++e) parents[e] = Op::combine(children + kFan * e);
+  }
+
+  // Combining a parent twice is idempotent and cheaper than sorting the indices.
+  template <class Child>
+  static void combine_touched(const Child* children, Inner* parents, std::int64_t count,
+                              Inner* above, const std::int64_t* index, std::int64_t n, int shift) {
+    if (count <= n) return combine_run(children, parents, 0, count - 1);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t e = index[i] >> shift;
+      __builtin_prefetch(above + (e >> kFanBits), 1);
+      parents[e] = Op::combine(children + kFan * e);
+    }
+  }
+
+  // From the nodes over the leaves first .. last upwards.
+  static void refresh_run(const Tree& tree, std::int64_t first, std::int64_t last) {
+    combine_run(leaves(tree), level(tree, 0), first >>= kFanBits, last >>= kFanBits);
+    for (int l = 1; l < tree.levels.depth; ++l) {
+      combine_run(level(tree, l - 1), level(tree, l), first >>= kFanBits, last >>= kFanBits);
+    }
+  }
+
+  template <class Source>
+  static std::int64_t write(const Tree& tree, const std::int64_t* index, Source value,
+                            std::int64_t n) {
+    Leaf* leaf = leaves(tree);
+    const auto capacity = static_cast<std::uint64_t>(tree.levels.capacity);
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (static_cast<std::uint64_t>(index[i]) >= capacity) return 2 * i;
+      if (!Op::admits(value[i], tree.ceiling)) return 2 * i + 1;
+      __builtin_prefetch(leaf + index[i], 1);
+    }
+    Inner* parents = level(tree, 0);
+    for (std::int64_t i = 0; i < n; ++i) {
+      leaf[index[i]] = Op::stored(value[i]);
+      __builtin_prefetch(parents + (index[i] >> kFanBits), 1);
+    }
+    const TreeLevels& levels = tree.levels;
+    for (int l = 0; l < levels.depth; ++l) {
+      Inner* above = level(tree, l + 1 < levels.depth ? l + 1 : l);
+      const int shift = kFanBits * (l + 1);
+      if (l == 0) {
+        combine_touched(leaf, parents, levels.count[0], above, index, n, shift);
+      } else {
+        combine_touched(level(tree, l - 1), level(tree, l), levels.count[l], above, index, n,
+                        shift);
+      }
+    }
+    return kTaken;
+  }
+
+  template <class Source>
+  static std::int64_t write_run(const Tree& tree, std::int64_t start, Source value,
+                                std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (!Op::admits(value[i], tree.ceiling)) return 2 * i + 1;
+    }
+    Leaf* leaf = leaves(tree) + start;
+    for (std::int64_t i = 0; i < n; ++i) leaf[i] = Op::stored(value[i]);
+    if (n > 0) refresh_run(tree, start, start + n - 1);
+    return kTaken;
+  }
+
+  static std::int64_t update(const Tree& tree, const std::int64_t* index, Values values,
+                             std::int64_t n) {
+    switch (values.kind) {
+      case Values::kFloats:
+        return write(tree, index, Floats{static_cast<const float*>(values.data)}, n);
+      case Values::kDoubles:
+        return write(tree, index, Doubles{static_cast<const double*>(values.data)}, n);
+      default:
+        return write(tree, index, One{values.one}, n);
+    }
+  }
+
+  static std::int64_t update_run(const Tree& tree, std::int64_t start, Values values,
+                                 std::int64_t n) {
+    switch (values.kind) {
+      case Values::kFloats:
+        return write_run(tree, start, Floats{static_cast<const float*>(values.data)}, n);
+      case Values::kDoubles:
+        return write_run(tree, start, Doubles{static_cast<const double*>(values.data)}, n);
+      default:
+        return write_run(tree, start, One{values.one}, n);
+    }
+  }
+
+  static void rebuild(const Tree& tree) { refresh_run(tree, 0, tree.levels.capacity - 1); }
+
+  // -- reading ----------------------------------------------------------------------------------
+
+  static double root(const Tree& tree) { return Op::combine(level(tree, tree.levels.depth - 1)); }
+
+  // The children first .. last - 1 of one node, the others replaced by the identity: the same
+  // order of additions whichever are taken.
+  template <class Child>
+  static double part(const Child* child, std::int64_t first, std::int64_t last) {
+    Child kept[kFan];
+    for (int i = 0; i < kFan; ++i) {
+      kept[i] = i >= first && i < last ? child[i] : static_cast<Child>(Op::kIdentity);
+    }
+    return Op::combine(kept);
+  }
+
+  // Takes what [start, end) does not share with whole nodes of this level, and goes up by one.
+  // True when nothing is left. A range up to the level's last entry takes in the identities behind
+  // it, so that the range of everything is the root, bit for bit.
+  template <class Child>
+  static bool climb(const Child* children, std::int64_t count, std::int64_t& start,
+                    std::int64_t& end, double& sum) {
+    if (end == count) end = eighths(count) << kFanBits;
+    const std::int64_t left = start >> kFanBits, right = end >> kFanBits;
+    if (left == right || count <= kFan) {
+      const std::int64_t base = left << kFanBits;
+      if (start < end) sum = Op::both(sum, part(children + base, start - base, end - base));
+      return true;
+    }
+    if ((start & 7) != 0) sum = Op::both(sum, part(children + kFan * left, start & 7, kFan));
+    if ((end & 7) != 0) sum = Op::both(sum, part(children + kFan * right, 0, end & 7));
+    start = eighths(start);
+    end = right;
+    return false;
+  }
+
+  static double reduce_one(const Tree& tree, std::int64_t start, std::int64_t end) {
+    double sum = Op::kIdentity;
+    if (start == end) return sum;
+    if (climb(leaves(tree), tree.levels.capacity, start, end, sum)) return sum;
+    for (int l = 0; !climb(level(tree, l), tree.levels.count[l], start, end, sum); ++l) {
+    }
+    return sum;
+  }
+
+  static void reduce(const Tree& tree, const std::int64_t* start, const std::int64_t* end,
+                     std::int64_t n, double* out) {
+    for (std::int64_t i = 0; i < n; ++i) out[i] = reduce_one(tree, start[i], end[i]);
+  }
+};
+
+// Descends to the leaf with S_i <= x < S_{i+1}, where S_i is the sum of the leaves before i. In a
+// node with children c_0 .. c_7 it enters the largest j with c_j > 0 and e_j <= x, where e_j is the
+// sum of those before j, and goes on with x - e_j. `Lanes::enter` does that for one node.
+//
+// It never ends in a leaf of weight zero: an entered node has a sum > 0, hence (sums of children
+// that are not negative) a positive child; the first of them has e_j = 0 exactly, and x >= 0, so
+// there is one to enter, and x - e_j >= 0.
+template <class Lanes, class Leaf>
+struct Descent {
+  template <class Child, class Next>
+  static inline void visit(const Child* children, const Next* next, std::int64_t* at, double* x,
+                           std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      at[i] = kFan * at[i] + Lanes::enter(children + kFan * at[i], x[i]);
+      if (next != nullptr) __builtin_prefetch(next + kFan * at[i]);
+    }
+  }
+
+  static void find(const Tree& tree, const double* x, std::int64_t n, std::int64_t* index,
+                   double* weight) {
+    using Walk = Kernels<Sum<Lanes, Leaf>>;
+    const int top = tree.levels.depth - 1;
+    const Leaf* leaf = Walk::leaves(tree);
+    const double* const none = nullptr;
+    const double sum = Walk::root(tree);
+    double rest[kWave];
+    for (std::int64_t begin = 0; begin < n; begin += kWave) {
+      const std::int64_t wave = n - begin < kWave ? n - begin : kWave;
+      std::int64_t* at = index + begin;
+      for (std::int64_t i = 0; i < wave; ++i) {
+        // The sum is added in another order than the e_j, and may differ from them by a rounding;
+        // an infinite x enters the last positive child everywhere.
+        rest[i] = x[begin + i] >= sum ? Limits<double>::kInfinity : x[begin + i];
+        at[i] = 0;
+      }
+      for (int l = top; l > 0; --l) {
+        visit(Walk::level(tree, l), Walk::level(tree, l - 1), at, rest, wave);
+      }
+      visit(Walk::level(tree, 0), leaf, at, rest, wave);
+      visit(leaf, none, at, rest, wave);
+      if (weight != nullptr) {
+        for (std::int64_t i = 0; i < wave; ++i) weight[begin + i] = leaf[at[i]];
+      }
+    }
+  }
+};
+
+template <class Op>
+constexpr TreeKernels kernels_of(decltype(TreeKernels::find) find = nullptr) {
+  using K = Kernels<Op>;
+  return {K::update, K::update_run, K::rebuild, K::root, K::reduce, find};
+}
+
+// One table per tree, of this file's processor.
+template <class Lanes, class Leaf>
+const TreeKernels& tables_of(TreeKind kind) {
+  static constexpr TreeKernels sum = kernels_of<Sum<Lanes, Leaf>>(Descent<Lanes, Leaf>::find);
+  static constexpr TreeKernels min = kernels_of<Min<Leaf>>();
+  static constexpr TreeKernels max = kernels_of<Max<Leaf>>();
+  return kind == TreeKind::kSum ? sum : kind == TreeKind::kMin ? min : max;
+}
+
+}  // namespace
+}  // namespace replaykit

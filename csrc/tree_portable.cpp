@@ -1,0 +1,50 @@
+// Segment trees for any processor.
+#include "tree_kernels.h"
+
+namespace replaykit {
+namespace {
+
+struct Portable {
+  // Halving: the order in which eight lanes of a register are added. All kernels add like this.
+  template <class Child>
+  static inline double sum(const Child* c) {
+    const double s0 = double(c[0]) + double(c[4]), s1 = double(c[1]) + double(c[5]);
+    const double s2 = double(c[2]) + double(c[6]), s3 = double(c[3]) + double(c[7]);
+    return (s0 + s2) + (s1 + s3);
+  }
+
+  // The child to enter; x becomes what is left of it. The prefixes p_j = c_0 + .. + c_j are added
+  // as a scan over eight lanes adds them, in three steps. All kernels add like this, so that they
+  // draw the same.
+  //
+  // With no child negative they do not fall: each p_j is p_{j-1} or an earlier one plus a sum that
+  // is no smaller, and rounding keeps order. And c_j = 0 makes p_j = p_{j-1} exactly, for j <= 6.
+  // So the number of p_0 .. p_6 that are <= x is the largest j with e_j = p_{j-1} <= x, and if it
+  // is less than 7, then p_j > x >= p_{j-1}, hence c_j > 0. Only 7 can be one that is zero.
+  template <class Child>
+  static inline std::int64_t enter(const Child* c, double& x) {
+    const double c2 = c[2], c4 = c[4], c45 = c4 + double(c[5]);
+    double before[kFan];  // e_j
+    before[0] = 0.0;
+    before[1] = c[0];
+    before[2] = before[1] + double(c[1]);
+    before[3] = before[2] + c2;
+    before[4] = before[2] + (c2 + double(c[3]));
+    before[5] = before[4] + c4;
+    before[6] = before[4] + c45;
+    before[7] = before[4] + (c45 + double(c[6]));
+    std::int64_t j = 0;
+    for (int i = 1; i < kFan; ++i) j += before[i] <= x;
+    while (!(c[j] > 0) && j > 0) --j;
+    x -= before[j];
+    return j;
+  }
+};
+
+}  // namespace
+
+const TreeKernels& portable_kernels(TreeKind kind, bool doubles) {
+  return doubles ? tables_of<Portable, double>(kind) : tables_of<Portable, float>(kind);
+}
+
+}  // namespace replaykit

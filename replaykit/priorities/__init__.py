@@ -1,0 +1,36 @@
+"""Segment trees: arrays of numbers that know sums, minima and maxima of their ranges.
+
+What the same operations are called elsewhere:
+
+    ===========================  ==============  ==================  ================
+    here                         ALF             Emote               TorchRL
+    ===========================  ==============  ==================  ================
+    tree[i] = value              same            same                same
+    tree.reduce()                summary()       reduce(0, None)     query(0, n)
+    tree.reduce(start, end)                      reduce(start, end)  query(l, r)
+    sum_tree.reduce(start, end)                  sum(start, end)     query(l, r)
+    sum_tree.find_prefix(value)  find_sum_bound  find_prefixsum_idx  scan_lower_bound
+    min_tree.reduce(start, end)                  min(start, end)     query(l, r)
+    ===========================  ==============  ==================  ================
+
+Ours ends before ``end``, as ranges do in Python. Any capacity will do; ALF and Emote fill leaves
+that were not set with zero and with a neutral element, here it is always the operation's identity.
+
+Example:
+    >>> import torch
+    >>> from replaykit.priorities import MaxSegmentTree, SumSegmentTree
+    >>> weights = SumSegmentTree(5)
+    >>> weights[0:5] = torch.arange(5)
+    >>> weights.total, weights.reduce(1, 3), weights.find_prefix(3.5)
+    (10.0, 3.0, 3)
+    >>> MaxSegmentTree(5).reduce()
+    -inf
+"""
+
+from __future__ import annotations
+
+from replaykit.priorities.extremes import MaxSegmentTree, MinSegmentTree
+from replaykit.priorities.segment_tree import SegmentTree
+from replaykit.priorities.sum_tree import SumSegmentTree
+
+__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
