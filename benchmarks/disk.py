@@ -41,13 +41,24 @@ def measure_disk(folder: Path, nbytes: int) -> tuple[dict[str, float] | None, st
         finally:
             os.close(direct)
         found["reads_per_s_asked_ahead"] = _asked_ahead(name, nbytes)
-        return found, f"a file of {nbytes >> 20} MiB, read with O_DIRECT, 4 KiB at random"
+        remark = f"a file of {nbytes >> 20} MiB, read with O_DIRECT, 4 KiB at random"
+        return found, f"{remark}; left alone, the kernel reads {_read_ahead(folder)} ahead"
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         return None, "not measured: the disk is full"
     finally:
         os.unlink(name)
+
+
+def _read_ahead(folder: Path) -> str:
+    """How much the kernel reads around a page that is touched, at the most."""
+    device = folder.stat().st_dev
+    file = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    try:
+        return f"{int(file.read_text(encoding='ascii'))} KiB"
+    except (OSError, ValueError):
+        return "an unknown amount"
 
 
 def _write(handle: int, nbytes: int) -> float:

@@ -12,9 +12,18 @@ import torch
 
 from benchmarks.contender import Unavailable
 
-__all__ = ["drop", "forget_advice", "resident_bytes", "resident_share", "settle", "touch"]
+__all__ = [
+    "drop",
+    "forget_advice",
+    "read_singly",
+    "resident_bytes",
+    "resident_share",
+    "settle",
+    "touch",
+]
 
 _MADV_NORMAL = 0
+_MADV_RANDOM = 1
 _MADV_DONTNEED = 4
 _SIZE = mmap.PAGESIZE
 
@@ -46,6 +55,12 @@ def forget_advice(tensors: Sequence[torch.Tensor]) -> None:
     """Makes the kernel read ahead as it does for anyone who said nothing."""
     for tensor in tensors:
         _advise(tensor, _MADV_NORMAL)
+
+
+def read_singly(tensors: Sequence[torch.Tensor]) -> None:
+    """Makes the kernel read the pages that are touched and no others, one after another."""
+    for tensor in tensors:
+        _advise(tensor, _MADV_RANDOM)
 
 
 def settle(files: Sequence[Path]) -> None:

@@ -19,7 +19,7 @@ from benchmarks.contender import Unavailable
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Replaykit
 from benchmarks.limits import disk_limit
-from benchmarks.pages import drop, forget_advice, resident_share, settle
+from benchmarks.pages import drop, forget_advice, read_singly, resident_share, settle
 from benchmarks.report import Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions, row_bytes
 from benchmarks.setting import BATCH, Setting
@@ -27,7 +27,7 @@ from benchmarks.stored import tensors_of_storage
 from benchmarks.works.memmap_warm import mapped_in
 from benchmarks.works.transitions import Sampling
 
-__all__ = ["Cold", "Unadvised", "asked", "run"]
+__all__ = ["Cold", "OneByOne", "Unadvised", "asked", "run"]
 
 TARGETS = (Target("without page advice", 1 / 3),)
 ROUNDS = 100
@@ -92,6 +92,14 @@ class Unadvised(Cold):
         forget_advice(self.tensors)
 
 
+class OneByOne(Unadvised):
+    """The same reads, each page read when it is touched and nothing around it."""
+
+    def make(self) -> None:
+        super().make()
+        read_singly(self.tensors)
+
+
 def run(setting: Setting) -> list[Line]:
     """Measures."""
     leaves = make_transitions(setting.rows)
@@ -99,7 +107,10 @@ def run(setting: Setting) -> list[Line]:
     try:
         found, absent = ready(
             Cold(folder / "advised", Replaykit.name, leaves),
-            [Unadvised(folder / "unadvised", "without page advice", leaves)],
+            [
+                Unadvised(folder / "unadvised", "without page advice", leaves),
+                OneByOne(folder / "singly", "page by page", leaves),
+            ],
         )
         times = take_turns(found, rounds=min(setting.rounds, ROUNDS), calls=1)
     finally:

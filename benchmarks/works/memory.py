@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contender import Unavailable
 from benchmarks.holders import Replaykit
 from benchmarks.report import SUBJECT, Line, Target
 from benchmarks.rows import make_transitions, row_bytes
 from benchmarks.setting import Setting
 from benchmarks.stored import distinct_bytes, tensors_of_storage, tensors_within
-from benchmarks.works.trees import new_sum_tree
+from replaykit.priorities import SumSegmentTree
 
 __all__ = ["asked", "run"]
 
@@ -48,16 +47,7 @@ def _records(setting: Setting) -> list[Line]:
 
 
 def _tree(setting: Setting) -> Line:
-    try:
-        tree = new_sum_tree(setting.rows)
-    except Unavailable as error:
-        return Line(TREE, SUBJECT, at_most=TREE_AT_MOST, missing=str(error))
+    tree = SumSegmentTree(setting.rows, dtype=torch.float32)
     tree.load(torch.ones(setting.rows))
-    tensors = tensors_within(tree)
-    if not tensors:
-        return Line(
-            TREE, SUBJECT, at_most=TREE_AT_MOST, missing="its memory cannot be seen from Python"
-        )
-    return Line(
-        TREE, SUBJECT, distinct_bytes(tensors) / setting.rows, "B/row", at_most=TREE_AT_MOST
-    )
+    found = distinct_bytes(tensors_within(tree)) / setting.rows
+    return Line(TREE, SUBJECT, found, "B/row", at_most=TREE_AT_MOST)

@@ -17,8 +17,9 @@ from benchmarks.limits import tree_limit
 from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
 from benchmarks.setting import BATCH, Setting
 from replaykit import native
+from replaykit.priorities import SumSegmentTree
 
-__all__ = ["BinaryTree", "SumTree", "asked", "new_sum_tree", "run"]
+__all__ = ["BinaryTree", "SumTree", "asked", "run"]
 
 YARDSTICK = "binary tree"
 GROWTH = 10
@@ -44,15 +45,6 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
             (rows * GROWTH, (Target(_smaller(rows), 1.7),)),
         )
     }
-
-
-def new_sum_tree(leaves: int) -> Any:
-    """Returns replaykit's tree of float32 leaves; Unavailable where there is none."""
-    try:
-        from replaykit.priorities import SumSegmentTree
-    except ImportError as error:
-        raise Unavailable("this replaykit has no SumSegmentTree") from error
-    return SumSegmentTree(leaves, dtype=torch.float32)
 
 
 class Tree(ABC):
@@ -88,7 +80,7 @@ class SumTree(Tree):
 
     def __init__(self, leaves: int) -> None:
         super().__init__(leaves)
-        self.tree = new_sum_tree(leaves)
+        self.tree = SumSegmentTree(leaves, dtype=torch.float32)
 
     def load(self, weights: torch.Tensor) -> None:
         self.tree.load(weights)

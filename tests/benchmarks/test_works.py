@@ -19,7 +19,9 @@ from benchmarks.holders import RawTorch, Replaykit
 from benchmarks.machine import fingerprint
 from benchmarks.rows import make_transitions, row_bytes
 from benchmarks.works.transitions import Sampling
+from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
 from benchmarks.works.writes import Writing
+from replaykit.native import HAS_CORE
 
 HERE = Calibration(
     host=fingerprint(),
@@ -73,6 +75,9 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     for title in ("add 1", "extend 8", "extend 64", "images, 300 x 2 x 3x64x64"):
         assert lines[title, "replaykit"]["value"] > 0
     assert lines["memory of records", "raw bytes"]["value"] == 170
+    assert lines["256 draws, 20,000 leaves", "replaykit, 2,000"]["at_most"] == 1.7
+    assert lines["256 updates, 2,000 leaves", "binary tree"]["at_most"] == 0.25
+    assert lines["memory of a float32 tree", "replaykit"]["value"] > 4
     cpprb = "uniform sample, 2,000 rows: cpprb"
     assert "cpprb" in record["left_out"][cpprb]
     text = capsys.readouterr().out
@@ -127,6 +132,42 @@ class Forgetful(RawTorch):
     def writer(self, count: int) -> Any:
         write = super().writer(count)
         return lambda block: write({**block, ("action",): torch.zeros_like(block["action",])})
+
+
+class Neighbour(SumTree):
+    """Finds the leaf beside the right one."""
+
+    def find(self, prefix: torch.Tensor) -> torch.Tensor:
+        return (super().find(prefix) + 1) % self.leaves
+
+
+class Stale(SumTree):
+    """Takes new weights and keeps the old ones."""
+
+    def updater(self) -> Any:
+        return lambda index, weights: None
+
+
+class Flat(SumTree):
+    """Draws all leaves that have a weight alike."""
+
+    def drawer(self) -> Any:
+        leaves = (self.tree.leaves > 0).nonzero().flatten()
+        return lambda: leaves[torch.randint(len(leaves) // 2, (256,))]
+
+
+@pytest.mark.parametrize("kind", [Neighbour, Stale, Flat])
+def test_a_tree_that_does_other_work_is_refused(kind: Any) -> None:
+    found, absent = ready(Drawing(SumTree, "ours", 1000), [Drawing(kind, "wrong", 1000)])
+    assert list(found) == ["ours"]
+    assert absent["wrong"].startswith("refused")
+
+
+@pytest.mark.skipif(not HAS_CORE, reason="the yardstick is part of the compiled core")
+def test_the_yardstick_passes_the_same_checks() -> None:
+    found, absent = ready(Updating(SumTree, "ours", 999), [Updating(BinaryTree, "other", 999)])
+    assert list(found) == ["ours", "other"]
+    assert not absent
 
 
 @pytest.mark.parametrize(
