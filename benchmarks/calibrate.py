@@ -26,11 +26,12 @@ __all__ = ["calibrate"]
 
 LINE = 64
 LOADS = 400_000
+TRIES = 15
 ROW_BYTES = (16, 64, 256, 1024, 4096, 28224)
 BATCH = 256
 
 
-def best(action: Callable[[], object], tries: int = 5) -> float:
+def best(action: Callable[[], object], tries: int = TRIES) -> float:
     """Returns the seconds of the fastest of several calls, the first of which is not counted."""
     action()
     spent = []
@@ -150,8 +151,8 @@ def calibrate(scratch: Path, *, threads: int = 2, quick: bool = False) -> Calibr
     rows = _gather_times(table, 60 if quick else 200)
     del table
     notes = {
-        "rates": f"{nbytes >> 20} MiB copied and read, best of 5",
-        "lines": f"{LOADS} loads, best of 5; over at most {largest >> 20} MiB",
+        "rates": f"{nbytes >> 20} MiB copied and read, best of {TRIES}",
+        "lines": f"{LOADS} loads, best of {TRIES}; over at most {largest >> 20} MiB",
         "latency of one load": "not measured: needs a compiled chain of loads",
     }
     if "core" not in rows:

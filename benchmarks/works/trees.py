@@ -27,7 +27,7 @@ GROWTH = 10
 
 
 def _title(work: str, leaves: int) -> str:
-    return f"{BATCH} {work}, {leaves:,} leaves"
+    return f"tree: {BATCH} {work}, {leaves:,}"
 
 
 def _smaller(leaves: int) -> str:
@@ -39,7 +39,7 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
     rows = setting.rows
     return {
         _title(work, leaves): targets
-        for work in ("draws", "updates")
+        for work in WORKS
         for leaves, targets in (
             (rows, (Target(YARDSTICK, 1 / 4),)),
             (rows * GROWTH, (Target(_smaller(rows), 1.7),)),
@@ -59,7 +59,8 @@ class Tree(ABC):
     def load(self, weights: torch.Tensor) -> None: ...
 
     @abstractmethod
-    def find(self, prefix: torch.Tensor) -> torch.Tensor: ...
+    def find(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Returns the leaves in which running sums pass these values."""
 
     @abstractmethod
     def total(self) -> float: ...
@@ -191,6 +192,16 @@ class Drawing(_OnTree):
         return lambda _: draw()
 
 
+class Finding(_OnTree):
+    """256 leaves by weight, of which the random numbers are given: the tree and nothing else."""
+
+    def inputs(self, calls: int) -> Iterable[Any]:
+        return list(torch.rand(calls, BATCH, dtype=torch.float64).mul_(self.tree.total()))
+
+    def timed(self) -> Callable[[Any], Any]:
+        return self.tree.find
+
+
 class Updating(_OnTree):
     """256 new weights at random leaves."""
 
@@ -203,10 +214,16 @@ class Updating(_OnTree):
         return lambda given: update(*given)
 
 
+WORKS: dict[str, type[_OnTree]] = {
+    "draws": Drawing,
+    "finds": Finding,
+    "updates": Updating,
+}
+
+
 def run(setting: Setting) -> list[Line]:
     """Measures."""
-    works: dict[str, type[_OnTree]] = {"draws": Drawing, "updates": Updating}
-    return [line for work, kind in works.items() for line in _measure(setting, work, kind)]
+    return [line for work, kind in WORKS.items() for line in _measure(setting, work, kind)]
 
 
 def _measure(setting: Setting, work: str, kind: type[_OnTree]) -> list[Line]:

@@ -75,8 +75,8 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     for title in ("add 1", "extend 8", "extend 64", "images, 300 x 2 x 3x64x64"):
         assert lines[title, "replaykit"]["value"] > 0
     assert lines["memory of records", "raw bytes"]["value"] == 170
-    assert lines["256 draws, 20,000 leaves", "replaykit, 2,000"]["at_most"] == 1.7
-    assert lines["256 updates, 2,000 leaves", "binary tree"]["at_most"] == 0.25
+    assert lines["tree: 256 draws, 20,000", "replaykit, 2,000"]["at_most"] == 1.7
+    assert lines["tree: 256 updates, 2,000", "binary tree"]["at_most"] == 0.25
     assert lines["memory of a float32 tree", "replaykit"]["value"] > 4
     cpprb = "uniform sample, 2,000 rows: cpprb"
     assert "cpprb" in record["left_out"][cpprb]
