@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import replaykit
 from benchmarks.contender import Contender, Unavailable, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Cpprb, Holder, Replaykit, TorchRL
@@ -16,6 +15,7 @@ from benchmarks.limits import Limit, gather_limit, tree_limit
 from benchmarks.report import Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions, row_bytes
 from benchmarks.setting import BATCH, Setting
+from replaykit import TensorDictPrioritizedReplayBuffer
 
 __all__ = ["asked", "run"]
 
@@ -36,11 +36,10 @@ class PrioritizedReplaykit(Replaykit):
     """replaykit's TensorDictPrioritizedReplayBuffer; errors go back with the batch."""
 
     def new_buffer(self) -> Any:
-        kind = getattr(replaykit, "TensorDictPrioritizedReplayBuffer", None)
-        if kind is None:
-            raise Unavailable("this replaykit has no TensorDictPrioritizedReplayBuffer")
         storage = self.storage(self.rows)
-        return kind(alpha=ALPHA, beta=BETA, eps=EPS, storage=storage, batch_size=BATCH)
+        return TensorDictPrioritizedReplayBuffer(
+            alpha=ALPHA, beta=BETA, eps=EPS, storage=storage, batch_size=BATCH
+        )
 
     def check_label(self) -> None:
         sampler = type(self.buffer.sampler).__name__
@@ -88,14 +87,14 @@ class PrioritizedTorchRL(PrioritizedReplaykit):
 
     def new_buffer(self) -> Any:
         TorchRL.quiet()
-        from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+        from torchrl import data
 
         try:
-            return TensorDictPrioritizedReplayBuffer(
+            return data.TensorDictPrioritizedReplayBuffer(
                 alpha=ALPHA,
                 beta=BETA,
                 eps=EPS,
-                storage=LazyTensorStorage(self.rows),
+                storage=data.LazyTensorStorage(self.rows),
                 batch_size=BATCH,
             )
         except RuntimeError as error:  # its compiled trees are not there for every torch

@@ -18,6 +18,7 @@ from benchmarks.harness import ready
 from benchmarks.holders import RawTorch, Replaykit
 from benchmarks.machine import fingerprint
 from benchmarks.rows import make_transitions, row_bytes
+from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
 from benchmarks.works.transitions import Sampling
 from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
 from benchmarks.works.writes import Writing
@@ -75,6 +76,9 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     for title in ("add 1", "extend 8", "extend 64", "images, 300 x 2 x 3x64x64"):
         assert lines[title, "replaykit"]["value"] > 0
     assert lines["memory of records", "raw bytes"]["value"] == 170
+    prioritized = "prioritized sample + update, 2,000"
+    assert lines[prioritized, "replaykit"]["value"] > 0
+    assert lines[prioritized, "cpprb"]["at_most"] == 0.2
     assert lines["tree: 256 draws, 20,000", "replaykit, 2,000"]["at_most"] == 1.7
     assert lines["tree: 256 updates, 2,000", "binary tree"]["at_most"] == 0.25
     assert lines["memory of a float32 tree", "replaykit"]["value"] > 4
@@ -167,6 +171,32 @@ def test_the_yardstick_passes_the_same_checks_or_is_named() -> None:
     found, absent = ready(Updating(SumTree, "ours", 999), [Updating(BinaryTree, "other", 999)])
     assert list(found) == (["ours", "other"] if HAS_CORE else ["ours"])
     assert absent == ({} if HAS_CORE else {"other": "this core has no binary tree to compare with"})
+
+
+class Unweighted(PrioritizedReplaykit):
+    """Gives every row the same weight."""
+
+    def weights(self, batch: Any) -> torch.Tensor:
+        return torch.ones(len(super().weights(batch)))
+
+
+class Unmoved(PrioritizedReplaykit):
+    """Takes no priorities at all."""
+
+    def prioritize(self, priorities: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"), [(Unweighted, "weights are not"), (Unmoved, "frequencies are not")]
+)
+def test_another_law_is_refused(kind: Any, complaint: str) -> None:
+    leaves = make_transitions(1000)
+    found, absent = ready(
+        Stepping(PrioritizedReplaykit, "ours", leaves), [Stepping(kind, "wrong", leaves)]
+    )
+    assert list(found) == ["ours"]
+    assert complaint in absent["wrong"]
 
 
 @pytest.mark.parametrize(
