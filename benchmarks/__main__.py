@@ -17,7 +17,7 @@ from benchmarks.calibrate import calibrate, print_calibration
 from benchmarks.calibration import Calibration, OtherHost, load, save
 from benchmarks.contender import Mismatch
 from benchmarks.harness import seed_all
-from benchmarks.machine import describe
+from benchmarks.machine import Neighbours, describe
 from benchmarks.report import Line, print_lines
 from benchmarks.setting import Setting
 from benchmarks.works import WORKS, measure
@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     machine = ", ".join(f"{key} {value}" for key, value in describe().items())
     print(textwrap.fill(machine, 100, break_on_hyphens=False))
+    neighbours = Neighbours()
     with tempfile.TemporaryDirectory(prefix="replaykit-bench-", dir=options.scratch) as scratch:
         try:
             lines, record = _run(options, Path(scratch))
@@ -121,6 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_lines(lines)
     if (options.rows, options.images) != ASKED:
         print(f"what is asked, is asked of {ASKED[0]:,} rows and {ASKED[1]:,} of images")
+    record["others"] = share = neighbours.share()
+    if share is not None:
+        print(
+            f"others took {share:.0%} of the processors meanwhile" + ", too much" * (share > 0.05)
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return int(options.check and any(line.is_met is False for line in lines))

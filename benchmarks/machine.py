@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["describe", "fingerprint", "memory_bytes"]
+__all__ = ["Neighbours", "describe", "fingerprint", "memory_bytes"]
 
 
 def _processor() -> str:
@@ -77,3 +77,31 @@ def describe() -> dict[str, Any]:
         "core": "yes" if HAS_CORE else f"no: {WHY_NOT}",
         **{name: _version(name) for name in ("tensordict", "torchrl", "cpprb")},
     }
+
+
+class Neighbours:
+    """How much of the machine others took since this was made, or None where nobody counts."""
+
+    def __init__(self) -> None:
+        self._before = self._ticks()
+
+    @staticmethod
+    def _ticks() -> tuple[float, float, float] | None:
+        """Seconds of all processors so far, those that were busy, and those of this process."""
+        try:
+            line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        except OSError:
+            return None
+        user, nice, system, idle, waiting, *rest = (int(part) for part in line.split()[1:9])
+        busy = user + nice + system + sum(rest)
+        second = os.sysconf("SC_CLK_TCK")
+        own = os.times()
+        return (busy + idle + waiting) / second, busy / second, own.user + own.system
+
+    def share(self) -> float | None:
+        """Returns the share of the processors' time that others took, in 0 .. 1."""
+        now = self._ticks()
+        if now is None or self._before is None:
+            return None
+        total, busy, own = (a - b for a, b in zip(now, self._before, strict=True))
+        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0

@@ -11,7 +11,7 @@ from benchmarks import calibrate as calibrating
 from benchmarks.calibration import Calibration, OtherHost, load, save
 from benchmarks.disk import measure_disk
 from benchmarks.limits import copy_limit, disk_limit, gather_limit, tree_limit
-from benchmarks.machine import fingerprint
+from benchmarks.machine import Neighbours, fingerprint
 
 KNOWN = Calibration(
     host=fingerprint(),
@@ -87,3 +87,11 @@ def test_a_disk_that_cannot_be_measured_is_a_remark(
     found, reason = measure_disk(tmp_path, 1 << 20)
     assert found is None
     assert "page cache" in reason
+
+
+def test_what_others_take_is_told_apart_from_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([(100.0, 10.0, 5.0), (120.0, 22.0, 13.0)])
+    monkeypatch.setattr(Neighbours, "_ticks", lambda self: next(seconds))
+    assert Neighbours().share() == pytest.approx((12 - 8) / 20)
+    monkeypatch.setattr(Neighbours, "_ticks", lambda self: None)
+    assert Neighbours().share() is None

@@ -64,6 +64,7 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, record = run(tmp_path)
     assert status == 0
     assert record["machine"]["processor"] == fingerprint()["processor"]
+    assert record["others"] is None or 0 <= record["others"] <= 1
     assert (record["rows"], record["images"], record["rounds"]) == (2000, 300, 3)
     lines = {(line["work"], line["name"]): line for line in record["lines"]}
     ours = lines["uniform sample, 2,000 rows", "replaykit"]
