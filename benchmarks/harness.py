@@ -1,129 +1,155 @@
-"""Taking turns: every contender once per round, medians over rounds, ratios before times."""
+"""Taking turns: contenders made and checked, then each of them once per round.
+
+Every other round goes backwards. In a turn every call has fresh inputs, made outside the timer, and
+is timed alone, less what timing an empty call costs. A ratio is that of two turns of one round.
+Python's cyclic collector is off during the rounds, what lives before them is frozen, and the young
+generation is collected between rounds, outside the timers.
+"""
 
 from __future__ import annotations
 
 import gc
-import platform
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Contender", "Timing", "describe_machine", "measure", "print_timings"]
+from benchmarks.contender import Contender, Mismatch, Unavailable
+
+__all__ = ["Ratio", "Times", "compare", "quantile", "ready", "seed_all", "take_turns"]
+
+WARM_UP = 15
+"""Calls before the first round: allocators and caches settle."""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Someone who does a piece of work: a name, and the call that does it once."""
+class Times:
+    """Microseconds of one contender: one figure a round, and every single call."""
 
-    name: str
-    call: Callable[[], Any]
+    rounds: Sequence[float]
+    calls: Sequence[float]
+
+    @property
+    def median_us(self) -> float:
+        """Median over rounds of the time per call."""
+        return statistics.median(self.rounds)
+
+    @property
+    def p99_us(self) -> float:
+        """The call that 99 % of the calls are at least as fast as."""
+        return quantile(self.calls, 0.99)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Microseconds per call over all rounds, and the ratio to the first contender per round."""
+class Ratio:
+    """A time over another of the same round: the median over rounds, and the middle 90 %."""
 
-    work: str
-    name: str
-    median_us: float
-    p99_us: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    median: float
+    low: float
+    high: float
 
 
-def measure(
-    work: str, contenders: Sequence[Contender], *, rounds: int = 200, calls: int = 10
-) -> list[Timing]:
+def quantile(values: Iterable[float], share: float) -> float:
+    """Returns the smallest value that ``share`` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def compare(subject: Times, other: Times) -> Ratio:
+    """Returns the subject's time over the other's, round by round."""
+    ratios = [a / b for a, b in zip(subject.rounds, other.rounds, strict=True)]
+    return Ratio(statistics.median(ratios), quantile(ratios, 0.05), quantile(ratios, 0.95))
+
+
+def ready(
+    subject: Contender, others: Sequence[Contender]
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Makes and checks contenders: those to be timed by name, and why the others are not.
+
+    Raises:
+        Unavailable: what is to be shown does not exist here.
+        Mismatch: what is to be shown returns wrong values. Another contender that does is left
+            out with the reason: it is not timed either.
+    """
+    subject.make()
+    subject.check()
+    found, absent = {subject.name: subject}, {}
+    for other in others:
+        try:
+            other.make()
+            other.check()
+        except (ImportError, Unavailable) as error:
+            absent[other.name] = str(error)
+        except Mismatch as error:
+            absent[other.name] = f"refused, it is not the same work: {error}"
+            print(f"{other.name} {absent[other.name]}", file=sys.stderr)
+        else:
+            found[other.name] = other
+    return found, absent
+
+
+def take_turns(
+    contenders: Mapping[str, Contender], *, rounds: int, calls: int = 10
+) -> dict[str, Times]:
     """Times contenders in turn.
 
     Args:
-        rounds: in each of them every contender makes ``calls`` calls in a row.
-        calls: more of them where a call is short next to the clock.
-
-    Returns:
-        A timing for each. Ratios are to the first contender, round by round: median and the
-        middle 90 %.
+        contenders: checked ones, as `ready` returns them.
+        rounds: turns of each.
+        calls: calls in a turn; every one of them has inputs of its own.
     """
-    for contender in contenders:
-        for _ in range(15):
-            contender.call()
-    spent: list[list[float]] = [[] for _ in contenders]
+    works = {name: contender.timed() for name, contender in contenders.items()}
+    for name, contender in contenders.items():
+        for start in range(0, WARM_UP, calls):
+            for given in contender.inputs(min(calls, WARM_UP - start)):
+                works[name](given)
+    clock = _clock_us()
+    turns: dict[str, list[float]] = {name: [] for name in contenders}
+    every: dict[str, list[float]] = {name: [] for name in contenders}
     was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for times, contender in zip(spent, contenders, strict=True):
-                start = time.perf_counter()
-                for _ in range(calls):
-                    contender.call()
-                times.append((time.perf_counter() - start) / calls * 1e6)
+        for turn in range(rounds):
+            # There and back: nobody always comes after the one who empties the caches.
+            for name in list(contenders)[:: -1 if turn % 2 else 1]:
+                spent = _timed(works[name], contenders[name].inputs(calls))
+                spent = [max(us - clock, 1e-3) for us in spent]
+                turns[name].append(sum(spent) / len(spent))
+                every[name] += spent
             gc.collect(0)
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
-    timings = []
-    for times, contender in zip(spent, contenders, strict=True):
-        ratios = sorted(a / b for a, b in zip(times, spent[0], strict=True))
-        timings.append(
-            Timing(
-                work,
-                contender.name,
-                statistics.median(times),
-                sorted(times)[int(0.99 * (len(times) - 1))],
-                statistics.median(ratios),
-                ratios[int(0.05 * (len(ratios) - 1))],
-                ratios[int(0.95 * (len(ratios) - 1))],
-            )
-        )
-    return timings
+    return {name: Times(turns[name], every[name]) for name in contenders}
 
 
-def print_timings(timings: Sequence[Timing]) -> None:
-    """Prints a table: time per call, and how many times the first contender's that is."""
-    head = f"{'work':<28} {'contender':<14} {'median us':>10} {'p99 us':>10} {'ratio':>7}  5-95 %"
-    print(head)
-    print("-" * len(head))
-    work = None
-    for timing in timings:
-        if work is not None and timing.work != work:
-            print()
-        shown = timing.work if timing.work != work else ""
-        work = timing.work
-        print(
-            f"{shown:<28} {timing.name:<14} {timing.median_us:>10.1f} {timing.p99_us:>10.1f} "
-            f"{timing.ratio:>7.2f}  {timing.ratio_low:.2f}-{timing.ratio_high:.2f}"
-        )
+def _timed(work: Callable[[object], object], inputs: Iterable[object]) -> list[float]:
+    spent = []
+    clock = time.perf_counter_ns
+    for given in inputs:
+        start = clock()
+        # Kept until the clock has stopped: a training loop frees a batch after it was used.
+        kept = work(given)
+        spent.append((clock() - start) / 1e3)
+        del kept
+    return spent
 
 
-def describe_machine() -> dict[str, Any]:
-    """Returns what the figures depend on."""
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
-        processor = f"{names[0]} x {len(names)}" if names else processor
-    except OSError:
-        pass
-    import tensordict
+def _clock_us() -> float:
+    """What timing an empty call costs."""
+    return statistics.median(_timed(lambda given: given, [None] * 2000))
 
-    from replaykit.native import HAS_CORE
 
-    return {
-        "processor": processor,
-        "threads": torch.get_num_threads(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "tensordict": tensordict.__version__,
-        "core": HAS_CORE,
-    }
+def seed_all() -> None:
+    """Seeds the generators that contenders draw from."""
+    import numpy as np
+
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (cpprb draws from the global one)

@@ -10,13 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from replaykit._version import __version__
-from replaykit.buffer import ConditionalUpdateResult, ReplayBuffer, TensorDictReplayBuffer
+from replaykit.buffer import (
+    ConditionalUpdateResult,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    PrioritizedSampler,
     RandomSampler,
     Sampler,
     SamplerWithoutReplacement,
     SampleUnit,
+    SchedulerList,
+    StepScheduler,
     Transition,
 )
 from replaykit.storages import (
@@ -58,12 +70,17 @@ __all__ = [
     "ConditionalUpdateResult",
     "ExcludeTransform",
     "ImmutableDatasetWriter",
+    "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
+    "LinearScheduler",
     "ListStorage",
     "MaxSegmentTree",
     "MinSegmentTree",
+    "ParameterScheduler",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "RenameTransform",
     "ReplayBuffer",
@@ -72,10 +89,13 @@ __all__ = [
     "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SchedulerList",
     "SelectTransform",
+    "StepScheduler",
     "Storage",
     "SumSegmentTree",
     "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

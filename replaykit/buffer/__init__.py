@@ -1,6 +1,13 @@
 """Composition: a storage, a sampler and a writer as one buffer."""
 
 from replaykit.buffer.conditional import ConditionalUpdateResult
+from replaykit.buffer.named import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
 from replaykit.buffer.replay import ReplayBuffer, TensorDictReplayBuffer
 
-__all__ = ["ConditionalUpdateResult", "ReplayBuffer", "TensorDictReplayBuffer"]
+__all__ = [
+    "ConditionalUpdateResult",
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+]

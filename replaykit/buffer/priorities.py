@@ -54,7 +54,10 @@ class Priorities(BufferCore):
                 stacklevel=2,
             )
             return
-        values = torch.as_tensor(priority)
+        values = priority
+        if not isinstance(values, torch.Tensor):
+            # As torch would take them, numbers of Python would lose half of their digits.
+            values = torch.as_tensor(priority, dtype=torch.float64)
         if values.ndim > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
             values = values.reshape(-1)
         elif self._storage.ndim > 1 and values.ndim == self._storage.ndim:
@@ -172,4 +175,5 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
             f"expected priorities that are finite and not negative under {format_key(key)}, "
             f"got {float(reduced[row])} at row {row}"
         )
+    sampler.check_priorities(reduced)
     return reduced

@@ -102,6 +102,7 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     buffer._chain.check_state(state.transforms)
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
+    _check_stored(sampler, sampler_state, state.content)
     target, rows = _place(buffer, state)
     _check_rows(prepared, state)
 
@@ -134,6 +135,16 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
         sampler.put_back([drawn.anchors for drawn in prepared], storage)
     if rows is not None:
         sampler.moved(rows, storage)
+
+
+def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
+    """Raises ValueError where a sampler's state tells of another number of rows."""
+    known = sampler.stored_in(saved)
+    if known is None or content is None:
+        return
+    stored = content.rows * content.lanes.numel()
+    if known != stored:
+        raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
 
 
 def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | None]:

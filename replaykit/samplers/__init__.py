@@ -1,8 +1,28 @@
 """Which records come next."""
 
 from replaykit.samplers.base import Sampler
+from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.random import RandomSampler
+from replaykit.samplers.schedulers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    SchedulerList,
+    StepScheduler,
+)
 from replaykit.samplers.units import SampleUnit, Transition
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 
-__all__ = ["RandomSampler", "SampleUnit", "Sampler", "SamplerWithoutReplacement", "Transition"]
+__all__ = [
+    "LambdaScheduler",
+    "LinearScheduler",
+    "ParameterScheduler",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "SampleUnit",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SchedulerList",
+    "StepScheduler",
+    "Transition",
+]

@@ -150,6 +150,12 @@ class Sampler(ABC):
             stacklevel=3,
         )
 
+    def check_priorities(self, priority: torch.Tensor) -> None:
+        """Raises ValueError where ``update_priority`` would refuse priorities ``[K]``.
+
+        Asked before records that carry priorities are stored.
+        """
+
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,6 +170,10 @@ class Sampler(ABC):
         if not isinstance(state_dict, dict) or state_dict.get("_kind") != self.kind:
             found = state_dict.get("_kind") if isinstance(state_dict, dict) else state_dict
             raise ValueError(f"expected the state of a {self.kind!r} sampler, got {found!r}")
+
+    def stored_in(self, state_dict: dict[str, Any]) -> int | None:
+        """Number of stored records that a checked state tells of; None where it does not count."""
+        return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state over; ValueError where it is not one of this kind of sampler."""

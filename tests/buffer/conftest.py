@@ -18,6 +18,7 @@ from replaykit import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
@@ -82,12 +83,14 @@ _SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "without": SamplerWithoutReplacement,
     "ordered": lambda: SamplerWithoutReplacement(shuffle=False),
     "drop_last": lambda: SamplerWithoutReplacement(drop_last=True),
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.9),
+    "stratified": lambda: PrioritizedSampler(alpha=0.7, beta=0.9, stratified=True),
 }
 
 
 @pytest.fixture(scope="session")
 def sampler_of() -> Callable[[str], Sampler]:
-    """``sampler_of(kind)`` for random, without, ordered, drop_last."""
+    """``sampler_of(kind)`` for random, without, ordered, drop_last, prioritized, stratified."""
     return lambda kind: _SAMPLERS[kind]()
 
 

@@ -26,7 +26,7 @@ from replaykit import (
     prefetch=st.integers(1, 8),
     count=st.integers(1, 23),
     batch_size=st.integers(1, 9),
-    sampler=st.sampled_from(["random", "without", "ordered", "drop_last"]),
+    sampler=st.sampled_from(["random", "without", "ordered", "drop_last", "prioritized"]),
     kind=st.sampled_from(["list", "tensor"]),
 )
 @settings(max_examples=60, deadline=None)

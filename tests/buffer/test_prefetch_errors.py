@@ -44,7 +44,7 @@ def test_an_error_of_a_transform_is_raised_where_its_batch_would_come(
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
-@pytest.mark.parametrize("sampler", ["random", "without"])
+@pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])
 def test_a_batch_that_failed_comes_as_if_nothing_had_failed(
     sampler: str, prefetch: int | None, buffer_of: Any
 ):

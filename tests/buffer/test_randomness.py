@@ -28,7 +28,7 @@ def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
 
 @pytest.mark.pitfall("PR5")
 @pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered"])
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized", "stratified"])
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_no_global_generator_is_read_or_advanced(
     sampler: str, prefetch: int | None, buffer_of: Any, rows: Any
@@ -49,7 +49,7 @@ def test_no_global_generator_is_read_or_advanced(
 
 
 @pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without"])
+@pytest.mark.parametrize("sampler", ["random", "without", "prioritized", "stratified"])
 @pytest.mark.parametrize("prefetch", [None, 3])
 def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer_of: Any):
     """RD14: the same seed and calls give the same rows, whatever the global generator does."""

@@ -34,7 +34,7 @@ class Point(TensorClass):
 @pytest.mark.pitfall("BD9")
 @pytest.mark.pitfall("RD4")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered"])
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized"])
 @pytest.mark.parametrize("track", [False, True])
 def test_a_batch_has_its_rows_their_index_and_no_more(
     kind: str, sampler: str, track: bool, buffer_of: Any, rows: Any, check_whole: Any
@@ -45,11 +45,14 @@ def test_a_batch_has_its_rows_their_index_and_no_more(
     buffer.extend(rows(11))
     data, info = buffer.sample(5, return_info=True)
     extra = {"index", "index_generation"} if track else {"index"}
+    if sampler == "prioritized":
+        extra = {"index", "index_generation", "priority_weight"}
     assert set(data.keys()) == {"id", "observation", "pixels", "next"} | extra
     assert set(info) == extra
     assert data.batch_size == (5,)
     for key in extra:
-        assert (info[key].shape, info[key].dtype) == ((5,), torch.int64)
+        dtype = torch.float32 if key == "priority_weight" else torch.int64
+        assert (info[key].shape, info[key].dtype) == ((5,), dtype)
         assert info[key] is data[key] or torch.equal(info[key], data[key])
     slots = {number % 8: number for number in range(11)}
     assert check_whole(data) == [slots[i] for i in data["index"].tolist()]
@@ -59,7 +62,7 @@ def test_a_batch_has_its_rows_their_index_and_no_more(
 
 
 @pytest.mark.pitfall("BD9")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered"])
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized"])
 def test_an_index_has_a_coordinate_per_dimension_of_the_storage(sampler: str, buffer_of: Any):
     """BD9: ``[B, ndim]``, never a tuple."""
     buffer = buffer_of("tensor", 24, ndim=3, sampler=sampler)

@@ -34,7 +34,7 @@ KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 @pytest.mark.pitfall("CK15")
 @pytest.mark.pitfall("RD3")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last"])
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last", "prioritized"])
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("loads_prefetch", [None, 2])
 def test_the_next_batches_are_those_the_original_gives(

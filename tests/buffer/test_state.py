@@ -151,7 +151,7 @@ def test_every_storage_gives_its_rows_to_every_other(
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last"])
+@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last", "prioritized"])
 def test_every_combination_can_be_saved_and_loaded(
     kind: str,
     sampler: str,

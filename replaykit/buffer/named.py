@@ -1,0 +1,120 @@
+"""Buffers under the names that code for prioritized replay uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replaykit.buffer.replay import ReplayBuffer
+from replaykit.samplers import PrioritizedSampler
+
+__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A ReplayBuffer with a PrioritizedSampler as large as its storage.
+
+    Args:
+        alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm, stratified:
+            of the PrioritizedSampler.
+        sampler: takes its place.
+        sampler_device: where priorities lie; by default with the storage.
+        kwargs: everything else that a ReplayBuffer takes.
+
+    Raises:
+        TypeError: ``sampler`` with ``sampler_device``, or what a ReplayBuffer does not take.
+        ValueError: as a ReplayBuffer and a PrioritizedSampler do.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, PrioritizedReplayBuffer
+        >>> rb = PrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(100),
+        ...                              batch_size=4)
+        >>> _ = rb.extend(TensorDict({"observation": torch.randn(20, 3)}, [20]))
+        >>> batch = rb.sample()
+        >>> rb.update_priority(batch["index"], torch.rand(4), generation=batch["index_generation"])
+        >>> batch["priority_weight"].tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        sampler: Any = None,
+        sampler_device: torch.device | str | int | None = None,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        weight_norm: str = "global",
+        stratified: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if sampler is not None and sampler_device is not None:
+            raise TypeError("expected sampler or sampler_device, got both")
+        own = PrioritizedSampler(
+            alpha=alpha,
+            beta=beta,
+            eps=eps,
+            dtype=dtype,
+            reduction=reduction,
+            max_priority_within_buffer=max_priority_within_buffer,
+            device=sampler_device,
+            weight_norm=weight_norm,
+            stratified=stratified,
+        )
+        super().__init__(sampler=own if sampler is None else sampler, **kwargs)
+
+
+class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer):
+    """The same as PrioritizedReplayBuffer, under the name that code for TensorDicts uses.
+
+    Args:
+        alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: of the
+            PrioritizedSampler.
+        priority_key: where written data and learners put priorities.
+        sampler_device: where priorities lie; by default with the storage.
+        kwargs: everything else that a ReplayBuffer takes, ``sampler`` apart.
+
+    Raises:
+        TypeError: ``sampler``, or what a ReplayBuffer does not take.
+        ValueError: as a ReplayBuffer and a PrioritizedSampler do.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, batch_size=8,
+        ...                                        storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(TensorDict({"observation": torch.randn(50, 3)}, [50]))
+        >>> batch = rb.sample()
+        >>> batch["td_error"] = torch.rand(8)
+        >>> rb.update_tensordict_priority(batch)
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        priority_key: Any = "td_error",
+        eps: float = 1e-8,
+        sampler_device: torch.device | str | int | None = None,
+        reduction: str = "max",
+        **kwargs: Any,
+    ) -> None:
+        if "sampler" in kwargs:
+            raise TypeError("a TensorDictPrioritizedReplayBuffer makes its own sampler; got one")
+        super().__init__(
+            alpha=alpha,
+            beta=beta,
+            priority_key=priority_key,
+            eps=eps,
+            sampler_device=sampler_device,
+            reduction=reduction,
+            **kwargs,
+        )

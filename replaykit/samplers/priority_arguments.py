@@ -1,0 +1,179 @@
+"""What users give to ``update_priority``, brought to elements and one priority each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from replaykit.storages import Storage
+from replaykit.storages.indexing import check_range, ravel
+
+__all__ = [
+    "as_elements",
+    "as_generations",
+    "as_priorities",
+    "bounds",
+    "live_elements",
+    "stored_elements",
+]
+
+_FAR = 1 << 40
+"""Beyond every slot, and small enough to be multiplied by a number of lanes."""
+
+
+def as_elements(index: Any, lanes: torch.Size) -> torch.Tensor:
+    """Returns the elements that an index names: int64 ``[K]``, -1 where it says -1.
+
+    Args:
+        index: int, LongTensor ``[K]`` (``[K, ndim]`` where there are lanes), tuple of one
+            LongTensor a dimension, or a sequence or array of such numbers.
+        lanes: sizes of the dimensions beside time.
+
+    Raises:
+        TypeError: not integers. ValueError: another shape. IndexError: a lane that does not exist.
+        Whether the elements are stored is not looked at.
+    """
+    ndim = len(lanes) + 1
+    if type(index) is torch.Tensor and index.dtype is torch.int64 and index.dim() == 1 == ndim:
+        return index
+    if isinstance(index, tuple) and (ndim > 1 or len(index) == 1):
+        parts = torch.broadcast_tensors(*(_integers(part) for part in index))
+        index = torch.stack([part.reshape(-1) for part in parts], -1)
+    index = _integers(index)
+    if ndim == 1:
+        if index.ndim > 2 or (index.ndim == 2 and index.shape[1] != 1):
+            raise ValueError(f"expected an index of shape [K], got {list(index.shape)}")
+        return index.reshape(-1)
+    if index.ndim == 1 and index.shape[0] == ndim:
+        index = index[None]
+    if index.ndim != 2 or index.shape[1] != ndim:
+        raise ValueError(f"expected an index of shape [K, {ndim}], got {list(index.shape)}")
+    refused = index[:, 0] == -1
+    for dim, size in enumerate(lanes, start=1):
+        check_range(index[:, dim].masked_fill(refused, 0), 0, size)
+    time = index[:, :1].clamp(-2, _FAR)
+    return ravel(torch.cat([time, index[:, 1:]], 1), lanes).masked_fill_(refused, -1)
+
+
+def _integers(index: Any) -> torch.Tensor:
+    if not isinstance(index, torch.Tensor):
+        if isinstance(index, (str, bytes)) or not isinstance(
+            index, (int, np.integer, np.ndarray, range, Sequence)
+        ):
+            raise TypeError(f"expected an index as a LongTensor, got {type(index).__name__}")
+        index = torch.as_tensor(np.asarray(index) if np.size(index) else [], dtype=None)
+        index = index if index.numel() else index.to(torch.int64)
+    if index.dtype is torch.int64:
+        return index
+    if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
+        raise TypeError(f"expected an index of integers, got dtype {index.dtype}")
+    return index.to(torch.int64)
+
+
+def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns one priority for each of ``count`` elements, ``[count]``, detached.
+
+    Raises:
+        ValueError: not one number for all, ``[count]`` or ``[count, 1]``, or complex numbers.
+        Whether they can be set is not looked at.
+    """
+    plain = type(priority) is torch.Tensor and not priority.requires_grad
+    if plain and priority.dtype is dtype and priority.shape == (count,):
+        return priority
+    if not isinstance(priority, torch.Tensor):
+        priority = torch.as_tensor(np.asarray(priority))  # numbers of Python as float64
+    if priority.requires_grad:
+        priority = priority.detach()
+    if priority.is_complex():
+        raise ValueError(f"expected real numbers as priorities, got {priority.dtype}")
+    if priority.dtype is not dtype:
+        priority = priority.to(dtype)
+    if priority.ndim == 0:
+        return priority.repeat(count)
+    if priority.shape[0] != count or priority.numel() != count:
+        raise ValueError(
+            f"expected one priority, or one for each of the {count} index entries, got shape "
+            f"{list(priority.shape)}"
+        )
+    return priority.reshape(-1)
+
+
+def as_generations(generation: Any, index: torch.Tensor) -> torch.Tensor:
+    """Returns the generations that were seen with an index ``[K]``: int64 ``[K]``.
+
+    Raises:
+        ValueError: not one for each entry. TypeError: not integers.
+    """
+    seen = _integers(generation).to(index.device)
+    if seen.dim() != 1:
+        seen = seen.reshape(-1)
+    if seen.shape != index.shape:
+        raise ValueError(
+            f"expected a generation for each of the {len(index)} index entries, got {len(seen)}"
+        )
+    return seen
+
+
+def bounds(values: torch.Tensor) -> tuple[Any, Any]:
+    """Returns the least and the largest of ``[K]``, K at least 1; NaN where there is one.
+
+    On cuda this waits for the device, once.
+    """
+    least, most = torch.aminmax(values)
+    if values.is_cpu:
+        return least.item(), most.item()
+    return tuple(torch.stack([least, most]).tolist())
+
+
+def live_elements(
+    elements: torch.Tensor, seen: torch.Tensor, storage: Storage | None
+) -> torch.Tensor | None:
+    """Which elements ``[K]`` are still those that were seen; None: all of them.
+
+    Elements -1 count as live.
+
+    Raises:
+        ValueError: there is no storage that knows generations.
+        IndexError: an element that never was stored.
+    """
+    if storage is None:
+        raise ValueError("expected a storage to compare generations with, got none")
+    lanes = storage.lanes.numel()
+    slots = elements if lanes == 1 else torch.div(elements, lanes, rounding_mode="floor")
+    now = storage.ledger.generations(slots)
+    if torch.equal(now, seen):
+        return None
+    ignored = elements == -1
+    never = (now == -1) & ~ignored
+    if bool(never.any()):
+        _raise_outside(elements[never], len(storage))
+    return (now == seen) | ignored
+
+
+def stored_elements(elements: torch.Tensor, limit: int) -> tuple[torch.Tensor, int]:
+    """Returns elements without those that are -1, and what lies above the largest.
+
+    Raises:
+        IndexError: one outside ``[0, limit)``.
+    """
+    if not elements.numel():
+        return elements, 0
+    least, most = bounds(elements)
+    if least < 0:
+        elements = elements[elements != -1]
+        if not len(elements):
+            return elements, 0
+        least, most = bounds(elements)
+    if least < 0 or most >= limit:
+        _raise_outside(elements, limit)
+    return elements, most + 1
+
+
+def _raise_outside(elements: torch.Tensor, limit: int) -> NoReturn:
+    outside = elements[(elements < 0) | (elements >= limit)]
+    raise IndexError(
+        f"expected an index in [0, {limit}), or -1 to leave an entry out, got {int(outside[0])}"
+    )

@@ -1,0 +1,80 @@
+"""What of a prioritized sampler is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replaykit.errors import CheckpointError
+from replaykit.samplers.priority_law import checked_number
+
+__all__ = ["SavedPriorities"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SavedPriorities:
+    """Exponents, counters, and the raw priorities of the stored elements.
+
+    Attributes:
+        alpha, beta, eps: of the sampler.
+        max_priority: the largest raw priority ever set, at least 1.
+        dropped_updates: entries of updates that came too late.
+        priorities: raw, float ``[N]``, in physical order.
+    """
+
+    alpha: float
+    beta: float
+    eps: float
+    max_priority: float
+    dropped_updates: int
+    priorities: torch.Tensor
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns it as the entries of a state dict."""
+        return {
+            "_schema_version": _VERSION,
+            "_alpha": self.alpha,
+            "_beta": self.beta,
+            "_eps": self.eps,
+            "_max_priority": self.max_priority,
+            "_dropped_updates": self.dropped_updates,
+            "_priorities": self.priorities,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], dtype: torch.dtype) -> SavedPriorities:
+        """Reads it from a state dict, with the priorities in ``dtype``.
+
+        Raises:
+            ValueError: an entry is missing or impossible. CheckpointError: of a newer version.
+        """
+        version = state.get("_schema_version")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"expected a schema version in the sampler's state, got {version!r}")
+        if version > _VERSION:
+            raise CheckpointError(
+                f"expected a sampler's state of version {_VERSION} or older, got {version}"
+            )
+        alpha, beta, eps, most = (
+            _number(state, name) for name in ("_alpha", "_beta", "_eps", "_max_priority")
+        )
+        if most < 1:
+            raise ValueError(f"expected '_max_priority' of at least 1, got {most}")
+        dropped = state.get("_dropped_updates")
+        if type(dropped) is not int or dropped < 0:
+            raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
+        raw = state.get("_priorities")
+        if not isinstance(raw, torch.Tensor) or raw.ndim != 1 or not raw.is_floating_point():
+            raise ValueError(f"expected '_priorities' as a vector of floats, got {raw!r}")
+        return cls(alpha, beta, eps, most, dropped, raw.detach().to(dtype))
+
+
+def _number(state: dict[str, Any], name: str) -> float:
+    try:
+        return checked_number(name, state.get(name))
+    except TypeError as error:
+        raise ValueError(str(error)) from None

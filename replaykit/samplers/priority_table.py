@@ -1,0 +1,239 @@
+"""Priorities of stored elements, and the trees over what follows from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from replaykit.samplers.priority_law import PriorityLaw
+from replaykit.storages.by_value import by_value, from_value
+
+__all__ = ["PriorityTable"]
+
+_FIRST = 1024
+
+
+class PriorityTable:
+    """Raw priorities ``p`` of the elements ``0..length-1``, and trees over ``v`` of them.
+
+    Raw priorities are what users give and what is saved; everything else is a function of them, so
+    that another exponent, another capacity or a reload gives exactly what it would have given from
+    the beginning. An element that is not stored has raw priority -1 and ``v = 0``: no draw returns
+    it.
+
+    Memory grows by doubling, up to ``limit``. Not thread-safe: the storage's lock guards it.
+
+    Args:
+        law: from ``p`` to ``v``.
+        device: where all of it lies.
+        smallest: whether the smallest positive ``v`` will be asked for.
+        largest: whether the largest stored ``p`` will be asked for.
+
+    Cost: 4 bytes an element for ``p`` and about 5 for each tree in float32, twice that in float64.
+    """
+
+    def __init__(
+        self, law: PriorityLaw, device: torch.device, *, smallest: bool, largest: bool
+    ) -> None:
+        self.law, self.device = law, device
+        self.limit = 2**63 - 1
+        self.length = 0
+        self._with = (smallest, largest)
+        self._allocate(1)
+
+    def _allocate(self, capacity: int) -> None:
+        options: dict[str, Any] = {"dtype": self.law.dtype, "device": self.device}
+        raw = torch.full((capacity,), -1.0, **options)
+        sums = SumSegmentTree(capacity, **options)
+        least = MinSegmentTree(capacity, **options) if self._with[0] else None
+        most = MaxSegmentTree(capacity, **options) if self._with[1] else None
+        self.capacity = capacity
+        self._raw, self._sums, self._least, self._most = raw, sums, least, most
+
+    # -- setting ------------------------------------------------------------------------------
+
+    def set(self, index: torch.Tensor, priority: torch.Tensor | float, top: int) -> None:
+        """Sets allowed priorities; of an element that comes several times the last one counts.
+
+        Args:
+            index: elements, int64 ``[K]``, in ``[0, top)``, on the table's device.
+            priority: in the law's dtype, ``[K]`` on the table's device, or one for all.
+            top: what lies above every index. Where it is above ``length``, ``cover`` follows.
+
+        Cost: O(K log capacity).
+        """
+        self.reserve(top)
+        if isinstance(priority, float):
+            value: torch.Tensor | float = self.law.value_of(priority)
+        else:
+            if not index.is_cpu:
+                index, priority = _last_of_each(index, priority)
+            value = self.law.values(priority)
+        # First what checks its arguments once more: nothing has changed if it refuses.
+        self._sums.update(index, value)
+        if self._least is not None:
+            self._least.update(index, self._positive(value))
+        if self._most is not None:
+            self._most.update(index, priority)
+        if not index.is_cpu:
+            self._raw[index] = priority
+        else:
+            # NumPy assigns in order, so that the last of several stays.
+            new = priority if isinstance(priority, float) else priority.numpy()
+            self._raw.numpy()[index.numpy()] = new
+
+    def _positive(self, value: Any) -> Any:
+        """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
+        if not self.law.may_be_zero:
+            return value
+        tiny = torch.finfo(self.law.dtype).tiny
+        if isinstance(value, float):
+            return value if value >= tiny else float("inf")
+        value = value.to(self.law.dtype)  # what is just below may be rounded up
+        return value.masked_fill(value < tiny, float("inf"))
+
+    def cover(self, top: int, default: float) -> None:
+        """Counts the elements below ``top`` as stored; those never set get the default."""
+        if top <= self.length:
+            return
+        self.reserve(top)
+        start, self.length = self.length, top
+        fresh = self._raw[start:top]
+        if fresh.amin().item() < 0:
+            self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
+
+    def leave_out_of_largest(self, index: torch.Tensor) -> None:
+        """Takes elements out of ``largest``, those below ``length``; they are set next."""
+        if self._most is not None and self.length:
+            self._most.update(index[index < self.length], float("-inf"))
+
+    def truncate(self, length: int) -> None:
+        """Forgets the elements from ``length`` on."""
+        count = self.length - length
+        if count <= 0:
+            return
+        self._sums.update_range(length, 0.0, count)
+        if self._least is not None:
+            self._least.update_range(length, float("inf"), count)
+        if self._most is not None:
+            self._most.update_range(length, float("-inf"), count)
+        self._raw[length : self.length] = -1.0
+        self.length = length
+
+    def set_law(self, law: PriorityLaw) -> None:
+        """Draws by another law from now on; one pass over the stored elements.
+
+        Raises:
+            ValueError: it does not allow a stored priority; nothing has changed.
+        """
+        if self.length:
+            law.check(0.0, self._raw[: self.length].amax().item())
+        self.law = law
+        self._rebuild()
+
+    def load(self, priorities: torch.Tensor) -> None:
+        """Takes allowed priorities ``[N]`` in the place of all that were there."""
+        self._refill(priorities, max(1, len(priorities)))
+
+    def reserve(self, count: int) -> None:
+        """Makes room for ``count`` elements."""
+        if count > self.capacity:
+            capacity = max(count, min(self.limit, max(2 * self.capacity, _FIRST)))
+            self._refill(self._raw[: self.length], capacity)
+
+    def _refill(self, raw: torch.Tensor, capacity: int) -> None:
+        self._allocate(capacity)
+        self.length = len(raw)
+        if self.length:
+            self._raw[: self.length] = raw
+            self._rebuild()
+            if self._most is not None:
+                self._most.update_range(0, self._raw[: self.length])
+
+    def _rebuild(self) -> None:
+        if self.length:
+            values = self.law.values(self._raw[: self.length])
+            self._sums.update_range(0, values)
+            if self._least is not None:
+                self._least.update_range(0, self._positive(values))
+
+    # -- asking -------------------------------------------------------------------------------
+
+    @property
+    def priorities(self) -> torch.Tensor:
+        """Raw priorities of the stored elements, a copy: ``[length]``."""
+        return self._raw[: self.length].clone()
+
+    @property
+    def drawable(self) -> bool:
+        """Whether a draw would find anything. On cuda it may wait for the device."""
+        if not self.law.may_be_zero:
+            return self.length > 0
+        return bool(self._sums.total > 0)
+
+    def smallest(self) -> Any:
+        """Smallest positive ``v``, infinite where there is none: a number.
+
+        Elsewhere than on the CPU a tensor ``[1]``, so that nothing waits for the device.
+        """
+        assert self._least is not None
+        if self.device.type == "cpu":
+            return self._least.reduce()
+        return self._least.reduce(
+            torch.zeros(1, dtype=torch.int64, device=self.device), self.capacity
+        )
+
+    def largest(self) -> float:
+        """Largest raw priority of the stored elements; 1 where none is stored."""
+        assert self._most is not None
+        found = float(self._most.reduce())
+        return found if found >= 0 else 1.0
+
+    def draw(
+        self, batch_size: int, generator: torch.Generator | None, stratified: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns elements int64 ``[B]`` drawn by ``v``, and their ``v`` in float64.
+
+        A generator of another device makes its numbers there; they are moved.
+        """
+        if generator is None or generator.device.type == self.device.type:
+            return self._sums.draw(batch_size, generator=generator, stratified=stratified)
+        uniform = torch.rand(
+            batch_size, dtype=torch.float64, generator=generator, device=generator.device
+        )
+        return self.find(uniform, stratified)
+
+    def find(self, uniform: torch.Tensor, stratified: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what ``draw`` does where the generator gives these numbers of ``[0, 1)``."""
+        uniform = uniform.to(self.device)
+        if stratified:
+            strata = torch.full_like(uniform, len(uniform))
+            uniform = (torch.arange(len(uniform), device=self.device) + uniform) / strata
+        # Rounded up to 1, it would lie beyond the last part of the sum.
+        below_one = uniform.clamp(max=math.nextafter(1.0, 0.0))
+        return self._sums.find(below_one * self._sums.total_tensor())
+
+    # -- pickling -----------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("law", "device", "limit", "_with")
+        return {"raw": by_value(self.priorities), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raw = from_value(state["raw"])
+        self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
+        self.load(raw)
+
+
+def _last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives every occurrence of an element the priority of its last one.
+
+    Then the order in which a device writes them does not matter. No shape depends on the data, so
+    that nothing waits for the device.
+    """
+    ordered, order = index.sort(stable=True)
+    last = torch.searchsorted(ordered, ordered, right=True) - 1
+    return ordered, priority[order[last]]

@@ -1,0 +1,129 @@
+"""Statistics on known numbers, and who is timed at all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.contender import Contender, Mismatch, Unavailable, expect
+from benchmarks.harness import Times, compare, quantile, ready, take_turns
+from benchmarks.laws import expect_frequencies, importance_weights
+
+
+class Fake(Contender):
+    """Notes down what happens to it."""
+
+    def __init__(self, name: str, log: list[tuple[str, Any]], error: Exception | None = None):
+        self.name = name
+        self.log = log
+        self.error = error
+
+    def make(self) -> None:
+        self.log.append((self.name, "made"))
+        if isinstance(self.error, ImportError | Unavailable):
+            raise self.error
+
+    def check(self) -> None:
+        self.log.append((self.name, "checked"))
+        if isinstance(self.error, Mismatch):
+            raise self.error
+
+    def inputs(self, calls: int) -> Iterable[Any]:
+        return [torch.rand(()).item() for _ in range(calls)]
+
+    def timed(self) -> Callable[[Any], Any]:
+        return lambda given: self.log.append((self.name, (given, gc.isenabled())))
+
+
+def test_a_time_is_the_median_of_rounds_and_p99_is_of_single_calls() -> None:
+    times = Times(rounds=[1.0, 9.0, 2.0], calls=[float(us) for us in range(1, 201)])
+    assert times.median_us == 2.0
+    assert times.p99_us == 198.0
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1), (0.05, 1), (0.5, 5), (0.95, 10), (1.0, 10)]
+)
+def test_a_quantile_is_a_value_that_occurred(share: float, expected: int) -> None:
+    assert quantile([3, 1, 2, 4, 6, 5, 10, 9, 8, 7], share) == expected
+
+
+def test_a_ratio_is_that_of_the_same_round() -> None:
+    # The second round was slow for both: medians of times would say 2 / 4, rounds say 1 / 4.
+    ours = Times([1.0, 100.0, 2.0], [])
+    theirs = Times([4.0, 400.0, 1.0], [])
+    ratio = compare(ours, theirs)
+    assert (ratio.median, ratio.low, ratio.high) == (0.25, 0.25, 2.0)
+
+
+def test_everyone_takes_a_turn_in_every_round_there_and_back() -> None:
+    log: list[tuple[str, Any]] = []
+    contenders = {name: Fake(name, log) for name in "abc"}
+    times = take_turns(contenders, rounds=4, calls=2)
+    turns = "".join(name for name, _ in log[-24:])
+    assert turns == "aabbccccbbaaaabbccccbbaa"
+    assert len(log) == 24 + 3 * 15, "each is called 15 times before the first round"
+    for spent in times.values():
+        assert len(spent.rounds) == 4
+        assert len(spent.calls) == 8
+        assert spent.median_us > 0
+
+
+def test_every_call_has_inputs_of_its_own_and_no_collection_runs_in_it() -> None:
+    log: list[tuple[str, Any]] = []
+    take_turns({"a": Fake("a", log)}, rounds=3, calls=5)
+    given = [value for _, (value, _) in log]
+    assert len(set(given)) == len(given) == 30
+    assert not any(collecting for _, (_, collecting) in log[15:])
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no module named fast"), Unavailable("needs a newer torch")]
+)
+def test_a_contender_that_cannot_be_had_is_named_with_the_reason(error: Exception) -> None:
+    log: list[tuple[str, Any]] = []
+    found, absent = ready(Fake("ours", log), [Fake("gone", log, error), Fake("there", log)])
+    assert list(found) == ["ours", "there"]
+    assert absent == {"gone": str(error)}
+
+
+def test_a_contender_with_wrong_values_is_refused_before_it_is_timed() -> None:
+    log: list[tuple[str, Any]] = []
+    found, absent = ready(Fake("ours", log), [Fake("wrong", log, Mismatch("x differs"))])
+    assert list(found) == ["ours"]
+    assert absent == {"wrong": "refused, it is not the same work: x differs"}
+
+
+def test_wrong_values_of_our_own_end_the_measurement() -> None:
+    log: list[tuple[str, Any]] = []
+    with pytest.raises(Mismatch, match="x differs"):
+        ready(Fake("ours", log, Mismatch("x differs")), [Fake("other", log)])
+    assert ("other", "made") not in log
+
+
+def test_an_expectation_that_holds_is_silent() -> None:
+    expect(True, "never said")
+    with pytest.raises(Mismatch, match="said"):
+        expect(False, "said")
+
+
+def test_frequencies_of_the_law_pass_and_of_another_do_not() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shares = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    counts = torch.multinomial(shares, 50_000, True, generator=draw).bincount(minlength=4)
+    expect_frequencies(counts, shares)
+    with pytest.raises(Mismatch, match="chi-square"):
+        expect_frequencies(counts, torch.tensor([1.1, 2.0, 3.0, 3.9]))
+
+
+def test_importance_weights_are_those_computed_by_hand() -> None:
+    priorities = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    weights = importance_weights(priorities, torch.arange(4), alpha=0.7, beta=0.9, eps=0.0)
+    expected = torch.tensor([1.0, 0.646, 0.501, 0.418], dtype=torch.float64)
+    torch.testing.assert_close(weights, expected, atol=1e-3, rtol=0)

@@ -1,0 +1,229 @@
+"""Every work runs through on few rows, and its record holds what the table shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.calibration import Calibration, save
+from benchmarks.contender import Mismatch
+from benchmarks.harness import ready
+from benchmarks.holders import RawTorch, Replaykit
+from benchmarks.machine import fingerprint
+from benchmarks.rows import make_transitions, row_bytes
+from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
+from benchmarks.works.transitions import Sampling
+from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
+from benchmarks.works.writes import Writing
+from replaykit.native import HAS_CORE
+
+HERE = Calibration(
+    host=fingerprint(),
+    copy={1: 20.0},
+    read={1: 40.0},
+    lines={1: {1 << 20: 1.0}},
+    disk={"sequential_gbs": 1.0, "reads_per_s_1": 20_000.0},
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(folder: Path, *arguments: str, calibration: Calibration = HERE) -> tuple[int, Any]:
+    save(calibration, folder / "constants.json")
+    status = command.main(
+        [
+            *("--rows", "2000", "--images", "300", "--rounds", "3"),
+            *("--calibration", str(folder / "constants.json"), "--scratch", str(folder)),
+            *("--json", str(folder / "figures.json"), *arguments),
+        ]
+    )
+    return status, json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def no_cpprb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the extra `bench` only: the tests do without."""
+    monkeypatch.setitem(sys.modules, "cpprb", None)
+
+
+@pytest.mark.usefixtures("no_cpprb")
+@pytest.mark.filterwarnings("ignore")
+def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, record = run(tmp_path)
+    assert status == 0
+    assert record["machine"]["processor"] == fingerprint()["processor"]
+    assert record["others"] is None or 0 <= record["others"] <= 1
+    assert (record["rows"], record["images"], record["rounds"]) == (2000, 300, 3)
+    lines = {(line["work"], line["name"]): line for line in record["lines"]}
+    ours = lines["uniform sample, 2,000 rows", "replaykit"]
+    assert ours["value"] > 0
+    assert ours["share"] == pytest.approx(256 * 170 / 20e3 / ours["value"])
+    floor = lines["uniform sample, 2,000 rows", "index_select"]
+    assert floor["at_most"] == 0.5
+    assert floor["low"] <= floor["ratio"] <= floor["high"]
+    assert floor["is_met"] == (floor["ratio"] <= 0.5)
+    for title in ("add 1", "extend 8", "extend 64", "images, 300 x 2 x 3x64x64"):
+        assert lines[title, "replaykit"]["value"] > 0
+    assert lines["memory of records", "raw bytes"]["value"] == 170
+    prioritized = "prioritized sample + update, 2,000"
+    assert lines[prioritized, "replaykit"]["value"] > 0
+    assert lines[prioritized, "cpprb"]["at_most"] == 0.2
+    assert lines["tree: 256 draws, 20,000", "replaykit, 2,000"]["at_most"] == 1.7
+    assert lines["tree: 256 updates, 2,000", "binary tree"]["at_most"] == 0.25
+    assert lines["memory of a float32 tree", "replaykit"]["value"] > 4
+    cpprb = "uniform sample, 2,000 rows: cpprb"
+    assert "cpprb" in record["left_out"][cpprb]
+    text = capsys.readouterr().out
+    assert f"left out: {cpprb}: " in text
+    assert "what is asked, is asked of 1,000,000 rows" in text
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "scratch files are gone"
+
+
+@pytest.mark.usefixtures("no_cpprb")
+@pytest.mark.filterwarnings("ignore")
+def test_constants_of_another_host_give_no_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(HERE, host={**HERE.host, "processor": "abacus"})
+    _, record = run(tmp_path, "--only", "memmap_warm", calibration=other)
+    assert record["calibration"] is None
+    assert all(line["share"] is None for line in record["lines"])
+    assert "there abacus" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_missed_target_is_an_exit_status_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.works.memory.RECORDS_AT_MOST", 0.5)
+    assert run(tmp_path, "--only", "memory")[0] == 0
+    assert run(tmp_path, "--only", "memory", "--check")[0] == 1
+
+
+class Shifted(RawTorch):
+    """Says one row and returns the next."""
+
+    def tell(self, batch: Any) -> Any:
+        index, leaves = batch
+        return (index + 1) % self.rows, leaves
+
+
+class Biased(RawTorch):
+    """Draws from the first half."""
+
+    def sampler(self) -> Any:
+        def sample(_: Any) -> Any:
+            index = torch.randint(self.rows // 2, (256,))
+            return index, {key: column[index] for key, column in self.columns.items()}
+
+        return sample
+
+
+class Forgetful(RawTorch):
+    """Writes all leaves but one."""
+
+    def writer(self, count: int) -> Any:
+        write = super().writer(count)
+        return lambda block: write({**block, ("action",): torch.zeros_like(block["action",])})
+
+
+class Neighbour(SumTree):
+    """Finds the leaf beside the right one."""
+
+    def find(self, prefix: torch.Tensor) -> torch.Tensor:
+        return (super().find(prefix) + 1) % self.leaves
+
+
+class Stale(SumTree):
+    """Takes new weights and keeps the old ones."""
+
+    def updater(self) -> Any:
+        return lambda index, weights: None
+
+
+class Flat(SumTree):
+    """Draws all leaves that have a weight alike."""
+
+    def drawer(self) -> Any:
+        leaves = (self.tree.leaves > 0).nonzero().flatten()
+        return lambda: leaves[torch.randint(len(leaves) // 2, (256,))]
+
+
+@pytest.mark.parametrize("kind", [Neighbour, Stale, Flat])
+def test_a_tree_that_does_other_work_is_refused(kind: Any) -> None:
+    found, absent = ready(Drawing(SumTree, "ours", 1000), [Drawing(kind, "wrong", 1000)])
+    assert list(found) == ["ours"]
+    assert absent["wrong"].startswith("refused")
+
+
+def test_the_yardstick_passes_the_same_checks_or_is_named() -> None:
+    found, absent = ready(Updating(SumTree, "ours", 999), [Updating(BinaryTree, "other", 999)])
+    assert list(found) == (["ours", "other"] if HAS_CORE else ["ours"])
+    assert absent == ({} if HAS_CORE else {"other": "this core has no binary tree to compare with"})
+
+
+class Unweighted(PrioritizedReplaykit):
+    """Gives every row the same weight."""
+
+    def weights(self, batch: Any) -> torch.Tensor:
+        return torch.ones(len(super().weights(batch)))
+
+
+class Unmoved(PrioritizedReplaykit):
+    """Takes no priorities at all."""
+
+    def prioritize(self, priorities: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"), [(Unweighted, "weights are not"), (Unmoved, "frequencies are not")]
+)
+def test_another_law_is_refused(kind: Any, complaint: str) -> None:
+    leaves = make_transitions(1000)
+    found, absent = ready(
+        Stepping(PrioritizedReplaykit, "ours", leaves), [Stepping(kind, "wrong", leaves)]
+    )
+    assert list(found) == ["ours"]
+    assert complaint in absent["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "work", "complaint"),
+    [
+        (Shifted, Sampling, "is not what was written"),
+        (Biased, Sampling, "frequencies are not of the law"),
+        (Forgetful, Writing, "is not what was written"),
+    ],
+)
+def test_other_work_is_refused(kind: Any, work: Any, complaint: str) -> None:
+    leaves = make_transitions(1000)
+    found, absent = ready(work(Replaykit, "ours", leaves), [work(kind, "wrong", leaves)])
+    assert list(found) == ["ours"]
+    assert complaint in absent["wrong"]
+
+
+def test_a_buffer_that_is_not_what_its_name_says_is_refused() -> None:
+    leaves = make_transitions(1000)
+    contender = Sampling(Replaykit, "ours", leaves)
+    contender.make()
+    contender.holder.buffer.empty()  # type: ignore[attr-defined]
+    with pytest.raises(Mismatch, match="holds 0 rows of 1000"):
+        contender.check()
+
+
+def test_a_transition_has_ten_leaves_and_170_bytes() -> None:
+    leaves = make_transitions(3)
+    assert (len(leaves), row_bytes(leaves)) == (10, 170)

@@ -1,0 +1,265 @@
+"""Construction and what a draw gives."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+# -- construction ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "missing"), [({"beta": 0.9}, "alpha"), ({"alpha": 1}, "beta")])
+def test_alpha_and_beta_are_required(options: Any, missing: str) -> None:
+    with pytest.raises(TypeError, match=f"PrioritizedSampler needs {missing}"):
+        PrioritizedSampler(**options)
+    with pytest.raises(TypeError, match=f"needs {missing}"):
+        PrioritizedSampler(10, **options)
+
+
+def test_positional_calls_work() -> None:
+    sampler = PrioritizedSampler(10, 0.7, 0.9, 1e-6, torch.float64, "mean", True, "cpu")
+    assert (sampler.max_capacity, sampler.alpha, sampler.beta, sampler.eps) == (10, 0.7, 0.9, 1e-6)
+    assert (sampler.dtype, sampler.reduction) == (torch.float64, "mean")
+    assert sampler.max_priority_within_buffer
+    assert sampler.device == torch.device("cpu")
+
+
+@pytest.mark.pitfall("IF6")
+def test_the_signature_is_there_to_read() -> None:
+    """IF6: names, defaults and annotations of every argument."""
+    parameters = inspect.signature(PrioritizedSampler).parameters
+    assert list(parameters) == [
+        "max_capacity",
+        "alpha",
+        "beta",
+        "eps",
+        "dtype",
+        "reduction",
+        "max_priority_within_buffer",
+        "device",
+        "weight_norm",
+        "stratified",
+        "replacement",
+    ]
+    assert parameters["eps"].default == 1e-8
+    assert parameters["weight_norm"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "required" in repr(parameters["alpha"].default)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
+@pytest.mark.parametrize("value", [-0.1, NAN, INF, -INF])
+def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
+    arguments = {"alpha": 0.7, "beta": 0.9, "eps": 1e-8, name: value}
+    with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+        PrioritizedSampler(**arguments)
+    with pytest.raises(TypeError, match=f"expected {name} as a number"):
+        PrioritizedSampler(**{**arguments, name: "large"})
+    PrioritizedSampler(**{**arguments, name: torch.tensor(0)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"dtype": torch.float16}, NotImplementedError, "float32 or float64, got torch.float16"),
+        ({"dtype": torch.int64}, NotImplementedError, "dtype"),
+        ({"reduction": "product"}, ValueError, "reduction .* got 'product'"),
+        ({"weight_norm": "row"}, ValueError, "weight_norm .* got 'row'"),
+        ({"max_capacity": 0}, ValueError, "max_capacity"),
+        ({"max_capacity": 2.0}, ValueError, "max_capacity"),
+        ({"replacement": False}, TypeError, "without replacement"),
+        ({"alpha": 2.0, "eps": 1e30}, ValueError, "power alpha=2.0"),
+    ],
+)
+def test_other_arguments_are_checked(options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        PrioritizedSampler(**{"alpha": 0.7, "beta": 0.9, **options})
+
+
+@pytest.mark.pitfall("PR14")
+def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> None:
+    """PR14: a beta of -1 or NaN was taken, and weights were wrong from then on."""
+    sampler = prioritized([1.0, 2.0]).sampler
+    for name in ("alpha", "beta"):
+        for wrong in (-1, NAN, INF):
+            with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+                setattr(sampler, name, wrong)
+    with pytest.raises(ValueError, match="power alpha=200"):
+        sampler.alpha = 200.0
+    assert (sampler.alpha, sampler.beta, raw(sampler)) == (0.7, 0.9, [1.0, 2.0])
+
+
+@pytest.mark.pitfall("PR4")
+def test_a_capacity_below_the_storages_is_refused() -> None:
+    """PR4, E16: it gave wrong probabilities without a word."""
+    storage = LazyTensorStorage(8)
+    with pytest.raises(ValueError, match="at least the storage's max_size of 8, got 7"):
+        ReplayBuffer(storage=storage, sampler=PrioritizedSampler(7, 0.7, 0.9))
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(torch.arange(3))
+    with pytest.raises(ValueError, match="max_size of 8, got 2"):
+        buffer.set_sampler(PrioritizedSampler(2, 0.7, 0.9))
+    assert isinstance(buffer.sampler, RandomSampler)
+    buffer.set_sampler(PrioritizedSampler(8, 0.7, 0.9))
+    before = copy.deepcopy(buffer.sampler.state_dict())
+    with pytest.raises(ValueError, match="max_size of 9, got 8"):
+        buffer.set_storage(LazyTensorStorage(9))
+    assert buffer.storage is storage
+    assert torch.equal(buffer.sampler.state_dict()["_priorities"], before["_priorities"])
+    ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(100, 0.7, 0.9))
+
+
+# -- a draw ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("PR16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_the_book(dtype: torch.dtype, prioritized: Any, law: Any) -> None:
+    """PR16: priorities 1 to 4 with alpha 0.7 and beta 0.9."""
+    buffer = prioritized([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+    assert law([1, 2, 3, 4], 0.7).tolist() == pytest.approx([0.135, 0.219, 0.291, 0.356], abs=5e-4)
+    index, info = buffer.sampler.sample(buffer.storage, 1000)
+    weight = info["priority_weight"]
+    assert (weight.dtype, weight.shape) == (dtype, (1000,))
+    expected = torch.tensor([1.0, 0.6462, 0.5005, 0.4175], dtype=dtype)
+    assert torch.allclose(weight, expected[index], atol=5e-5)
+    exact = (torch.tensor([1.0, 2, 3, 4], dtype=torch.float64) + 1e-8) ** 0.7
+    exact = (exact / exact[0]) ** -0.9
+    bound = 1e-6 if dtype == torch.float32 else 1e-14
+    assert torch.allclose(weight.double(), exact[index], rtol=bound, atol=0)
+    assert weight.max() == 1
+
+
+def test_weights_relative_to_the_batch(prioritized: Any) -> None:
+    buffer = prioritized([1e-4, 2.0, 3.0, 4.0], weight_norm="batch", beta=1.0, alpha=1.0, eps=0.0)
+    for _ in range(20):
+        index, info = buffer.sampler.sample(buffer.storage, 3)
+        p = torch.tensor([1e-4, 2.0, 3.0, 4.0])[index]
+        assert torch.allclose(info["priority_weight"], p.min() / p)
+        assert info["priority_weight"].max() == 1
+
+
+def test_weights_ignore_records_that_cannot_be_drawn(prioritized: Any) -> None:
+    buffer = prioritized([0.0, 2.0, 4.0, 0.0], eps=0.0, alpha=1.0, beta=1.0)
+    index, info = buffer.sampler.sample(buffer.storage, 50)
+    assert set(index.tolist()) == {1, 2}
+    assert torch.equal(info["priority_weight"], torch.where(index == 1, 1.0, 0.5))
+    buffer.update_priority(1, 0.0)
+    assert buffer.sample(5, return_info=True)[1]["priority_weight"].tolist() == [1.0] * 5
+
+
+def test_beta_zero_weighs_all_the_same(prioritized: Any) -> None:
+    buffer = prioritized([1.0, 5.0, 7.0], beta=0.0)
+    assert buffer.sample(20, return_info=True)[1]["priority_weight"].tolist() == [1.0] * 20
+    buffer.sampler.beta = 1
+    assert buffer.sample(20, return_info=True)[1]["priority_weight"].min() < 0.5
+
+
+def test_a_batch_carries_what_is_known_of_it() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=PrioritizedSampler(alpha=0.7, beta=0.9)
+    )
+    buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
+    batch, info = buffer.sample(4, return_info=True)
+    assert set(batch.keys()) == {"x", "index", "index_generation", "priority_weight"}
+    assert torch.equal(batch["x"], batch["index"])
+    for key, dtype in (("priority_weight", torch.float32), ("index_generation", torch.int64)):
+        assert (batch[key].shape, batch[key].dtype) == ((4,), dtype)
+        assert torch.equal(batch[key], info[key])
+
+
+@pytest.mark.pitfall("PR7")
+def test_zero_priorities_without_eps_are_never_drawn(prioritized: Any) -> None:
+    """PR7: one zero stopped all sampling."""
+    for alpha in (0.0, 0.5, 1.0, 2.0):
+        buffer = prioritized([0.0, 0.0, 1.0, 0.0], alpha=alpha, eps=0.0)
+        assert set(buffer.sample(100).tolist()) == {2}
+
+
+@pytest.mark.pitfall("PR7")
+@pytest.mark.parametrize("alpha", [0.0, 0.7])
+def test_all_zero_says_what_to_change(alpha: float, prioritized: Any) -> None:
+    """PR7: and draws nothing from the generator; a positive priority ends it."""
+    buffer = prioritized([0.0, 0.0], alpha=alpha, eps=0.0)
+    state = buffer.sampler.generator.get_state()
+    assert not buffer.can_sample(1)
+    with pytest.raises(RuntimeError, match=r"every stored priority is zero .* larger eps"):
+        buffer.sample(1)
+    assert torch.equal(buffer.sampler.generator.get_state(), state)
+    buffer.update_priority(1, 1e-30)
+    assert buffer.can_sample(1)
+    assert buffer.sample(3).tolist() == [1, 1, 1]
+
+
+def test_a_zero_priority_stays_drawable_with_eps(prioritized: Any) -> None:
+    buffer = prioritized([0.0, 0.0, 0.0])
+    assert buffer.can_sample(1)
+    assert set(buffer.sample(100).tolist()) == {0, 1, 2}
+
+
+def test_powers_too_small_to_be_kept_are_zero(prioritized: Any) -> None:
+    """They are stored as 0 and so are never drawn; the smallest of the others counts."""
+    buffer = prioritized([1e-30, 0.5, 1.0], alpha=2.0, beta=1.0, eps=0.0)
+    index, info = buffer.sampler.sample(buffer.storage, 50)
+    assert set(index.tolist()) == {1, 2}
+    assert torch.equal(info["priority_weight"], torch.where(index == 1, 1.0, 0.25))
+
+
+def test_nothing_stored_nothing_drawn(prioritized: Any) -> None:
+    buffer = prioritized(capacity=4)
+    assert not buffer.can_sample(1)
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        buffer.sample(1)
+    buffer.extend(torch.arange(4))
+    assert buffer.can_sample(1)
+    buffer.empty()
+    assert not buffer.can_sample(1)
+    with pytest.raises(RuntimeError, match="empty storage"):
+        buffer.sample(1)
+
+
+def test_a_storage_without_a_limit_takes_as_much_memory_as_it_needs() -> None:
+    buffer = ReplayBuffer(
+        storage=ListStorage(), sampler=PrioritizedSampler(alpha=1.0, beta=1.0), collate_fn=list
+    )
+    for start in range(0, 3000, 500):
+        buffer.extend(list(range(start, start + 500)))
+    buffer.update_priority(torch.arange(3000), torch.zeros(3000))
+    buffer.update_priority(2999, 1.0)
+    assert set(buffer.sample(50)) == {2999}
+    assert buffer.sampler._table.capacity < 8192
+
+
+@pytest.mark.pitfall("SL4")
+def test_memory_follows_the_capacity_at_powers_of_two() -> None:
+    """SL4: it doubled where the capacity is a power of two."""
+    capacities = []
+    for capacity in (1 << 14, (1 << 14) - 1):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(capacity), sampler=PrioritizedSampler(alpha=0.7, beta=0.9)
+        )
+        buffer.extend(torch.arange(capacity - 100))
+        buffer.extend(torch.arange(200))
+        capacities.append(buffer.sampler._table.capacity)
+    assert capacities == [1 << 14, (1 << 14) - 1]
+
+
+def test_what_is_shown_of_it() -> None:
+    shown = repr(PrioritizedSampler(alpha=0.7, beta=0.9))
+    assert shown == "PrioritizedSampler(alpha=0.7, beta=0.9, eps=1e-08, reduction='max')"
