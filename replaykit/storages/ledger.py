@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
+from replaykit import native
+
 __all__ = ["Ledger"]
+
+
+_core = native.core()
 
 
 class Ledger:
@@ -58,6 +63,13 @@ class Ledger:
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """How often each of ``slots`` was written, from 0; -1 where it never was."""
         if self._generations is None:
+            if _core is not None and is_plain_index(slots):
+                found = torch.empty_like(slots)
+                count = slots.numel()
+                _core.generations(
+                    slots.data_ptr(), count, self.next_position, self.slots, found.data_ptr()
+                )
+                return found
             found = torch.div(self.next_position - 1 - slots, self.slots, rounding_mode="floor")
             return torch.where((slots >= 0) & (slots < self.slots), found, -1)
         if not len(self._generations):
@@ -235,6 +247,11 @@ class Ledger:
     def _grow_generations(self, size: int) -> None:
         assert self._generations is not None
         self._generations = _grown(self._generations, size, self.slots)
+
+
+def is_plain_index(slots: torch.Tensor) -> bool:
+    """Whether the core can read the tensor as the int64 numbers that it is."""
+    return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
 
 
 def _checked_table(state: dict[str, Any], name: str, fewest: int, most: int) -> torch.Tensor | None:

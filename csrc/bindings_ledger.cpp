@@ -1,0 +1,49 @@
+// The Python face of what follows from a ledger's counters.
+#include "bindings.h"
+#include "ledger.h"
+
+namespace nb = nanobind;
+using replaykit::Counters;
+
+namespace {
+
+Counters checked(std::int64_t next_position, std::int64_t slots) {
+  if (next_position < 0 || slots < 1) throw nb::value_error("expected counters of a ledger");
+  return {next_position, slots};
+}
+
+template <typename Number>
+Number* at(std::uintptr_t address) {
+  return reinterpret_cast<Number*>(address);
+}
+
+}  // namespace
+
+void replaykit::bind_ledger(nb::module_& m) {
+  m.def("generations",
+        [](std::uintptr_t index, std::int64_t n, std::int64_t next_position, std::int64_t slots,
+           std::uintptr_t out) {
+          const Counters counters = checked(next_position, slots);
+          for (std::int64_t i = 0; i < n; ++i) {
+            at<std::int64_t>(out)[i] = counters.generation(at<const std::int64_t>(index)[i]);
+          }
+        },
+        nb::arg("index"), nb::arg("n"), nb::arg("next_position"), nb::arg("slots"), nb::arg("out"),
+        "Writes how often each slot was written, -1 for never.");
+
+  m.def("largest_of_plain",
+        [](std::uintptr_t index, std::int64_t n, std::int64_t limit, std::uintptr_t priority,
+           bool doubles, std::uintptr_t generation, std::int64_t next_position,
+           std::int64_t slots) {
+          const Counters counters = checked(next_position, slots);
+          const auto* slot = at<const std::int64_t>(index);
+          const auto* then = at<const std::int64_t>(generation);
+          return doubles ? largest_of_plain(slot, n, limit, at<const double>(priority), then,
+                                            counters)
+                         : largest_of_plain(slot, n, limit, at<const float>(priority), then,
+                                            counters);
+        },
+        nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("priority"), nb::arg("doubles"),
+        nb::arg("generation"), nb::arg("next_position"), nb::arg("slots"),
+        "The largest of n priorities if all can be taken as they are, else -1.");
+}
