@@ -46,4 +46,12 @@ void replaykit::bind_ledger(nb::module_& m) {
         nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("priority"), nb::arg("doubles"),
         nb::arg("generation"), nb::arg("next_position"), nb::arg("slots"),
         "The largest of n priorities if all can be taken as they are, else -1.");
+
+  m.def("all_plain",
+        [](std::uintptr_t priority, std::int64_t n, bool doubles) {
+          return doubles ? all_plain(at<const double>(priority), n)
+                         : all_plain(at<const float>(priority), n);
+        },
+        nb::arg("priority"), nb::arg("n"), nb::arg("doubles"),
+        "Whether all priorities are finite and not negative.");
 }

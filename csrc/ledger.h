@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace replaykit {
 
@@ -39,6 +40,16 @@ double largest_of_plain(const std::int64_t* index, std::int64_t n, std::int64_t 
     }
   }
   return plain && std::isfinite(most) ? static_cast<double>(most) : -1.0;
+}
+
+// Whether all of n priorities are finite and not negative.
+template <typename Number>
+bool all_plain(const Number* priority, std::int64_t n) {
+  bool plain = true;
+  for (std::int64_t i = 0; i < n; ++i) {
+    plain &= priority[i] >= 0 && priority[i] <= std::numeric_limits<Number>::max();
+  }
+  return plain;
 }
 
 }  // namespace replaykit

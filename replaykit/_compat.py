@@ -132,6 +132,11 @@ def clone(data: Any) -> Any:
 def lookup(data: Any, key: tuple[str, ...]) -> Any:
     """Returns the value of a nested key; None where there is none, also below a tensor."""
     for part in key:
+        if type(data) is TensorDict:
+            found = fields_of(data).get(part)
+            if found is None or type(found) in (torch.Tensor, TensorDict):
+                data = found
+                continue
         known = is_tensordict(data) or is_tensorclass(data)
         data = data.get(part, None) if known else None
     return data

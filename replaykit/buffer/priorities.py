@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import is_tensordict
+from replaykit import native
+from replaykit._compat import is_tensordict, lookup
 from replaykit.buffer.core import BufferCore
 from replaykit.reductions import reduce_rows
 from replaykit.samplers import Sampler
@@ -84,11 +85,17 @@ class Priorities(BufferCore):
         sampler = self._sampler
         if not sampler.prioritized:
             return
-        value = data.get(self._priority_key, None)
-        index = data.get("index", None)
+        value = lookup(data, self._priority_key)
+        index = lookup(data, ("index",))
         for key, found in ((self._priority_key, value), (("index",), index)):
             if found is None:
                 raise KeyError(f"expected {format_key(key)} in the data; got none")
+        if data.batch_dims == 1 and type(value) is torch.Tensor:
+            value = reduced_priority(value, index.shape[0], sampler, self._priority_key)
+            generation = lookup(data, ("index_generation",))
+            with self._locked() as storage:
+                sampler.update_priority(index, value, storage=storage, generation=generation)
+            return
         if data.batch_dims == 0:
             data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
         with self._locked() as storage:
@@ -167,13 +174,29 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
         raise ValueError(
             f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
         )
-    reduced = reduce_rows(value, getattr(sampler, "reduction", "max"))
-    wrong = (~((reduced >= 0) & reduced.isfinite())).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
+    if value.ndim == 1 and value.dtype in (torch.float32, torch.float64):
+        reduced = value.detach()
+    else:
+        reduced = reduce_rows(value, getattr(sampler, "reduction", "max"))
+    if not _all_plain(reduced):
+        row = int((~((reduced >= 0) & reduced.isfinite())).nonzero()[0])
         raise ValueError(
             f"expected priorities that are finite and not negative under {format_key(key)}, "
             f"got {float(reduced[row])} at row {row}"
         )
     sampler.check_priorities(reduced)
     return reduced
+
+
+def _all_plain(value: torch.Tensor) -> bool:
+    """Whether all numbers ``[K]`` are finite and not negative."""
+    core = native.core()
+    if (
+        core is not None
+        and (value.dtype is torch.float32 or value.dtype is torch.float64)
+        and value.is_cpu
+        and value.is_contiguous()
+        and not value.is_neg()
+    ):
+        return core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
+    return bool(((value >= 0) & value.isfinite()).all())
