@@ -12,10 +12,9 @@ from replaykit.reductions import REDUCTIONS
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.priority_arguments import (
     as_elements,
-    as_generations,
     as_priorities,
     bounds,
-    live_elements,
+    resolved_update,
     stored_elements,
 )
 from replaykit.samplers.priority_law import PriorityLaw, checked_number, importance_weights
@@ -331,31 +330,14 @@ class PrioritizedSampler(Sampler):
         """
         storage = self._home(storage)
         table = self._known(storage)
-        elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
-        count = elements.shape[0]
-        values = as_priorities(priority, count, self.dtype)
-        if not count:
-            return
-        least, most = bounds(values)
-        self._law.check(least, most)
-        dropped = 0
-        if generation is not None:
-            live = live_elements(elements, as_generations(generation, elements), storage)
-            if live is not None:
-                dropped = count - int(live.sum())
-                elements, values = elements[live], values[live.to(values.device)]
         limit = table.length if storage is None else len(storage)
-        kept, top = stored_elements(elements, limit)
-        if len(kept) < len(elements):
-            values = values[(elements != -1).to(values.device)]
-        self.dropped_updates += dropped
-        if not len(kept):
+        update = resolved_update(index, priority, generation, self._law, storage, limit)
+        self.dropped_updates += update.dropped
+        if not update.elements.numel():
             return
-        if len(kept) < count:
-            most = bounds(values)[1]
-        table.set(kept.to(table.device), values.to(table.device), top)
-        if most > self._max_priority:
-            self._max_priority = most
+        where, top = table.device, update.top
+        table.set(update.elements.to(where), update.priorities.to(where), top)
+        self._max_priority = max(self._max_priority, update.most)
         if top > table.length:
             table.cover(top, self.default_priority)
 
