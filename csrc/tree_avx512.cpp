@@ -36,13 +36,15 @@ struct Wide {
     __m512d p = _mm512_mask_add_pd(c, 0xAA, c, _mm512_movedup_pd(c));
     p = _mm512_mask_add_pd(p, 0xCC, p, _mm512_permutex_pd(p, 0x55));
     p = _mm512_mask_add_pd(p, 0xF0, p, _mm512_permutexvar_pd(_mm512_set1_epi64(3), p));
-    const unsigned passed = _mm512_mask_cmp_pd_mask(0x7F, p, _mm512_set1_pd(x), _CMP_LE_OQ);
-    const unsigned positive = _mm512_cmp_pd_mask(c, _mm512_setzero_pd(), _CMP_GT_OQ);
-    const unsigned allowed = ((passed << 1) | 1U) & positive;
+    // Shifted by one lane: e_j = p_{j-1}, e_0 = 0.
+    const __m512d zero = _mm512_setzero_pd();
+    const __m512d e = _mm512_castsi512_pd(
+        _mm512_alignr_epi64(_mm512_castpd_si512(p), _mm512_castpd_si512(zero), 7));
+    const __mmask8 positive = _mm512_cmp_pd_mask(c, zero, _CMP_GT_OQ);
+    const unsigned allowed = _mm512_mask_cmp_pd_mask(positive, e, _mm512_set1_pd(x), _CMP_LE_OQ);
     const int j = 31 - __builtin_clz(allowed | 1U);
-    // p_{j-1}, moved to the first lane; no lane at all, that is 0, for j = 0.
-    const auto before = static_cast<__mmask8>((1U << j) >> 1);
-    x -= _mm512_cvtsd_f64(_mm512_maskz_compress_pd(before, p));
+    const __m512i lane = _mm512_castsi128_si512(_mm_cvtsi32_si128(j));
+    x -= _mm512_cvtsd_f64(_mm512_permutexvar_pd(lane, e));
     return j;
   }
 };

@@ -8,9 +8,10 @@ struct Portable {
   // Halving: the order in which eight lanes of a register are added. All kernels add like this.
   template <class Child>
   static inline double sum(const Child* c) {
-    const double s0 = double(c[0]) + double(c[4]), s1 = double(c[1]) + double(c[5]);
-    const double s2 = double(c[2]) + double(c[6]), s3 = double(c[3]) + double(c[7]);
-    return (s0 + s2) + (s1 + s3);
+    double four[4], two[2];
+    for (int i = 0; i < 4; ++i) four[i] = double(c[i]) + double(c[i + 4]);
+    for (int i = 0; i < 2; ++i) two[i] = four[i] + four[i + 2];
+    return two[0] + two[1];
   }
 
   // The child to enter; x becomes what is left of it. The prefixes p_j = c_0 + .. + c_j are added

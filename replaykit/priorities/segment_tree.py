@@ -277,14 +277,13 @@ class SegmentTree:
                 self._synchronise()
                 return float(self._leaves[index])
         index = as_index(index, self._device)
-        if self._device.type != "cpu":
-            with self._lock:
-                return self._leaves.index_select(0, index)
-        wrong = (index < 0) | (index >= self._capacity)
-        if bool(wrong.any()):
-            position = int(wrong.nonzero()[0])
-            refuse(self._operation, self._capacity, True, int(index[position]), position)
         with self._lock:
+            if self._torch is not None:
+                return self._torch.gather(index)
+            wrong = (index < 0) | (index >= self._capacity)
+            if bool(wrong.any()):
+                position = int(wrong.nonzero()[0])
+                refuse(self._operation, self._capacity, True, int(index[position]), position)
             return self._leaves.index_select(0, index)
 
     def _synchronise(self) -> None:

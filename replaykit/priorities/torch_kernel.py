@@ -96,7 +96,9 @@ class TorchKernel:
         noted = torch.cat([column.index_select(0, position) for column in columns])
         if not self._deferred:
             self._raise(*noted.tolist())
-        self._refused = torch.where(any_bad & (self._refused[0] == 0), noted, self._refused)
+        # In place, so that a captured graph notes it where `synchronise` looks.
+        first_one = any_bad & (self._refused[0] == 0)
+        self._refused.copy_(torch.where(first_one, noted, self._refused))
         return any_bad
 
     # -- writing ----------------------------------------------------------------------------------
@@ -156,6 +158,13 @@ class TorchKernel:
             entries[:count] = self._operation.combine(children[:count])
 
     # -- reading ----------------------------------------------------------------------------------
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """The leaves of these indices; of those outside, on an accelerator, the first or last."""
+        bad = (index < 0) | (index >= self._capacity)
+        if self._refuse(bad, _INDEX, index) is not None:
+            index = index.clamp(0, self._capacity - 1)
+        return self._leaves.index_select(0, index)
 
     def root_tensor(self) -> torch.Tensor:
         """All leaves combined, a tensor without dimensions."""
@@ -230,23 +239,23 @@ class TorchKernel:
         # rounding; an infinite value enters the last positive child everywhere.
         x = torch.where(x >= total, math.inf, x)
         rank = torch.arange(1, FAN + 1, device=x.device)
-        weight = x
+        eight = before = chosen = at.unsqueeze(1)
         for children in reversed(self._children):
             eight = children.index_select(0, at)
             before = torch.zeros(len(at), FAN + 1, dtype=torch.float64, device=x.device)
             p = before[:, 1:]
             p.copy_(eight)
             # A scan over eight lanes in three steps: the kernels' order of additions.
-            p[:, 1::2] += p[:, 0::2]
+            p[:, 1::2].add_(p[:, 0::2])
             halves = p.unflatten(1, (2, 4))
-            halves[:, :, 2:] += halves[:, :, 1:2]
-            p[:, 4:] += p[:, 3:4]
-            allowed = (eight > 0) & (before[:, :FAN] <= x.unsqueeze(1))
+            halves[:, :, 2:].add_(halves[:, :, 1:2])
+            p[:, 4:].add_(p[:, 3:4])
+            allowed = (before[:, :FAN] <= x.unsqueeze(1)).logical_and_(eight > 0)
+            # The first child where there is none, which only happens in a tree of zeros.
             chosen = (allowed * rank).amax(1, keepdim=True).sub_(1).clamp_(min=0)
             x = x - before.gather(1, chosen).squeeze(1)
-            weight = eight.gather(1, chosen).squeeze(1)
-            at = at * FAN + chosen.squeeze(1)
-        weight = weight.to(torch.float64)
+            at = (at * FAN).add_(chosen.squeeze(1))
+        weight = eight.gather(1, chosen).squeeze(1).to(torch.float64)
         if self._deferred:
             empty = ~(total > 0)
             at, weight = torch.where(empty, -1, at), torch.where(empty, 0.0, weight)
