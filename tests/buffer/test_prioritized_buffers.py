@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -273,8 +274,8 @@ def test_no_reader_sees_a_new_row_with_its_predecessors_priority(in_threads: Any
     assert rounds[0] == 399
 
 
-def test_updates_and_draws_from_several_threads(in_threads: Any) -> None:
-    """TH4: the trees stay those of the priorities."""
+def test_updates_draws_and_exponents_from_several_threads(in_threads: Any) -> None:
+    """The trees stay those of the priorities, also where the sampler itself is used."""
     buffer = make(size=64, batch_size=16)
     buffer.extend(rows(64))
 
@@ -287,8 +288,47 @@ def test_updates_and_draws_from_several_threads(in_threads: Any) -> None:
         for number in range(150):
             buffer.extend(rows(5, number))
 
-    in_threads(learn, learn, write)
+    def anneal() -> None:
+        for number in range(150):
+            buffer.sampler.alpha = number % 5 / 4
+            buffer.sampler.update_priority(torch.arange(64), torch.rand(64))
+            buffer.sampler.state_dict()
+
+    in_threads(learn, learn, write, anneal)
     sampler = buffer.sampler
     stored = torch.tensor(raw(buffer))
     assert torch.equal(sampler._table._sums.leaves, sampler._law.values(stored).float())
     assert sampler._table.smallest() == sampler._table._sums.leaves.min().item()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_trees_of_its_own(run_python: Any) -> None:
+    """A thread of the parent may hold the lock of a tree when the process forks."""
+    done = run_python(
+        """
+import os, signal, torch, warnings
+from replaykit import LazyTensorStorage, PrioritizedReplayBuffer
+
+rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=LazyTensorStorage(50), batch_size=20,
+                             generator=torch.Generator().manual_seed(0))
+rb.update_priority(rb.extend(torch.arange(40)), torch.arange(40.0))
+table = rb.sampler._table
+warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads
+with table._sums._lock, table._least._lock:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        drawn = rb.sample()
+        rb.update_priority(torch.arange(40), 1.0)
+        rb.extend(torch.arange(20))
+        rb.sample()
+        os.write(1, str(drawn.tolist()).encode())
+        os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert rb.sampler.state_dict()["_priorities"].tolist() == list(range(40))
+os.write(1, b"\\n" + str(rb.sample().tolist()).encode())
+"""
+    )
+    of_child, of_parent = done.stdout.splitlines()
+    assert of_child == of_parent
