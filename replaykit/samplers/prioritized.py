@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing.context
-import weakref
 from typing import Any
 
 import torch
 
-from replaykit.reductions import REDUCTIONS
-from replaykit.samplers.base import Sampler, as_drawn, require_rows
-from replaykit.samplers.priority_arguments import (
-    as_elements,
-    as_generations,
-    as_priorities,
-    bounds,
-    live_elements,
-    stored_elements,
-)
-from replaykit.samplers.priority_law import PriorityLaw, checked_number, importance_weights
-from replaykit.samplers.priority_state import SavedPriorities
-from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.base import as_drawn, require_rows
+from replaykit.samplers.priority_law import importance_weights
+from replaykit.samplers.with_priorities import WithPriorities
 from replaykit.storages import Storage
 
 __all__ = ["PrioritizedSampler"]
 
-_WEIGHT_NORMS = ("global", "batch")
 
-_UNKNOWN = 1 << 48
-"""Limit of an index where there is no storage to ask."""
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-_REQUIRED: Any = _Required()
-
-
-class PrioritizedSampler(Sampler):
+class PrioritizedSampler(WithPriorities):
     """Draws record i with probability ``v_i / sum v``, where ``v_i = (p_i + eps) ** alpha``.
 
     ``p_i`` is the raw priority that ``update_priority`` or the written data gave; new records have
@@ -93,145 +68,6 @@ class PrioritizedSampler(Sampler):
     """
 
     kind = "prioritized"
-    prioritized = True
-
-    def __init__(
-        self,
-        max_capacity: int | None = None,
-        alpha: float = _REQUIRED,
-        beta: float = _REQUIRED,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        max_priority_within_buffer: bool = False,
-        device: torch.device | str | int | None = None,
-        *,
-        weight_norm: str = "global",
-        stratified: bool = False,
-        replacement: bool = True,
-    ) -> None:
-        super().__init__(replacement=replacement)
-        for name, value in (("alpha", alpha), ("beta", beta)):
-            if value is _REQUIRED:
-                raise TypeError(f"{type(self).__name__} needs {name}; got none")
-        if max_capacity is not None and (type(max_capacity) is not int or max_capacity < 1):
-            raise ValueError(f"expected max_capacity as an int of at least 1, got {max_capacity!r}")
-        if dtype not in (torch.float32, torch.float64):
-            raise NotImplementedError(f"expected dtype float32 or float64, got {dtype}")
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"expected reduction as one of {REDUCTIONS}, got {reduction!r}")
-        if weight_norm not in _WEIGHT_NORMS:
-            raise ValueError(f"expected weight_norm as one of {_WEIGHT_NORMS}, got {weight_norm!r}")
-        self.max_capacity = max_capacity
-        self.dtype, self.reduction, self.weight_norm = dtype, reduction, weight_norm
-        self.max_priority_within_buffer = bool(max_priority_within_buffer)
-        self.stratified = bool(stratified)
-        self.device = None if device is None else torch.device(device)
-        self.dropped_updates = 0
-        self._law = PriorityLaw(alpha, eps, dtype)
-        self._law.check(0.0, 1.0)
-        self._beta = checked_number("beta", beta)
-        self._max_priority = 1.0
-        self._table: PriorityTable | None = None
-        self._attached: weakref.ref[Storage] | None = None
-
-    # -- what it draws by ---------------------------------------------------------------------
-
-    @property
-    def alpha(self) -> float:
-        """How much priorities count. Setting it takes one pass over the stored priorities.
-
-        They are kept as they were given, so that the way back gives the same probabilities.
-        ValueError where it is negative, NaN or infinite, or makes a power infinite.
-        """
-        return self._law.alpha
-
-    @alpha.setter
-    def alpha(self, value: float) -> None:
-        law = PriorityLaw(value, self.eps, self.dtype)
-        if law.alpha == self.alpha:
-            return
-        law.check(0.0, self._max_priority)  # new records get it when they are stored already
-        if self._table is not None:
-            self._table.set_law(law)
-        self._law = law
-
-    @property
-    def beta(self) -> float:
-        """How much of the preference the weights undo; ValueError as for alpha. Cost: O(1)."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._beta = checked_number("beta", value)
-
-    @property
-    def eps(self) -> float:
-        """What is added to every priority."""
-        return self._law.eps
-
-    @property
-    def default_priority(self) -> float:
-        """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
-        if not self.max_priority_within_buffer:
-            return self._max_priority
-        return 1.0 if self._table is None else self._table.largest()
-
-    # -- the table ----------------------------------------------------------------------------
-
-    def _home(self, storage: Storage | None) -> Storage | None:
-        """The storage that an index is about: the one given, else the one attached or owned."""
-        if storage is None and self._attached is not None:
-            storage = self._attached()
-        if storage is None and self.owner is not None:
-            storage = self.owner.storage
-        return storage
-
-    def _new_table(self, storage: Storage | None, law: PriorityLaw) -> PriorityTable:
-        device: Any = self.device
-        if device is None:
-            device = "cpu" if storage is None else storage.device
-        return PriorityTable(
-            law,
-            torch.device(device),
-            smallest=self.weight_norm == "global",
-            largest=self.max_priority_within_buffer,
-        )
-
-    def _known(self, storage: Storage | None) -> PriorityTable:
-        """The table, made where there is none, without records that are gone."""
-        table = self._table
-        if table is None:
-            table = self._table = self._new_table(storage, self._law)
-        if storage is not None:
-            table.limit = storage.max_size
-            if len(storage) < table.length:
-                table.truncate(len(storage))  # another buffer over the storage has emptied it
-        return table
-
-    def _following(self, storage: Storage) -> PriorityTable:
-        """The table, with the default for stored records that it has not been told of."""
-        table = self._known(storage)
-        if len(storage) > table.length:
-            table.cover(len(storage), self.default_priority)
-        return table
-
-    def attach(self, storage: Storage) -> None:
-        """Takes the storage to draw from; what is stored there gets ``default_priority``.
-
-        Raises:
-            ValueError: ``max_capacity`` below the storage's ``max_size``; nothing has changed.
-        """
-        if self.max_capacity is not None and storage.max_size > self.max_capacity:
-            raise ValueError(
-                f"expected max_capacity of at least the storage's max_size of {storage.max_size}, "
-                f"got {self.max_capacity}; leave it out to have it follow the storage"
-            )
-        self._attached, self._table = weakref.ref(storage), None
-        if len(storage):
-            self._following(storage)
-
-    # -- drawing ------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws by priority; returns the index and ``priority_weight`` ``[B]`` in ``dtype``.
@@ -239,184 +75,26 @@ class PrioritizedSampler(Sampler):
         Raises:
             RuntimeError: nothing is stored, or every priority is 0 and eps too.
         """
-        require_rows(storage)
-        table = self._following(storage)
-        if not table.drawable:
-            raise RuntimeError(
-                f"every stored priority is zero with alpha={self.alpha} and eps={self.eps}, so "
-                "that nothing can be drawn; give the sampler a larger eps, or some records a "
-                "priority above zero"
-            )
-        self._ran_out = False  # there is no pass; a flag that was set is over
-        flat, value = table.draw(batch_size, self.generator, self.stratified)
-        smallest = table.smallest() if self.weight_norm == "global" else value.amin()
+        with storage.lock:
+            require_rows(storage)
+            table = self._following(storage)
+            if not table.drawable:
+                raise RuntimeError(
+                    f"every stored priority is zero with alpha={self.alpha} and eps={self.eps}, "
+                    "so that nothing can be drawn; give the sampler a larger eps, or some records "
+                    "a priority above zero"
+                )
+            self._ran_out = False  # there is no pass; a flag that was set is over
+            flat, value = table.draw(batch_size, self.generator, self.stratified)
+            smallest = table.smallest() if self.weight_norm == "global" else value.amin()
         weight = importance_weights(value, smallest, self._beta, self.dtype)
         return as_drawn(flat, storage), {"priority_weight": weight.to(torch.device(storage.device))}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         return len(storage) > 0 and self._following(storage).drawable
 
-    # -- being told of writes -----------------------------------------------------------------
-
-    def add(self, index: Any) -> None:
-        """Gives the default to a new record, unless a buffer does: it sets priorities itself."""
-        if self.owner is None:
-            self.mark_update(index)
-
-    def extend(self, index: Any) -> None:
-        """Gives the default to new records, unless a buffer does: it sets priorities itself."""
-        if self.owner is None:
-            self.mark_update(index)
-
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Gives records ``default_priority``: they are new.
-
-        With ``max_priority_within_buffer`` what they had before does not count towards it.
-
-        Raises:
-            IndexError: an index other than -1 outside the stored records. TypeError: no integers.
-        """
-        storage = self._home(storage)
-        table = self._known(storage)
-        elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
-        if storage is None:
-            limit = _UNKNOWN if self.max_capacity is None else self.max_capacity
-        else:
-            limit = len(storage)
-        kept, top = stored_elements(elements, limit)
-        if not len(kept):
-            return
-        kept = kept.to(table.device)
-        table.leave_out_of_largest(kept)
-        default = self.default_priority
-        table.set(kept, default, top)
-        table.cover(top, default)
-
-    def empty(self) -> None:
-        """Forgets all priorities, and the largest one that was ever set."""
-        super().empty()
-        self._max_priority = 1.0
-        if self._table is not None:
-            self._table.truncate(0)
-
-    # -- priorities ---------------------------------------------------------------------------
-
-    def check_priorities(self, priority: torch.Tensor) -> None:
-        if len(priority):
-            self._law.check(*bounds(as_priorities(priority, len(priority), self.dtype)))
-
-    def update_priority(
-        self,
-        index: Any,
-        priority: Any,
-        *,
-        storage: Storage | None = None,
-        generation: Any = None,
-    ) -> None:
-        """Sets the raw priorities of records; of several for one record the last counts.
-
-        Args:
-            index: int, ``[K]``, ``[K, ndim]``, or a tuple of LongTensors; -1 is ignored.
-            priority: one for all, ``[K]`` or ``[K, 1]``; any real dtype, any device.
-            storage: that of the records; by default the one that the sampler is attached to.
-            generation: ``[K]``, of the slots when they were sampled; entries whose slot was written
-                since are left out and counted in ``dropped_updates``.
-
-        Raises:
-            ValueError: a priority that is NaN, negative, or not finite in ``dtype``, also as a
-                power; another number of priorities or generations than of index entries.
-            IndexError: any other index outside the stored records. TypeError: no integers.
-
-        Nothing has changed if it raises. Cost: O(K log N).
-        """
-        storage = self._home(storage)
-        table = self._known(storage)
-        elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
-        count = elements.shape[0]
-        values = as_priorities(priority, count, self.dtype)
-        if not count:
-            return
-        least, most = bounds(values)
-        self._law.check(least, most)
-        dropped = 0
-        if generation is not None:
-            live = live_elements(elements, as_generations(generation, elements), storage)
-            if live is not None:
-                dropped = count - int(live.sum())
-                elements, values = elements[live], values[live.to(values.device)]
-        limit = table.length if storage is None else len(storage)
-        kept, top = stored_elements(elements, limit)
-        if len(kept) < len(elements):
-            values = values[(elements != -1).to(values.device)]
-        self.dropped_updates += dropped
-        if not len(kept):
-            return
-        if len(kept) < count:
-            most = bounds(values)[1]
-        table.set(kept.to(table.device), values.to(table.device), top)
-        if most > self._max_priority:
-            self._max_priority = most
-        if top > table.length:
-            table.cover(top, self.default_priority)
-
-    # -- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns exponents and raw priorities of the stored records: a copy, ``[N]``."""
-        storage = self._home(None)
-        table = self._table if storage is None else self._following(storage)
-        raw = torch.empty(0, dtype=self.dtype) if table is None else table.priorities.cpu()
-        saved = SavedPriorities(
-            self.alpha, self._beta, self.eps, self._max_priority, self.dropped_updates, raw
-        )
-        return {**super().state_dict(), **saved.to_state()}
-
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        self._checked(state_dict)
-
-    def stored_in(self, state_dict: dict[str, Any]) -> int | None:
-        return len(state_dict["_priorities"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over exponents, counters and priorities; copies of them.
-
-        Raises:
-            ValueError: entries are missing or impossible. CheckpointError: of a newer version.
-            Nothing has changed then.
-        """
-        super().load_state_dict(state_dict)
-        saved, law = self._checked(state_dict)
-        table = self._new_table(self._home(None), law)
-        table.load(saved.priorities)
-        self._table, self._law, self._beta = table, law, saved.beta
-        self._max_priority, self.dropped_updates = saved.max_priority, saved.dropped_updates
-        self._ran_out = False
-
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[SavedPriorities, PriorityLaw]:
-        saved = SavedPriorities.from_state(state_dict, self.dtype)
-        law = PriorityLaw(saved.alpha, saved.eps, self.dtype)
-        law.check(0.0, saved.max_priority)
-        if len(saved.priorities):
-            law.check(*bounds(saved.priorities))
-        return saved, law
-
-    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
-        if self._table is not None:
-            lanes = storage.lanes.numel()
-            cells = (rows[:, None] * lanes + torch.arange(lanes)).flatten()
-            self._table.load(self._table.priorities[cells.to(self._table.device)])
-
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
             f"reduction={self.reduction!r})"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        if multiprocessing.context.get_spawning_popen() is not None:
-            raise RuntimeError(
-                "a PrioritizedSampler cannot be handed to a spawned process: each process would "
-                "have priorities of its own; make one there"
-            )
-        return {**super().__getstate__(), "_attached": None}

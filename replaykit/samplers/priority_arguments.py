@@ -3,25 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
+from replaykit.samplers.priority_law import PriorityLaw
 from replaykit.storages import Storage
 from replaykit.storages.indexing import check_range, ravel
 
 __all__ = [
+    "Update",
     "as_elements",
-    "as_generations",
     "as_priorities",
     "bounds",
-    "live_elements",
+    "resolved_update",
     "stored_elements",
 ]
 
 _FAR = 1 << 40
 """Beyond every slot, and small enough to be multiplied by a number of lanes."""
+
+
+class Update(NamedTuple):
+    """What a call of ``update_priority`` comes to.
+
+    Attributes:
+        elements: int64 ``[K]``, all of them stored, possibly one several times.
+        priorities: ``[K]`` in the law's dtype, all of them allowed.
+        top: what lies above every element; 0 where there is none.
+        most: the largest priority; 0 where there is none.
+        dropped: entries that were left out because their record had been overwritten.
+    """
+
+    elements: torch.Tensor
+    priorities: torch.Tensor
+    top: int
+    most: float
+    dropped: int
+
+
+def resolved_update(
+    index: Any,
+    priority: Any,
+    generation: Any,
+    law: PriorityLaw,
+    storage: Storage | None,
+    limit: int,
+) -> Update:
+    """Checks the arguments of ``update_priority`` and returns what is left to be set.
+
+    Args:
+        limit: number of stored elements.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``update_priority`` does.
+    """
+    elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
+    count = elements.shape[0]
+    values = as_priorities(priority, count, law.dtype)
+    if not count:
+        return Update(elements, values, 0, 0.0, 0)
+    least, most = bounds(values)
+    law.check(least, most)
+    dropped = 0
+    if generation is not None:
+        live = _live(elements, generation, storage)
+        if live is not None:
+            dropped = count - int(live.sum())
+            elements, values = elements[live], values[live.to(values.device)]
+    kept, top = stored_elements(elements, limit)
+    if kept is not elements:
+        values = values[(elements != -1).to(values.device)]
+    if kept.shape[0] < count:
+        most = bounds(values)[1] if top else 0.0
+    return Update(kept, values, top, most, dropped)
 
 
 def as_elements(index: Any, lanes: torch.Size) -> torch.Tensor:
@@ -101,22 +157,6 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
     return priority.reshape(-1)
 
 
-def as_generations(generation: Any, index: torch.Tensor) -> torch.Tensor:
-    """Returns the generations that were seen with an index ``[K]``: int64 ``[K]``.
-
-    Raises:
-        ValueError: not one for each entry. TypeError: not integers.
-    """
-    seen = _integers(generation).to(index.device)
-    if seen.dim() != 1:
-        seen = seen.reshape(-1)
-    if seen.shape != index.shape:
-        raise ValueError(
-            f"expected a generation for each of the {len(index)} index entries, got {len(seen)}"
-        )
-    return seen
-
-
 def bounds(values: torch.Tensor) -> tuple[Any, Any]:
     """Returns the least and the largest of ``[K]``, K at least 1; NaN where there is one.
 
@@ -128,19 +168,20 @@ def bounds(values: torch.Tensor) -> tuple[Any, Any]:
     return tuple(torch.stack([least, most]).tolist())
 
 
-def live_elements(
-    elements: torch.Tensor, seen: torch.Tensor, storage: Storage | None
-) -> torch.Tensor | None:
-    """Which elements ``[K]`` are still those that were seen; None: all of them.
+def _live(elements: torch.Tensor, generation: Any, storage: Storage | None) -> torch.Tensor | None:
+    """Which elements ``[K]`` still have the generation that was seen; None: all of them.
 
-    Elements -1 count as live.
-
-    Raises:
-        ValueError: there is no storage that knows generations.
-        IndexError: an element that never was stored.
+    Elements -1 count as live. IndexError for one that never was stored.
     """
     if storage is None:
         raise ValueError("expected a storage to compare generations with, got none")
+    seen = _integers(generation).to(elements.device)
+    if seen.dim() != 1:
+        seen = seen.reshape(-1)
+    if seen.shape != elements.shape:
+        raise ValueError(
+            f"expected a generation for each of the {len(elements)} index entries, got {len(seen)}"
+        )
     lanes = storage.lanes.numel()
     slots = elements if lanes == 1 else torch.div(elements, lanes, rounding_mode="floor")
     now = storage.ledger.generations(slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class PriorityTable:
         sums = SumSegmentTree(capacity, **options)
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
-        self.capacity = capacity
+        self.capacity, self._process = capacity, os.getpid()
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
     # -- setting ------------------------------------------------------------------------------
@@ -102,7 +103,10 @@ class PriorityTable:
         self.reserve(top)
         start, self.length = self.length, top
         fresh = self._raw[start:top]
-        if fresh.amin().item() < 0:
+        if fresh.amax().item() < 0:
+            fresh.fill_(default)
+            self._set_range(start, fresh)
+        elif fresh.amin().item() < 0:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
     def leave_out_of_largest(self, index: torch.Tensor) -> None:
@@ -112,6 +116,7 @@ class PriorityTable:
 
     def truncate(self, length: int) -> None:
         """Forgets the elements from ``length`` on."""
+        self.renew_after_fork()
         count = self.length - length
         if count <= 0:
             return
@@ -129,14 +134,25 @@ class PriorityTable:
         Raises:
             ValueError: it does not allow a stored priority; nothing has changed.
         """
+        self.renew_after_fork()
         if self.length:
             law.check(0.0, self._raw[: self.length].amax().item())
         self.law = law
-        self._rebuild()
+        if self.length:
+            self._set_range(0, self._raw[: self.length])
 
     def load(self, priorities: torch.Tensor) -> None:
         """Takes allowed priorities ``[N]`` in the place of all that were there."""
         self._refill(priorities, max(1, len(priorities)))
+
+    def renew_after_fork(self) -> None:
+        """In a forked process: makes the trees anew, from the raw priorities.
+
+        A thread of the parent, which is not here, may have held their locks, or have been half
+        through them.
+        """
+        if self._process != os.getpid():
+            self._refill(self.priorities, self.capacity)
 
     def reserve(self, count: int) -> None:
         """Makes room for ``count`` elements."""
@@ -149,16 +165,16 @@ class PriorityTable:
         self.length = len(raw)
         if self.length:
             self._raw[: self.length] = raw
-            self._rebuild()
-            if self._most is not None:
-                self._most.update_range(0, self._raw[: self.length])
+            self._set_range(0, self._raw[: self.length])
 
-    def _rebuild(self) -> None:
-        if self.length:
-            values = self.law.values(self._raw[: self.length])
-            self._sums.update_range(0, values)
-            if self._least is not None:
-                self._least.update_range(0, self._positive(values))
+    def _set_range(self, start: int, raw: torch.Tensor) -> None:
+        """Brings the trees to raw priorities ``[K]``, K at least 1, from ``start`` on."""
+        values = self.law.values(raw)
+        self._sums.update_range(start, values)
+        if self._least is not None:
+            self._least.update_range(start, self._positive(values))
+        if self._most is not None:
+            self._most.update_range(start, raw)
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -189,6 +205,7 @@ class PriorityTable:
     def largest(self) -> float:
         """Largest raw priority of the stored elements; 1 where none is stored."""
         assert self._most is not None
+        self.renew_after_fork()
         found = float(self._most.reduce())
         return found if found >= 0 else 1.0
 

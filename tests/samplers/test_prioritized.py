@@ -125,6 +125,19 @@ def test_a_capacity_below_the_storages_is_refused() -> None:
     ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(100, 0.7, 0.9))
 
 
+def test_a_capacity_is_compared_with_what_the_storage_was_made_for(raw: Any) -> None:
+    """With lanes the first write rounds it up to whole time steps."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10, ndim=2), sampler=PrioritizedSampler(10, 0.7, 0.9)
+    )
+    buffer.extend(torch.zeros(4, 5))
+    assert (buffer.storage.max_size, len(raw(buffer))) == (12, 12)
+    buffer.set_sampler(PrioritizedSampler(10, 0.7, 0.9))
+    assert buffer.sample(20, return_info=True)[1]["index"].shape == (20, 2)
+    with pytest.raises(ValueError, match="max_size of 12, got 8"):
+        buffer.set_sampler(PrioritizedSampler(8, 0.7, 0.9))
+
+
 # -- a draw ---------------------------------------------------------------------------------------
 
 

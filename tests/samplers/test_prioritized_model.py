@@ -1,0 +1,239 @@
+"""A whole buffer with priorities, against a plain Python model of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
+
+CAPACITIES = [1, 2, 3, 7, 8, 9, 15, 16, 17]
+
+priorities = st.integers(0, 64).map(lambda n: n / 16)
+
+
+class Model:
+    """A ring of (number, priority, write) in Python lists; what the contract says, no more."""
+
+    def __init__(self, capacity: int, within: bool) -> None:
+        self.capacity, self.within = capacity, within
+        self.rows: list[list[Any]] = []
+        self.cursor = 0
+        self.writes = 0
+        self.largest = 1.0
+
+    @property
+    def default(self) -> float:
+        if not self.within:
+            return self.largest
+        return max((row[1] for row in self.rows), default=1.0)
+
+    def extend(self, numbers: list[int], given: list[float] | None) -> list[int]:
+        slots = [(self.cursor + i) % self.capacity for i in range(len(numbers))]
+        self.cursor = (self.cursor + len(numbers)) % self.capacity
+        new = dict(zip(slots, zip(numbers, given or numbers, strict=True), strict=True))
+        kept = [row for slot, row in enumerate(self.rows) if slot not in new]
+        default = self.largest
+        if self.within:
+            default = max((row[1] for row in kept), default=1.0)
+        for slot in sorted(new):
+            number, priority = new[slot]
+            row = [number, priority if given else default, self.writes]
+            self.writes += 1
+            if slot < len(self.rows):
+                self.rows[slot] = row
+            else:
+                self.rows.append(row)
+        if given:
+            self.largest = max(self.largest, *given)
+        return slots
+
+    def update(self, slots: list[int], values: list[float], seen: list[int] | None) -> int:
+        dropped = 0
+        for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
+            if slot == -1:
+                continue
+            if seen is not None and (slot >= len(self.rows) or self.rows[slot][2] != seen[i]):
+                dropped += 1
+                continue
+            self.rows[slot][1] = value
+            self.largest = max(self.largest, value)
+        return dropped
+
+
+class PrioritizedBuffer(RuleBasedStateMachine):
+    @initialize(
+        capacity=st.sampled_from(CAPACITIES),
+        within=st.booleans(),
+        norm=st.sampled_from(["global", "batch"]),
+        eps=st.sampled_from([0.0, 1e-8, 0.5]),
+        listed=st.booleans(),
+    )
+    def start(self, capacity: int, within: bool, norm: str, eps: float, listed: bool) -> None:
+        self.options = {
+            "eps": eps,
+            "weight_norm": norm,
+            "max_priority_within_buffer": within,
+            "dtype": torch.float64,
+        }
+        self.alpha, self.listed = 0.7, listed
+        self.buffer = self.make(capacity)
+        self.model = Model(capacity, within)
+        self.number = 0
+        self.dropped = 0
+        self.seen: list[tuple[int, torch.Tensor, int]] = []
+
+    def make(self, capacity: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=(ListStorage if self.listed else LazyTensorStorage)(capacity),
+            sampler=PrioritizedSampler(alpha=self.alpha, beta=0.4, **self.options),
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def data(self, given: list[float | None]) -> tuple[TensorDict, list[int]]:
+        numbers = list(range(self.number, self.number + len(given)))
+        self.number += len(given)
+        data = TensorDict({"x": torch.tensor(numbers)}, [len(given)])
+        # Part of the first write, so that it belongs to the schema from then on.
+        values = [0.0 if value is None else value for value in given]
+        return data.set("td_error", torch.tensor(values, dtype=torch.float64)), numbers
+
+    # -- what users do ------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 5))
+    def extend(self, count: int) -> None:
+        data, numbers = self.data([None] * count)
+        count = min(count, self.model.capacity)
+        index = self.buffer.extend(data[-count:], update_priority=False)
+        assert index.tolist() == self.model.extend(numbers[-count:], None)
+
+    @rule(given=st.lists(priorities, min_size=1, max_size=5))
+    def extend_with_priorities(self, given: list[float]) -> None:
+        given = given[: self.model.capacity]
+        data, numbers = self.data(list(given))
+        assert self.buffer.extend(data).tolist() == self.model.extend(numbers, given)
+
+    @rule(value=priorities)
+    def add(self, value: float) -> None:
+        data, numbers = self.data([value])
+        assert [self.buffer.add(data[0])] == self.model.extend(numbers, [value])
+
+    @precondition(lambda self: len(self.buffer) > 0)
+    @rule(pairs=st.lists(st.tuples(st.integers(-1, 40), priorities), max_size=6))
+    def update(self, pairs: list[tuple[int, float]]) -> None:
+        stored = len(self.buffer)
+        slots = [slot % stored if slot >= 0 else -1 for slot, _ in pairs]
+        values = [value for _, value in pairs]
+        self.model.update(slots, values, None)
+        self.buffer.update_priority(
+            torch.tensor(slots, dtype=torch.int64), torch.tensor(values, dtype=torch.float64)
+        )
+
+    @precondition(lambda self: len(self.buffer) > 0)
+    @rule(slots=st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    def look(self, slots: list[int]) -> None:
+        """A learner notes which records it has seen, to give priorities back much later."""
+        for slot in slots:
+            slot %= len(self.buffer)
+            generation = self.buffer.storage.ledger.generations(torch.tensor([slot]))
+            self.seen.append((slot, generation, self.model.rows[slot][2]))
+
+    @precondition(lambda self: self.seen)
+    @rule(value=priorities)
+    def late_update(self, value: float) -> None:
+        slots = [slot for slot, _, _ in self.seen]
+        values = [value + i / 16 for i in range(len(slots))]
+        dropped = self.model.update(slots, values, [write for _, _, write in self.seen])
+        self.buffer.update_priority(
+            torch.tensor(slots),
+            torch.tensor(values, dtype=torch.float64),
+            generation=torch.cat([generation for _, generation, _ in self.seen]),
+        )
+        self.dropped += dropped
+        self.seen.clear()
+
+    @precondition(lambda self: len(self.buffer) > 0)
+    @rule(
+        wrong=st.sampled_from([float("nan"), -1.0, float("inf")]), outside=st.sampled_from([-2, 99])
+    )
+    def refused(self, wrong: float, outside: int) -> None:
+        index = torch.zeros(3, dtype=torch.int64)
+        with pytest.raises(ValueError, match="priorities"):
+            self.buffer.update_priority(index, torch.tensor([5.0, 6.0, wrong]))
+        index[1] = outside
+        with pytest.raises(IndexError, match=str(outside)):
+            self.buffer.update_priority(index, torch.tensor([5.0, 6.0, 7.0]))
+
+    @rule()
+    def empty(self) -> None:
+        self.buffer.empty()
+        writes = self.model.writes
+        self.model = Model(self.model.capacity, self.model.within)
+        self.model.writes = writes
+
+    @rule(alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+    def set_alpha(self, alpha: float) -> None:
+        self.buffer.sampler.alpha = self.alpha = alpha
+
+    @rule()
+    def set_sampler(self) -> None:
+        self.buffer.set_sampler(PrioritizedSampler(alpha=self.alpha, beta=0.4, **self.options))
+        self.model.largest = 1.0
+        self.dropped = 0
+        for row in self.model.rows:
+            row[1] = 1.0
+
+    @rule(capacity=st.sampled_from(CAPACITIES))
+    def save_and_load(self, capacity: int) -> None:
+        state = self.buffer.state_dict()
+        self.buffer = self.make(capacity)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self.buffer.load_state_dict(state)
+        model = self.model
+        if capacity != model.capacity:
+            rows = sorted(model.rows, key=lambda row: row[0])[-capacity:]
+            model.rows, model.capacity = rows, capacity
+            model.cursor = len(rows) % capacity
+        self.seen.clear()  # the records that learners saw are those of the old buffer
+
+    # -- what has to hold ---------------------------------------------------------------------
+
+    @invariant()
+    def priorities_are_those_of_the_model(self) -> None:
+        sampler = self.buffer.sampler
+        got = sampler.state_dict()["_priorities"].tolist()
+        assert got == [row[1] for row in self.model.rows]
+        assert sampler.default_priority == self.model.default
+        assert sampler.dropped_updates == self.dropped
+
+    @invariant()
+    def draws_are_of_stored_rows_by_their_weight(self) -> None:
+        eps = self.options["eps"]
+        values = [(row[1] + eps) ** self.alpha if row[1] + eps else 0.0 for row in self.model.rows]
+        possible = [value for value in values if value > 0]
+        assert self.buffer.can_sample(1) == bool(possible)
+        if not possible:
+            with pytest.raises(RuntimeError):
+                self.buffer.sample(1)
+            return
+        data, info = self.buffer.sample(8, return_info=True)
+        drawn = [values[slot] for slot in info["index"].tolist()]
+        assert min(drawn) > 0
+        assert data["x"].tolist() == [self.model.rows[i][0] for i in info["index"].tolist()]
+        base = min(possible if self.options["weight_norm"] == "global" else drawn)
+        expected = [(value / base) ** -0.4 for value in drawn]
+        assert info["priority_weight"].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+PrioritizedBuffer.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+)
+TestPrioritizedBuffer = PrioritizedBuffer.TestCase
