@@ -101,7 +101,7 @@ def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> No
         for wrong in (-1, NAN, INF):
             with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
                 setattr(sampler, name, wrong)
-    with pytest.raises(ValueError, match=r"power alpha=2\.0"):
+    with pytest.raises(ValueError, match="power alpha=200"):
         sampler.alpha = 200.0
     assert (sampler.alpha, sampler.beta, raw(sampler)) == (0.7, 0.9, [1.0, 2.0])
 
