@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -103,6 +104,20 @@ def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> No
     with pytest.raises(ValueError, match="power alpha=200"):
         sampler.alpha = 200.0
     assert (sampler.alpha, sampler.beta, raw(sampler)) == (0.7, 0.9, [1.0, 2.0])
+
+
+def test_alpha_is_refused_where_new_records_could_not_have_the_default(
+    prioritized: Any, raw: Any
+) -> None:
+    """They get it when they are stored already: it must not fail then."""
+    buffer = prioritized([1e30])
+    buffer.update_priority(0, 1.0)
+    with pytest.raises(ValueError, match=r"power alpha=2\.0"):
+        buffer.sampler.alpha = 2.0
+    buffer.extend(torch.arange(1))
+    assert raw(buffer) == [torch.tensor(1e30).item()]
+    buffer.empty()
+    buffer.sampler.alpha = 2.0
 
 
 @pytest.mark.pitfall("PR4")
@@ -276,3 +291,32 @@ def test_memory_follows_the_capacity_at_powers_of_two() -> None:
 def test_what_is_shown_of_it() -> None:
     shown = repr(PrioritizedSampler(alpha=0.7, beta=0.9))
     assert shown == "PrioritizedSampler(alpha=0.7, beta=0.9, eps=1e-08, reduction='max')"
+
+
+@pytest.mark.pitfall("SL3")
+def test_no_python_step_per_record(prioritized: Any) -> None:
+    """SL3: as many calls for a thousand records as for sixteen."""
+    calls = {}
+    for count in (16, 1024):
+        buffer = prioritized(torch.rand(4096) + 0.1)
+        rows = torch.arange(count)
+        buffer.sample(count)
+        seen = 0
+
+        def count_calls(frame: Any, event: str, argument: Any) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        sys.setprofile(count_calls)
+        try:
+            index, info = buffer.sampler.sample(buffer.storage, count)
+            generation = buffer.storage.ledger.generations(index)
+            buffer.update_priority(index, info["priority_weight"], generation=generation)
+            buffer.extend(rows)
+            state = buffer.sampler.state_dict()
+            buffer.sampler.load_state_dict(state)
+            buffer.sampler.alpha = 0.5
+        finally:
+            sys.setprofile(None)
+        calls[count] = seen
+    assert calls[16] == calls[1024]

@@ -198,6 +198,7 @@ def test_updates_of_overwritten_records_are_dropped_and_counted(prioritized: Any
     buffer = prioritized([1.0, 2.0, 3.0, 4.0])
     index = torch.tensor([0, 1, 2, 3, -1, 0])
     seen = buffer.storage.ledger.generations(index)
+    seen[4] = 7  # of an entry that is ignored: whatever it says
     buffer.sampler.update_priority(index, 5.0, generation=seen)
     assert (raw(buffer), buffer.sampler.dropped_updates) == ([5.0] * 4, 0)
     buffer.extend(torch.tensor([40, 41]))
@@ -308,6 +309,16 @@ def test_rows_that_nobody_told_of_get_the_default(prioritized: Any, raw: Any) ->
     sampler.update_priority([3], 2.0)
     assert set(sampler.sample(storage, 100)[0].tolist()) == set(range(6))
     assert raw(sampler) == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_priorities_of_rows_that_are_gone_do_not_come_back(raw: Any) -> None:
+    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
+    sampler.extend(range(4))
+    sampler.update_priority(range(4), 5.0)
+    sampler.empty()
+    assert raw(sampler) == []
+    sampler.extend([3])
+    assert raw(sampler) == [1.0] * 4
 
 
 def test_priorities_of_rows_that_another_buffer_emptied_are_gone(
