@@ -55,13 +55,13 @@ class SegmentTree:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not self._operation_name:
+            raise TypeError(f"expected a sum, min or max tree, got {type(self).__name__}")
         capacity = operator.index(capacity)
         if capacity < 1:
             raise ValueError(f"expected a capacity of at least 1, got {capacity}")
         if dtype not in (_FLOAT32, _FLOAT64):
-            raise NotImplementedError(
-                f"expected leaves of torch.float32 or torch.float64, got {dtype}"
-            )
+            raise NotImplementedError(f"expected leaves of float32 or float64, got {dtype}")
         device = torch.device(device)
         if device.type == "mps":
             raise NotImplementedError("expected a device that has float64, got mps")
@@ -339,11 +339,10 @@ class SegmentTree:
             return float(self._torch.reduce(bounds[0], bounds[1]))
 
     def _reduce_each(self, start: Any, end: Any) -> torch.Tensor:
-        start, end = torch.as_tensor(start), torch.as_tensor(end)
-        count = max(bound.numel() for bound in (start, end) if bound.ndim)
+        bounds = [torch.as_tensor(bound) for bound in (start, end)]
+        count = max(bound.numel() for bound in bounds if bound.ndim)
         start, end = (
-            as_index(bound.expand(count) if bound.ndim == 0 else bound, self._device)
-            for bound in (start, end)
+            as_index(bound if bound.ndim else bound.expand(count), self._device) for bound in bounds
         )
         if len(start) != len(end):
             raise ValueError(f"expected as many starts as ends, got {len(start)} and {len(end)}")
@@ -375,6 +374,8 @@ class SegmentTree:
             raise ValueError(
                 f"expected leaves of shape [{self._capacity}], got {list(leaves.shape)}"
             )
+        with self._lock:
+            self._synchronise()  # what was refused before belongs to another call
         self.update_range(0, leaves)
         with self._lock:
             self._synchronise()

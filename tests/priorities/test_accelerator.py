@@ -79,6 +79,28 @@ def test_results_are_those_of_the_cpu(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_last_wins_in_whatever_order_entries_are_written(
+    device: str, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal indices are written in no order that an accelerator would promise."""
+    write = torch.Tensor.index_copy_
+
+    def reordered(self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+        if backwards:
+            index, source = index.flip(0), source.flip(0)
+        return write(self, dim, index, source)
+
+    tree = SumSegmentTree(1000, device=device)
+    monkeypatch.setattr(torch.Tensor, "index_copy_", reordered)
+    index = torch.arange(500, device=device) * 7 % 10
+    tree.update(index, torch.arange(500.0, device=device))
+    monkeypatch.undo()
+    expected = [max(i for i in range(500) if i * 7 % 10 == slot) for slot in range(10)]
+    assert tree.leaves[:10].tolist() == expected
+    assert tree.total == sum(expected)
+
+
 def test_nothing_waits(device: str) -> None:
     tree = SumSegmentTree(1000, device=device)
     least = MinSegmentTree(1000, device=device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
+from replaykit.priorities import SegmentTree
 from replaykit.priorities.layout import Levels, levels_of
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 100_003, 10**6]
@@ -107,6 +108,8 @@ def test_trees_that_cannot_be_made(kernel: str) -> None:
     for capacity in (0, -1):
         with pytest.raises(ValueError, match=f"a capacity of at least 1, got {capacity}"):
             SumSegmentTree(capacity)
+    with pytest.raises(TypeError, match="expected a sum, min or max tree, got SegmentTree"):
+        SegmentTree(4)
     with pytest.raises(TypeError):
         SumSegmentTree(2.5)  # type: ignore[arg-type]
     for dtype in (torch.float16, torch.bfloat16, torch.int64):
