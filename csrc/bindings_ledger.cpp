@@ -31,22 +31,6 @@ void replaykit::bind_ledger(nb::module_& m) {
         nb::arg("index"), nb::arg("n"), nb::arg("next_position"), nb::arg("slots"), nb::arg("out"),
         "Writes how often each slot was written, -1 for never.");
 
-  m.def("largest_of_plain",
-        [](std::uintptr_t index, std::int64_t n, std::int64_t limit, std::uintptr_t priority,
-           bool doubles, std::uintptr_t generation, std::int64_t next_position,
-           std::int64_t slots) {
-          const Counters counters = checked(next_position, slots);
-          const auto* slot = at<const std::int64_t>(index);
-          const auto* then = at<const std::int64_t>(generation);
-          return doubles ? largest_of_plain(slot, n, limit, at<const double>(priority), then,
-                                            counters)
-                         : largest_of_plain(slot, n, limit, at<const float>(priority), then,
-                                            counters);
-        },
-        nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("priority"), nb::arg("doubles"),
-        nb::arg("generation"), nb::arg("next_position"), nb::arg("slots"),
-        "The largest of n priorities if all can be taken as they are, else -1.");
-
   m.def("all_plain",
         [](std::uintptr_t priority, std::int64_t n, bool doubles) {
           return doubles ? all_plain(at<const double>(priority), n)

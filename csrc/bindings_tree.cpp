@@ -3,14 +3,20 @@
 // here before anything is written, and comes back as a code that Python makes a sentence of.
 #include "bindings.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "binary_tree.h"
+#include "ledger.h"
+#include "power.h"
 #include "tree.h"
 
 namespace nb = nanobind;
@@ -155,6 +161,75 @@ class SegmentTree {
     return true;
   }
 
+  // A prioritized draw in one go: what `draw` does, then weights (v / smallest) ** -beta, of the
+  // smallest positive leaf of `least` or, without it, of the batch; and, where asked for, how often
+  // each slot was written.
+  bool draw_weighted(std::uintptr_t uniform, std::int64_t n, std::uintptr_t index, bool strata,
+                     const SegmentTree* least, double beta, std::uintptr_t weights, bool doubles,
+                     std::uintptr_t generations, const Counters& counters) const {
+    if (!draw(uniform, n, index, strata)) return false;
+    double* v = at<double>(uniform);
+    const auto* slots = at<const std::int64_t>(index);
+    double smallest = std::numeric_limits<double>::infinity();
+    if (least != nullptr) {
+      smallest = least->root();
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) smallest = std::min(smallest, v[i]);
+    }
+    for (std::int64_t i = 0; i < n; ++i) v[i] /= smallest;
+    power_all(v, n, -beta);
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (doubles) at<double>(weights)[i] = v[i];
+      else at<float>(weights)[i] = static_cast<float>(v[i]);
+    }
+    if (generations != 0) {
+      for (std::int64_t i = 0; i < n; ++i) {
+        at<std::int64_t>(generations)[i] = counters.generation(slots[i]);
+      }
+    }
+    return true;
+  }
+
+  // A learner's update in one go, of a sum tree over (p + eps) ** alpha. Returns the largest priority;
+  // -1 where the entries cannot be taken as they are (see largest_of_plain) or a power is above
+  // `ceiling`: nothing has changed then, and nothing more is said.
+  template <typename Number>
+  double set_priorities(SegmentTree* least, SegmentTree* most, Number* raw,
+                        const std::int64_t* index, const Number* priority,
+                        const std::int64_t* generation, std::int64_t n, std::int64_t limit,
+                        const Counters& counters, double eps, double alpha, double ceiling) {
+    if (limit > tree_.levels.capacity) return -1.0;
+    const double largest = largest_of_plain(index, n, limit, priority, generation, counters);
+    if (largest < 0) return -1.0;
+    std::vector<double> values(static_cast<std::size_t>(n));
+    for (std::int64_t i = 0; i < n; ++i) values[i] = static_cast<double>(priority[i]) + eps;
+    power_all(values.data(), n, alpha);
+    bool allowed = true;
+    for (std::int64_t i = 0; i < n; ++i) allowed &= values[i] <= ceiling;
+    if (!allowed) return -1.0;
+    const Values of_sum = {Values::kDoubles, values.data(), 0.0};
+    if (kernels_.update(tree_, index, of_sum, n) != kTaken) return -1.0;
+    if (least != nullptr) {
+      // What the sum tree keeps as 0 does not count for the smallest.
+      for (std::int64_t i = 0; i < n; ++i) {
+        if (static_cast<Number>(values[i]) < std::numeric_limits<Number>::min()) {
+          values[i] = std::numeric_limits<double>::infinity();
+        }
+      }
+      least->kernels_.update(least->tree_, index, of_sum, n);
+    }
+    if (most != nullptr) {
+      const auto kind = sizeof(Number) == sizeof(double) ? Values::kDoubles : Values::kFloats;
+      most->kernels_.update(most->tree_, index, {kind, priority, 0.0}, n);
+    }
+    for (std::int64_t i = 0; i < n; ++i) raw[index[i]] = priority[i];
+    return largest;
+  }
+
+  bool fits(const SegmentTree* other) const {
+    return other == nullptr || other->tree_.levels.capacity == tree_.levels.capacity;
+  }
+
   static constexpr std::int64_t kEmpty = -2;
 
  private:
@@ -189,6 +264,14 @@ void bind_trees(nb::module_& m) {
     return nb::make_tuple(levels.leaves, levels.entries, counts, offsets);
   }, "Leaves with padding, entries of all levels, and count and offset of each level.");
 
+  m.def("power",
+        [](nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> base, double exponent) {
+          const auto n = static_cast<std::int64_t>(base.shape(0));
+          double* x = base.data();
+          unlocked(n, [&] { power_all(x, n, exponent); });
+        },
+        nb::arg("base").noconvert(), nb::arg("exponent"), "Takes powers in place.");
+
   nb::class_<SegmentTree>(m, "SegmentTree", "A view of an 8-ary segment tree in memory of others.")
       .def(nb::init<const std::string&, bool, const std::string&, std::uintptr_t, std::uintptr_t,
                     std::int64_t>(),
@@ -203,7 +286,44 @@ void bind_trees(nb::module_& m) {
       .def("reduce", &SegmentTree::reduce)
       .def("reduce_one", &SegmentTree::reduce_one)
       .def("find", &SegmentTree::find)
-      .def("draw", &SegmentTree::draw);
+      .def("draw", &SegmentTree::draw)
+      .def("draw_weighted",
+           [](const SegmentTree& self, std::uintptr_t uniform, std::int64_t n,
+              std::uintptr_t index, bool strata, const SegmentTree* least, double beta,
+              std::uintptr_t weights, bool doubles, std::uintptr_t generations,
+              std::int64_t next_position, std::int64_t slots) {
+             const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
+             return self.draw_weighted(uniform, n, index, strata, least, beta, weights, doubles,
+                                       generations, counters);
+           },
+           nb::arg("uniform"), nb::arg("n"), nb::arg("index"), nb::arg("strata"),
+           nb::arg("least").none(), nb::arg("beta"), nb::arg("weights"), nb::arg("doubles"),
+           nb::arg("generations"), nb::arg("next_position"), nb::arg("slots"))
+      .def("set_priorities",
+           [](SegmentTree& self, SegmentTree* least, SegmentTree* most, std::uintptr_t raw,
+              bool doubles, std::uintptr_t index, std::uintptr_t priority,
+              std::uintptr_t generation, std::int64_t n, std::int64_t limit,
+              std::int64_t next_position, std::int64_t slots, double eps, double alpha,
+              double ceiling) {
+             if (!self.fits(least) || !self.fits(most)) {
+               throw nb::value_error("expected trees of one capacity");
+             }
+             const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
+             const auto* at_index = at<const std::int64_t>(index);
+             const auto* then = at<const std::int64_t>(generation);
+             return unlocked(n, [&] {
+               return doubles ? self.set_priorities(least, most, at<double>(raw), at_index,
+                                                    at<const double>(priority), then, n, limit,
+                                                    counters, eps, alpha, ceiling)
+                              : self.set_priorities(least, most, at<float>(raw), at_index,
+                                                    at<const float>(priority), then, n, limit,
+                                                    counters, eps, alpha, ceiling);
+             });
+           },
+           nb::arg("least").none(), nb::arg("most").none(), nb::arg("raw"), nb::arg("doubles"),
+           nb::arg("index"), nb::arg("priority"), nb::arg("generation"), nb::arg("n"),
+           nb::arg("limit"), nb::arg("next_position"), nb::arg("slots"), nb::arg("eps"),
+           nb::arg("alpha"), nb::arg("ceiling"));
 
   nb::class_<BinaryTree>(m, "BinaryTree",
                          "A binary sum tree walked one by one: the yardstick of the benchmark.")

@@ -37,9 +37,19 @@ __all__ = [
     "tensorclass_parts",
 ]
 
-_new_unsafe: Any = getattr(TensorDict, "_new_unsafe", None)
-if _new_unsafe is not None and not hasattr(_new_unsafe({}, batch_size=torch.Size()), "_device"):
-    _new_unsafe = None
+_PARTS = {"_device", "_tensordict", "_batch_size", "_td_dim_names"}
+
+
+def _has_known_parts() -> bool:
+    """Whether a TensorDict consists of a plain dict and three values beside it."""
+    make = getattr(TensorDict, "_new_unsafe", None)
+    if make is None:
+        return False
+    found = make({}, batch_size=torch.Size())
+    return set(vars(found)) == _PARTS and type(found._tensordict) is dict
+
+
+_KNOWN_PARTS = _has_known_parts()
 
 
 def new_tensordict(
@@ -47,14 +57,16 @@ def new_tensordict(
 ) -> TensorDict:
     """Returns a TensorDict over ``fields`` without checking or copying them.
 
-    The caller guarantees that every field starts with ``batch_size`` and lies on ``device``.
-    About five times cheaper than the public constructor.
+    The caller guarantees that every field starts with ``batch_size`` and lies on ``device``, and
+    lets go of ``fields``. About ten times cheaper than the public constructor.
     """
-    if _new_unsafe is None:
+    if not _KNOWN_PARTS:
         return TensorDict(fields, batch_size=batch_size, device=device)
-    # Half of its time would go into checking that the device is one.
-    data = _new_unsafe(fields, batch_size=batch_size)
+    data = TensorDict.__new__(TensorDict)
     data._device = device
+    data._tensordict = fields
+    data._batch_size = batch_size
+    data._td_dim_names = None
     return data
 
 
@@ -77,19 +89,15 @@ _BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 def fields_of(data: TensorDict) -> dict[str, Any]:
     """Returns the values of a plain TensorDict by name, to look at; not to be changed."""
-    fields = getattr(data, "_tensordict", None)
-    return dict(data.items()) if fields is None else fields
+    return data._tensordict if _KNOWN_PARTS else dict(data.items())
 
 
 def put(data: TensorDictBase, key: str, value: torch.Tensor) -> None:
     """Sets a value that is known to fit: batch size, device, and the TensorDict not locked."""
-    if type(data) is TensorDict and _PUT:
+    if type(data) is TensorDict and _KNOWN_PARTS:
         data._tensordict[key] = value
     else:
         data.set(key, value)
-
-
-_PUT = type(getattr(TensorDict({}, []), "_tensordict", None)) is dict
 
 
 def is_tensordict(data: object) -> bool:

@@ -231,7 +231,7 @@ class Sampling(BufferCore):
         return self._storage.ledger.next_position
 
     def _drawn(self, storage: Storage, size: int) -> Drawn:
-        drawn = None
+        drawn, fresh = None, False
         if self._pending and size == self._batch_size:
             drawn = self._kept(storage)
         if drawn is None:
@@ -244,7 +244,10 @@ class Sampling(BufferCore):
                 self._sampler.put_back([anchors], storage)
                 raise
             drawn = Drawn(index, info, _ended(self._sampler), anchors)
-        if self._writer.tracks_generations or self._sampler.prioritized:
+            fresh = index is anchors  # and not what a sample unit has made of them
+        # A draw that was kept meets what its slots hold now.
+        told = fresh and "index_generation" in drawn.info
+        if not told and (self._writer.tracks_generations or self._sampler.prioritized):
             slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             drawn.info["index_generation"] = storage.ledger.generations(slots)
         own = self._collate_fn is not None

@@ -20,7 +20,10 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from replaykit.native import fallback
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.native import fallback, powers
 
 __all__ = [
     "HAS_CORE",
@@ -30,6 +33,7 @@ __all__ = [
     "Table",
     "ask_for_large_pages",
     "core",
+    "power",
 ]
 
 
@@ -79,3 +83,21 @@ BinaryTree: Any = None if _core is None else _core.BinaryTree
 def core() -> Any:
     """The compiled core itself, or None; for the rooms that bring their own Python counterpart."""
     return _core
+
+
+def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.float64]:
+    """Returns ``base ** exponent`` of finite numbers of at least 0; 0 to any power is 0.
+
+    The same bits on every machine, with the core and without.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.native import power
+        >>> power(np.array([0.0, 4.0]), -0.5).tolist()
+        [0.0, 0.5]
+    """
+    if _core is None:
+        return powers.power(base, exponent)
+    found = np.array(base, dtype=np.float64, order="C").reshape(-1)
+    _core.power(found, exponent)
+    return found.reshape(base.shape)

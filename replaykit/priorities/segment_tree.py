@@ -108,6 +108,14 @@ class SegmentTree:
         return self._kernel_name
 
     @property
+    def native_view(self) -> Any:
+        """The core's view of the tree, for calls that do more than one thing; None without it.
+
+        Its user sees to it that nobody else is at the tree meanwhile.
+        """
+        return self._view
+
+    @property
     def nbytes(self) -> int:
         """Memory of leaves and nodes, padding included."""
         levels = self._levels

@@ -85,10 +85,24 @@ class PrioritizedSampler(WithPriorities):
                     "a priority above zero"
                 )
             self._ran_out = False  # there is no pass; a flag that was set is over
-            flat, value = table.draw(batch_size, self.generator, self.stratified)
-            smallest = table.smallest() if self.weight_norm == "global" else value.amin()
-        weight = importance_weights(value, smallest, self._beta, self.dtype)
-        return as_drawn(flat, storage), {"priority_weight": weight.to(torch.device(storage.device))}
+            ledger = storage.ledger if storage.ndim == 1 else None
+            drawn = table.draw_weighted(
+                batch_size, self.generator, self.stratified, self._beta, ledger
+            )
+            if drawn is None:
+                flat, value = table.draw(batch_size, self.generator, self.stratified)
+                smallest = table.smallest() if self.weight_norm == "global" else value.amin()
+                weight = importance_weights(value, smallest, self._beta, self.dtype)
+                generation = None
+            else:
+                flat, weight, generation = drawn
+        info = {"priority_weight": weight}
+        if generation is not None:
+            info["index_generation"] = generation
+        home = storage.device
+        if home == flat.device:
+            return flat if ledger is not None else as_drawn(flat, storage), info
+        return as_drawn(flat, storage), {key: value.to(home) for key, value in info.items()}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         return len(storage) > 0 and self._following(storage).drawable

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit.native import power
+
 __all__ = ["PriorityLaw", "checked_number", "importance_weights"]
 
 _MOST_ELEMENTS = 2.0**48
@@ -16,6 +18,9 @@ class PriorityLaw:
     """``v = (p + eps) ** alpha`` (Schaul et al. 2016, equation 1), and which ``p`` are allowed.
 
     ``p = 0`` with ``eps = 0`` gives 0 for every alpha, also for 0: such a record is never drawn.
+
+    Attributes:
+        most: the largest ``v`` that is allowed.
 
     Args:
         alpha, eps: finite numbers of at least 0.
@@ -36,7 +41,7 @@ class PriorityLaw:
         self.dtype = dtype
         limits = torch.finfo(dtype)
         # Sums are float64: where v is too, it leaves room for a sum over all elements.
-        self._most = limits.max / (_MOST_ELEMENTS if dtype == torch.float64 else 1.0)
+        self.most = limits.max / (_MOST_ELEMENTS if dtype == torch.float64 else 1.0)
         self.may_be_zero = _power(self.eps, self.alpha) < 2 * limits.tiny
         """Whether ``v`` can be 0 at all; where it cannot, there is always something to draw."""
         self._one: tuple[float, float] | None = None
@@ -48,7 +53,7 @@ class PriorityLaw:
             raise ValueError(f"expected priorities that are not negative or NaN, got {least}")
         if not most < float("inf"):
             raise ValueError(f"expected priorities that are finite in {self.dtype}, got {most}")
-        if not _power(most + self.eps, self.alpha) <= self._most:
+        if not _power(most + self.eps, self.alpha) <= self.most:
             raise ValueError(
                 f"expected priorities small enough for the power alpha={self.alpha} in "
                 f"{self.dtype}, got {most}"
@@ -57,19 +62,14 @@ class PriorityLaw:
     def values(self, priority: torch.Tensor) -> torch.Tensor:
         """Returns ``v`` of allowed priorities ``[K]``, float64 on their device; trees round it.
 
-        The power is taken by NumPy, whose result depends on the number alone; that of
-        torch differs in the last bit between the body and the tail of a vector, and what a record
-        weighs would depend on its place in a batch.
+        On the CPU the bits depend on the number alone, not on its place in a batch and not on the
+        machine: see ``native.power``.
         """
         if not priority.is_cpu:
             base = priority.to(torch.float64) + self.eps
             return base.pow(self.alpha) if self.alpha else base.sign()
         base = np.add(priority.numpy(), self.eps, dtype=np.float64)
-        if self.alpha == 0:
-            np.sign(base, out=base)  # 0 stays 0, where a power would be 1
-        elif self.alpha != 1:
-            np.power(base, self.alpha, out=base)
-        return torch.from_numpy(base)
+        return torch.from_numpy(power(base, self.alpha))
 
     def value_of(self, priority: float) -> float:
         """Returns ``v`` of one allowed priority, to the bit what ``values`` gives."""
@@ -100,9 +100,8 @@ def importance_weights(
     """
     if not values.is_cpu:
         return (values / smallest).pow(-beta).to(dtype)
-    ratio = np.divide(values.numpy(), float(smallest))
-    power = np.power(ratio, -beta, out=ratio)
-    return torch.from_numpy(power if dtype is torch.float64 else power.astype(np.float32))
+    weights = power(np.divide(values.numpy(), float(smallest)), -beta)
+    return torch.from_numpy(weights if dtype is torch.float64 else weights.astype(np.float32))
 
 
 def checked_number(name: str, value: Any) -> float:

@@ -11,6 +11,7 @@ import torch
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers.priority_law import PriorityLaw
 from replaykit.storages.by_value import by_value, from_value
+from replaykit.storages.ledger import Ledger
 
 __all__ = ["PriorityTable"]
 
@@ -85,6 +86,52 @@ class PriorityTable:
             # NumPy assigns in order, so that the last of several stays.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
+
+    def set_plain(
+        self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        generation: torch.Tensor | None,
+        ledger: Ledger,
+    ) -> float | None:
+        """Checks and sets in one call of the core what can be taken as it is.
+
+        That is: int64 ``[K]`` of stored slots, priorities ``[K]`` in the law's dtype, finite, not
+        negative and allowed, and the slots still have the generation, where one is given.
+
+        Returns:
+            The largest priority; None where that is not so, or there is no core: nothing has
+            changed then.
+        """
+        view, count = self._sums.native_view, len(index)
+        if view is None or ledger.length != self.length:
+            return None
+        if not (_as_it_is(index, torch.int64, count) and index.dim() == 1):
+            return None
+        if not _as_it_is(priority, self.law.dtype, count) or priority.requires_grad:
+            return None
+        then = 0
+        if generation is not None:
+            if not ledger.counted or not _as_it_is(generation, torch.int64, count):
+                return None
+            then = generation.data_ptr()
+        largest = view.set_priorities(
+            None if self._least is None else self._least.native_view,
+            None if self._most is None else self._most.native_view,
+            self._raw.data_ptr(),
+            self.law.dtype is torch.float64,
+            index.data_ptr(),
+            priority.data_ptr(),
+            then,
+            count,
+            self.length,
+            ledger.next_position,
+            ledger.slots,
+            self.law.eps,
+            self.law.alpha,
+            self.law.most,
+        )
+        return largest if largest >= 0 else None
 
     def _positive(self, value: Any) -> Any:
         """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
@@ -223,6 +270,44 @@ class PriorityTable:
         )
         return self.find(uniform, stratified)
 
+    def draw_weighted(
+        self,
+        batch_size: int,
+        generator: torch.Generator | None,
+        stratified: bool,
+        beta: float,
+        ledger: Ledger | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Returns elements, weights and generations in one call of the core; None without it.
+
+        Args:
+            ledger: of slots that are the elements; None, or one with tables: no generations.
+        """
+        view, dtype = self._sums.native_view, self.law.dtype
+        if view is None or (generator is not None and generator.device.type != "cpu"):
+            return None
+        index = torch.empty(batch_size, dtype=torch.int64)
+        weight = torch.empty(batch_size, dtype=dtype)
+        generation, then, written, slots = None, 0, 0, 1
+        if ledger is not None and ledger.counted:
+            generation = torch.empty_like(index)
+            then, written, slots = generation.data_ptr(), ledger.next_position, ledger.slots
+        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator)
+        view.draw_weighted(
+            uniform.data_ptr(),
+            batch_size,
+            index.data_ptr(),
+            stratified,
+            None if self._least is None else self._least.native_view,
+            beta,
+            weight.data_ptr(),
+            dtype is torch.float64,
+            then,
+            written,
+            slots,
+        )
+        return index, weight, generation
+
     def find(self, uniform: torch.Tensor, stratified: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what ``draw`` does where the generator gives these numbers of ``[0, 1)``."""
         uniform = uniform.to(self.device)
@@ -243,6 +328,19 @@ class PriorityTable:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
         self.load(raw)
+
+
+def _as_it_is(tensor: torch.Tensor, dtype: torch.dtype, count: int) -> bool:
+    """Whether the core can read ``count`` numbers of the dtype where the tensor lies."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.dim() == 1
+        and tensor.numel() == count
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
 def _last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

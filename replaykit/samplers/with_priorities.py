@@ -270,8 +270,18 @@ class WithPriorities(Sampler):
         storage = self._home(storage)
         with _lock_of(storage):
             table = self._known(storage)
-            if storage is not None and self._set_plain(table, index, priority, generation, storage):
-                return
+            if (
+                storage is not None
+                and storage.ndim == 1
+                and type(index) is torch.Tensor
+                and type(priority) is torch.Tensor
+                and index.numel()
+            ):
+                # What learners send: tensors that can be taken as they are.
+                largest = table.set_plain(index, priority, generation, storage.ledger)
+                if largest is not None:
+                    self._max_priority = max(self._max_priority, largest)
+                    return
             limit = table.length if storage is None else len(storage)
             update = resolved_update(index, priority, generation, self._law, storage, limit)
             self.dropped_updates += update.dropped
@@ -282,30 +292,6 @@ class WithPriorities(Sampler):
             self._max_priority = max(self._max_priority, update.most)
             if top > table.length:
                 table.cover(top, self.default_priority)
-
-    def _set_plain(
-        self, table: PriorityTable, index: Any, priority: Any, generation: Any, storage: Storage
-    ) -> bool:
-        """What learners send: tensors that can be taken as they are. False: look closer."""
-        if (
-            type(index) is not torch.Tensor
-            or type(priority) is not torch.Tensor
-            or priority.dtype is not self.dtype
-            or priority.requires_grad
-            or storage.ndim != 1
-            or table.length != storage.ledger.length
-            or table.device.type != "cpu"
-            or not (generation is None or type(generation) is torch.Tensor)
-        ):
-            return False
-        most = storage.ledger.largest_of_plain(index, priority, generation)
-        if most is None:
-            return False
-        self._law.check(0.0, most)
-        if len(index):
-            table.set(index, priority, table.length)
-            self._max_priority = max(self._max_priority, most)
-        return True
 
     # -- state --------------------------------------------------------------------------------
 

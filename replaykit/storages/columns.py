@@ -81,8 +81,10 @@ class Columns:
         self._memory = {storage.data_ptr() for storage in memory}
         self._from = min(self._memory)
         self._to = max(storage.data_ptr() + storage.nbytes() for storage in memory)
-        self._assemble = assembler(schema.root, list(self.tensors))
         self._native = NativeRows.over(self)
+        # Leaves come out in this order.
+        self._order = list(self.tensors) if self._native is None else self._native.order
+        self._assemble = assembler(schema.root, self._order)
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
@@ -111,7 +113,8 @@ class Columns:
     ) -> dict[Path, torch.Tensor]:
         """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
         length = self.slots if length is None else length
-        return dict(zip(self.tensors, self._gather(index, length, contiguous), strict=True))
+        found = dict(zip(self._order, self._gather(index, length, contiguous), strict=True))
+        return {path: found[path] for path in self.tensors}
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
@@ -143,7 +146,7 @@ class Columns:
             else:
                 values = source[tuple(index.unbind(-1))]
             found[path] = values.view(column.dtype)
-        return [found[path] for path in self.tensors]
+        return [found[path] for path in self._order]
 
     def view(self, stop: int, index: Any = None) -> dict[Path, torch.Tensor]:
         """Indexes the first ``stop`` slots: views, except where torch itself has to copy."""

@@ -78,50 +78,10 @@ class Ledger:
         known = (slots >= 0) & (slots < len(table))
         return torch.where(known, table[slots.clamp(0, len(table) - 1)], -1)
 
-    def largest_of_plain(
-        self,
-        slots: torch.Tensor,
-        priority: torch.Tensor,
-        generation: torch.Tensor | None,
-    ) -> float | None:
-        """Returns the largest of priorities that can be taken as they are, in one look.
-
-        That is: slots int64 ``[K]`` are stored, priorities float32 or float64 ``[K]`` are finite
-        and not negative, and the slots still have the generation, where one is given. None where
-        that is not so, or not told by the core; nothing more is said then.
-        """
-        if _core is None or not is_plain_index(slots) or slots.dim() != 1:
-            return None
-        wide = priority.dtype is torch.float64
-        count = len(slots)
-        if (
-            not (wide or priority.dtype is torch.float32)
-            or not priority.is_cpu
-            or not priority.is_contiguous()
-            or priority.is_neg()
-            or priority.shape != (count,)
-        ):
-            return None
-        then = 0
-        if generation is not None:
-            if (
-                self._generations is not None
-                or not is_plain_index(generation)
-                or generation.shape != (count,)
-            ):
-                return None
-            then = generation.data_ptr()
-        most = _core.largest_of_plain(
-            slots.data_ptr(),
-            count,
-            self.length,
-            priority.data_ptr(),
-            wide,
-            then,
-            self.next_position,
-            self.slots,
-        )
-        return most if most >= 0 else None
+    @property
+    def counted(self) -> bool:
+        """Whether generations follow from the counters, without a table."""
+        return self._generations is None
 
     # -- writing ------------------------------------------------------------------------------
 

@@ -57,10 +57,7 @@ class NativeRows:
         self._sizes = {
             path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self._columns.items()
         }
-        self._order = [*(self._batch.offsets if self._batch else ()), *self._alone]
-        # Where each leaf of the schema's order is found in the order of the batch.
-        places = {path: place for place, path in enumerate(self._order)}
-        self._places = [places[path] for path in self._columns]
+        self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
         self._row_bytes = sum(self._sizes.values())
         self._records = columns.records
         self._point()
@@ -76,6 +73,13 @@ class NativeRows:
             self._elements,
         )
         self._leaf_sizes = [sizes[path] for path in tensors]
+        self._apart = native.Table(
+            [tensors[path].data_ptr() for path in self.order],
+            [strides[path] for path in self.order],
+            [sizes[path] for path in self.order],
+            self._elements,
+        )
+        self._apart_sizes = [sizes[path] for path in self.order]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
         if self._batch is not None:
@@ -122,31 +126,26 @@ class NativeRows:
             rows = rows.to("cpu", torch.int64).contiguous()
         count = len(rows)
         if contiguous:
-            leaves = [
-                torch.empty((count, *self._shapes[path]), dtype=column.dtype)
-                for path, column in self._columns.items()
-            ]
+            leaves = [self._fresh(path, count) for path in self.order]
             to = [leaf.data_ptr() for leaf in leaves]
-            self._move(self._leaves, rows, count, limit, to, self._leaf_sizes)
+            self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
-        wide = [
-            torch.empty((count, *self._shapes[path]), dtype=self._columns[path].dtype)
-            for path in self._alone
-        ]
         layout = self._batch
+        wide = [self._fresh(path, count) for path in self._alone]
+        to = [leaf.data_ptr() for leaf in wide]
         if layout is None:
-            to = [leaf.data_ptr() for leaf in wide]
             self._move(self._rows, rows, count, limit, to, self._batch_strides)
             return wide
         block = layout.new_block(count)
         base = block.data_ptr()
-        to = [base + offset for offset in self._block_offsets]
-        for leaf in wide:
-            to.append(leaf.data_ptr())
+        to = [base + offset for offset in self._block_offsets] + to
         self._move(self._rows, rows, count, limit, to, self._batch_strides)
         leaves = layout.split(block)
         leaves += wide
-        return [leaves[place] for place in self._places]
+        return leaves
+
+    def _fresh(self, path: Path, count: int) -> torch.Tensor:
+        return torch.empty((count, *self._shapes[path]), dtype=self._columns[path].dtype)
 
     def _move(
         self,
