@@ -18,6 +18,9 @@ from replaykit.ted import Key, format_key
 __all__ = ["Priorities", "written_priorities"]
 
 
+_core = native.core()
+
+
 class Priorities(BufferCore):
     """``update_priority``, ``update_tensordict_priority``."""
 
@@ -90,7 +93,7 @@ class Priorities(BufferCore):
         for key, found in ((self._priority_key, value), (("index",), index)):
             if found is None:
                 raise KeyError(f"expected {format_key(key)} in the data; got none")
-        if data.batch_dims == 1 and type(value) is torch.Tensor:
+        if type(value) is torch.Tensor and data.batch_dims == 1:
             value = reduced_priority(value, index.shape[0], sampler, self._priority_key)
             generation = lookup(data, ("index_generation",))
             with self._locked() as storage:
@@ -154,7 +157,11 @@ def written_priorities(
             )
         cells = value.shape[:ndim].numel()
         values.append(reduced_priority(value.flatten(0, ndim - 1), cells, sampler, key))
-    return torch.cat(values) if values else None
+    if not values:
+        return None
+    written = torch.cat(values) if len(values) > 1 else values[0]
+    sampler.check_priorities(written)  # now, before rows are stored
+    return written
 
 
 def _found(data: Any, key: Key) -> torch.Tensor | None:
@@ -184,19 +191,17 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
             f"expected priorities that are finite and not negative under {format_key(key)}, "
             f"got {float(reduced[row])} at row {row}"
         )
-    sampler.check_priorities(reduced)
     return reduced
 
 
 def _all_plain(value: torch.Tensor) -> bool:
     """Whether all numbers ``[K]`` are finite and not negative."""
-    core = native.core()
     if (
-        core is not None
+        _core is not None
         and (value.dtype is torch.float32 or value.dtype is torch.float64)
         and value.is_cpu
         and value.is_contiguous()
         and not value.is_neg()
     ):
-        return core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
+        return _core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
     return bool(((value >= 0) & value.isfinite()).all())
