@@ -199,6 +199,14 @@ class SegmentTree {
                         const std::int64_t* generation, std::int64_t n, std::int64_t limit,
                         const Counters& counters, double eps, double alpha, double ceiling) {
     if (limit > tree_.levels.capacity) return -1.0;
+    // Drawn slots have their weights in the cache; what else will be written is asked for now.
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (index[i] < 0 || index[i] >= limit) return -1.0;
+      __builtin_prefetch(raw + index[i], 1, 2);
+      if (least != nullptr) {
+        __builtin_prefetch(static_cast<Number*>(least->tree_.leaves) + index[i], 1, 2);
+      }
+    }
     const double largest = largest_of_plain(index, n, limit, priority, generation, counters);
     if (largest < 0) return -1.0;
     std::vector<double> values(static_cast<std::size_t>(n));

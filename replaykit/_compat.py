@@ -33,7 +33,7 @@ __all__ = [
     "lookup",
     "new_tensorclass",
     "new_tensordict",
-    "put",
+    "put_all",
     "tensorclass_parts",
 ]
 
@@ -92,12 +92,13 @@ def fields_of(data: TensorDict) -> dict[str, Any]:
     return data._tensordict if _KNOWN_PARTS else dict(data.items())
 
 
-def put(data: TensorDictBase, key: str, value: torch.Tensor) -> None:
-    """Sets a value that is known to fit: batch size, device, and the TensorDict not locked."""
-    if type(data) is TensorDict and _KNOWN_PARTS:
-        data._tensordict[key] = value
+def put_all(data: TensorDict, values: Mapping[str, torch.Tensor]) -> None:
+    """Sets values that are known to fit: batch size, device, and the TensorDict not locked."""
+    if _KNOWN_PARTS:
+        data._tensordict.update(values)
     else:
-        data.set(key, value)
+        for key, value in values.items():
+            data.set(key, value)
 
 
 def is_tensordict(data: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, is_tensordict, put
+from replaykit._compat import TensorDict, is_tensordict, put_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.samplers import Sampler
@@ -356,11 +356,11 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
         return False
     device = data.device
     for key, value in info.items():
-        if type(value) is torch.Tensor and type(key) is str and value.device == device:
-            if value.ndim and value.shape[0] == rows:
-                put(data, key, value)
-        else:
+        if type(value) is not torch.Tensor or type(key) is not str or value.device != device:
             return False
+        if value.shape[:1] != (rows,):
+            return False
+    put_all(data, info)
     return True
 
 
