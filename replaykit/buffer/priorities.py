@@ -48,7 +48,7 @@ class Priorities(BufferCore):
             'RandomSampler has no priorities; the update has no effect'
         """
         self._ready()
-        if is_tensordict(index) and priority is None:
+        if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)
             return
         if not self._sampler.prioritized:
@@ -62,9 +62,10 @@ class Priorities(BufferCore):
         if not isinstance(values, torch.Tensor):
             # As torch would take them, numbers of Python would lose half of their digits.
             values = torch.as_tensor(priority, dtype=torch.float64)
-        if values.ndim > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
+        dims = values.ndim
+        if dims > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
             values = values.reshape(-1)
-        elif self._storage.ndim > 1 and values.ndim == self._storage.ndim:
+        elif dims > 1 and values.ndim == self._storage.ndim:
             # Laid out like written data; the index that `extend` gave for it has time first.
             values = values.transpose(0, self.dim_extend).reshape(-1)
         with self._locked() as storage:

@@ -169,19 +169,17 @@ class Sampling(BufferCore):
         while True:
             storage = self._storage
             with storage.lock:
-                if storage is self._storage:  # it may be exchanged until the lock is held
-                    return self._drawn_by_request(storage, size)
-
-    def _drawn_by_request(self, storage: Storage, size: int) -> Drawn:
-        origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
-        if size == self._batch_size:
-            drawn = self._drawn(storage, size)
-        else:
-            origin.random = _random_state(self._generator)
-            drawn = self._drawn(storage, size)
-            origin.random_after = _random_state(self._generator)
-        drawn.origin = origin
-        return drawn
+                if storage is not self._storage:  # it may be exchanged until the lock is held
+                    continue
+                origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
+                if size == self._batch_size:
+                    drawn = self._drawn(storage, size)
+                else:
+                    origin.random = _random_state(self._generator)
+                    drawn = self._drawn(storage, size)
+                    origin.random_after = _random_state(self._generator)
+                drawn.origin = origin
+                return drawn
 
     def _abandon(self, entry: Any) -> None:
         """Takes back what was drawn for a prefetched batch that will not be delivered."""
@@ -235,15 +233,17 @@ class Sampling(BufferCore):
         if self._pending and size == self._batch_size:
             drawn = self._kept(storage)
         if drawn is None:
-            self._sampler.generator = self._generator  # it may serve other buffers too
-            anchors, info = self._sampler.sample(storage, size)
-            anchors = _as_index(anchors, storage.ndim)
+            sampler = self._sampler
+            sampler.generator = self._generator  # it may serve other buffers too
+            anchors, info = sampler.sample(storage, size)
+            if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
+                anchors = _as_index(anchors, storage.ndim)
             try:
                 index, info = self._sample_unit.expand(anchors, dict(info), storage)
             except BaseException:
                 self._sampler.put_back([anchors], storage)
                 raise
-            drawn = Drawn(index, info, _ended(self._sampler), anchors)
+            drawn = Drawn(index, info, _ended(sampler), anchors)
             fresh = index is anchors  # and not what a sample unit has made of them
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
@@ -316,8 +316,6 @@ def _ended(sampler: Sampler) -> bool:
 
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
     """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
-    if type(drawn) is torch.Tensor and drawn.dtype is torch.int64:
-        return drawn
     if isinstance(drawn, tuple):
         drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
     return torch.as_tensor(drawn, dtype=torch.int64)

@@ -78,7 +78,7 @@ class PrioritizedSampler(WithPriorities):
         with storage.lock:
             require_rows(storage)
             table = self._following(storage)
-            if not table.drawable:
+            if table.law.may_be_zero and not table.drawable:
                 raise RuntimeError(
                     f"every stored priority is zero with alpha={self.alpha} and eps={self.eps}, "
                     "so that nothing can be drawn; give the sampler a larger eps, or some records "

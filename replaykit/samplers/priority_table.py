@@ -103,12 +103,17 @@ class PriorityTable:
             The largest priority; None where that is not so, or there is no core: nothing has
             changed then.
         """
-        view, count = self._sums.native_view, len(index)
-        if view is None or ledger.length != self.length:
+        view = self._sums.native_view
+        if view is None or type(index) is not torch.Tensor or ledger.length != self.length:
             return None
-        if not (_as_it_is(index, torch.int64, count) and index.dim() == 1):
-            return None
-        if not _as_it_is(priority, self.law.dtype, count) or priority.requires_grad:
+        count, dtype = index.numel(), self.law.dtype
+        if not (
+            count
+            and _as_it_is(index, torch.int64, count)
+            and _as_it_is(priority, dtype, count)
+            and not priority.is_neg()
+            and not priority.requires_grad
+        ):
             return None
         then = 0
         if generation is not None:
@@ -119,7 +124,7 @@ class PriorityTable:
             None if self._least is None else self._least.native_view,
             None if self._most is None else self._most.native_view,
             self._raw.data_ptr(),
-            self.law.dtype is torch.float64,
+            dtype is torch.float64,
             index.data_ptr(),
             priority.data_ptr(),
             then,
@@ -330,7 +335,7 @@ class PriorityTable:
         self.load(raw)
 
 
-def _as_it_is(tensor: torch.Tensor, dtype: torch.dtype, count: int) -> bool:
+def _as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
     """Whether the core can read ``count`` numbers of the dtype where the tensor lies."""
     return (
         type(tensor) is torch.Tensor
@@ -339,7 +344,6 @@ def _as_it_is(tensor: torch.Tensor, dtype: torch.dtype, count: int) -> bool:
         and tensor.dim() == 1
         and tensor.numel() == count
         and tensor.is_contiguous()
-        and not tensor.is_neg()
     )
 
 

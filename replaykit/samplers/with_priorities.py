@@ -267,20 +267,16 @@ class WithPriorities(Sampler):
 
         Nothing has changed if it raises. Cost: O(K log N).
         """
-        storage = self._home(storage)
+        if storage is None:
+            storage = self._home(None)
         with _lock_of(storage):
             table = self._known(storage)
-            if (
-                storage is not None
-                and storage.ndim == 1
-                and type(index) is torch.Tensor
-                and type(priority) is torch.Tensor
-                and index.numel()
-            ):
+            if storage is not None and storage.ndim == 1:
                 # What learners send: tensors that can be taken as they are.
                 largest = table.set_plain(index, priority, generation, storage.ledger)
                 if largest is not None:
-                    self._max_priority = max(self._max_priority, largest)
+                    if largest > self._max_priority:
+                        self._max_priority = largest
                     return
             limit = table.length if storage is None else len(storage)
             update = resolved_update(index, priority, generation, self._law, storage, limit)
