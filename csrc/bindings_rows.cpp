@@ -97,6 +97,15 @@ void replaykit::bind_rows(nb::module_& m) {
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
+      .def("gather_records",
+           [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
+              std::int64_t to, std::int64_t stride, int threads) {
+             if (self.width() != 1) throw nb::value_error("expected a table of one field");
+             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
+             unlocked(n, [&] { self.gather(at, n, {{as_address(to), stride}}, threads); });
+           },
+           nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
+           nb::arg("threads"), "The same for a table of one field.")
       .def("gather_mapped",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               const Numbers& to, const Numbers& strides, int threads, bool cold) {

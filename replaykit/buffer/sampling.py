@@ -353,6 +353,9 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     if data.is_locked or data.batch_size != (rows,):
         return False
     device = data.device
+    if len(info) == 1 and info["index"].device == device:
+        put_all(data, info)
+        return True
     for key, value in info.items():
         if type(value) is not torch.Tensor or type(key) is not str or value.device != device:
             return False

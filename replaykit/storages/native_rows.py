@@ -60,6 +60,7 @@ class NativeRows:
         self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
         self._row_bytes = sum(self._sizes.values())
         self._records = columns.records
+        self._only_records = columns.records is not None and not self._alone
         self._point()
 
     def _point(self) -> None:
@@ -131,6 +132,14 @@ class NativeRows:
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
         layout = self._batch
+        if self._only_records and layout is not None and not self._advised.advise:
+            block = layout.new_block(count)
+            stride = layout.stride
+            threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
+            self._rows.gather_records(
+                rows.data_ptr(), count, limit, block.data_ptr(), stride, threads
+            )
+            return layout.split(block)
         wide = [self._fresh(path, count) for path in self._alone]
         to = [leaf.data_ptr() for leaf in wide]
         if layout is None:
