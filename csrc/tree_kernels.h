@@ -143,7 +143,7 @@ struct Kernels {
   // order of additions whichever are taken.
   template <class Child>
   static double part(const Child* child, std::int64_t first, std::int64_t last) {
-    Child kept[kFan];
+    alignas(64) Child kept[kFan];  // a node is loaded as one line
     for (int i = 0; i < kFan; ++i) {
       kept[i] = i >= first && i < last ? child[i] : static_cast<Child>(Op::kIdentity);
     }

@@ -96,7 +96,9 @@ class TorchKernel:
         noted = torch.cat([column.index_select(0, position) for column in columns])
         if not self._deferred:
             self._raise(*noted.tolist())
-        self._refused = torch.where(any_bad & (self._refused[0] == 0), noted, self._refused)
+        # In place, so that a captured graph notes it where `synchronise` looks.
+        first_one = any_bad & (self._refused[0] == 0)
+        self._refused.copy_(torch.where(first_one, noted, self._refused))
         return any_bad
 
     # -- writing ----------------------------------------------------------------------------------

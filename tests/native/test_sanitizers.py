@@ -1,4 +1,4 @@
-"""The rank heap by itself, compiled with the address and undefined behaviour sanitizers.
+"""The compiled core by itself, with the address and undefined behaviour sanitizers.
 
 Python's tests see results. A read one entry past the end can give the right one, on one machine and
 on one day; here it ends the program.
@@ -6,7 +6,9 @@ on one day; here it ends the program.
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -15,10 +17,16 @@ from pathlib import Path
 
 import pytest
 
-HARNESS = Path(__file__).with_name("rank_heap_harness.cpp")
-HEADERS = Path(__file__).parents[2] / "csrc"
+CORE = Path(__file__).parents[2] / "csrc"
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+# Sources beside the harness, with the flags that each is compiled with.
+SOURCES: dict[str, dict[str, list[str]]] = {
+    "rank_heap": {},
+    "tree": {"tree_portable.cpp": [], **({"tree_avx512.cpp": ["-mavx512f"]} if X86 else {})},
+}
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS"]
+FLAGS += [f"-I{CORE}", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -26,8 +34,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
-        # Looking for leaks needs rights that containers often do not give; the heap allocates
-        # through `std::vector` alone.
+        # Looking for leaks needs rights that containers often do not give; what is tested
+        # allocates through `std::vector` alone, or not at all.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=0",
     }
@@ -63,29 +71,63 @@ def _compiler(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs the program; it is compiled once."""
-    folder = tmp_path_factory.mktemp("harness")
-    program = folder / "harness"
-    flags = [*SANITIZERS, *FLAGS, f"-I{HEADERS}"]
-    done = _run(*_compiler(folder), *flags, HARNESS, "-o", program)
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return _compiler(tmp_path_factory.mktemp("compiler"))
+
+
+def _built(name: str, folder: Path, compiler: list[str]) -> Run:
+    command = [*compiler, *SANITIZERS, *FLAGS]
+    objects = [folder / f"{source}.o" for source in SOURCES[name]]
+    for (source, flags), compiled in zip(SOURCES[name].items(), objects, strict=True):
+        done = _run(*command, *flags, "-c", CORE / source, "-o", compiled)
+        assert done.returncode == 0, done.stderr[-3000:]
+    program = folder / name
+    harness = Path(__file__).with_name(f"{name}_harness.cpp")
+    done = _run(*command, harness, *objects, "-o", program)
     assert done.returncode == 0, done.stderr[-3000:]
     return lambda *arguments: _run(program, *arguments)
 
 
-def test_random_batches_agree_with_a_sorted_vector(harness: Run) -> None:
-    """Ties, infinities, one slot, empty batches, restores; NaN keeps memory and slots sound."""
-    done = harness()
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory, compiler: list[str]) -> Callable[[str], Run]:
+    """Runs a program; each is compiled once."""
+    return functools.cache(lambda name: _built(name, tmp_path_factory.mktemp(name), compiler))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run], name: str) -> None:
+    """Every kernel that the processor runs; ties, infinities, one slot, empty batches, NaN."""
+    done = harness(name)()
     assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
-    [("--break", "AddressSanitizer: heap-buffer-overflow"), ("--overflow", "integer overflow")],
-    ids=["address", "undefined"],
+    ("name", "argument", "message"),
+    [
+        ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
+        ("rank_heap", "--overflow", "integer overflow"),
+        ("tree", "--break", "AddressSanitizer: heap-buffer-overflow"),
+    ],
 )
-def test_the_sanitizers_are_on(harness: Run, argument: str, message: str) -> None:
+def test_the_sanitizers_are_on(
+    harness: Callable[[str], Run], name: str, argument: str, message: str
+) -> None:
     """A wrong step ends the program, hence the silence above says something."""
-    done = harness(argument)
+    done = harness(name)(argument)
     assert done.returncode not in (0, 2, 3)  # 2: the models differ, 3: an unknown argument
     assert message in done.stderr
+
+
+@pytest.mark.skipif(not X86, reason="one kernel only is compiled for this processor")
+@pytest.mark.parametrize("optimisation", ["-O0", "-O3"])
+def test_nothing_compiled_for_one_processor_is_linked_into_the_rest(
+    compiler: list[str], tmp_path: Path, optimisation: str
+) -> None:
+    """A function that two files share is linked once, perhaps with what a processor lacks."""
+    compiled = tmp_path / "kernels.o"
+    flags = ["-std=c++17", optimisation, f"-I{CORE}", "-DREPLAYKIT_AVX512", "-mavx512f"]
+    done = _run(*compiler, *flags, "-c", CORE / "tree_avx512.cpp", "-o", compiled)
+    assert done.returncode == 0, done.stderr[-3000:]
+    symbols = _run("nm", "-C", "--defined-only", "--extern-only", compiled).stdout.splitlines()
+    assert len(symbols) == 1
+    assert "avx512_kernels" in symbols[0]

@@ -1,0 +1,203 @@
+"""Which kernel serves a tree, and that it makes no difference to the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
+from replaykit.priorities import kernels
+from replaykit.priorities.kernels import available_kernels
+
+TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
+DTYPES = [torch.float32, torch.float64]
+F64 = torch.float64
+
+EachKernel = Callable[[Callable[[], Any]], list[Any]]
+
+
+def require_equal(results: list[Any]) -> None:
+    """All the same, bit for bit."""
+    first, *others = results
+    for other in others:
+        for one, another in zip(first, other, strict=True):
+            assert one.dtype == another.dtype
+            assert one.numpy().tobytes() == another.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tree_class", TREES)
+@pytest.mark.parametrize("capacity", [1, 8, 9, 64, 65, 513, 4097, 100_003])
+def test_nodes_and_reductions_are_the_same_bits(
+    each_kernel: EachKernel, capacity: int, tree_class: Any, dtype: torch.dtype
+) -> None:
+    """Over 60 decades, where another order of additions would show in the last bits."""
+
+    def make() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(capacity)
+        tree = tree_class(capacity, dtype=dtype)
+        tree.load((10 ** (torch.rand(capacity, generator=generator) * 60 - 30)).to(dtype))
+        for count in (3, 100, 3000):
+            index = torch.randint(0, capacity, (count,), generator=generator)
+            tree.update(index, torch.rand(count, generator=generator) ** 9)
+        start, end = torch.randint(0, capacity + 1, (2, 2000), generator=generator).sort(0).values
+        results = [tree._nodes.clone(), tree.leaves, tree.reduce(start, end)]
+        ranges = zip(start[:50].tolist(), end[:50].tolist(), strict=True)
+        each = torch.tensor([tree.reduce(*bounds) for bounds in ranges], dtype=results[2].dtype)
+        assert torch.equal(each, results[2][:50])
+        assert tree.reduce() == tree.reduce(torch.tensor([0]), torch.tensor([capacity])).item()
+        return results
+
+    require_equal(each_kernel(make))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stratified", [False, True])
+def test_a_million_draws_are_the_same(
+    each_kernel: EachKernel, dtype: torch.dtype, stratified: bool
+) -> None:
+    def draw() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        tree = SumSegmentTree(100_003, dtype=dtype)
+        tree.load((10 ** (torch.rand(100_003, generator=generator) * 6 - 3)).to(dtype))
+        return tree.draw(1_000_000, generator=generator, stratified=stratified)
+
+    require_equal(each_kernel(draw))
+
+
+def test_searches_at_the_boundaries_are_the_same(each_kernel: EachKernel) -> None:
+    """Within a rounding of a boundary the answer depends on the order of additions."""
+
+    def find() -> Any:
+        generator = torch.Generator().manual_seed(2)
+        tree = SumSegmentTree(5000)
+        weights = torch.rand(5000, generator=generator)
+        weights[torch.rand(5000, generator=generator) < 0.5] = 0
+        tree.load(weights)
+        sums = weights.double().cumsum(0)
+        below, above = sums * (1 - 2**-53), sums * (1 + 2**-52)
+        return tree.find(torch.cat([sums, below, above]))
+
+    require_equal(each_kernel(find))
+
+
+def test_draws_of_any_size(each_kernel: EachKernel) -> None:
+    """Around the number of searches that are in flight at once."""
+
+    def draw() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        tree = SumSegmentTree(3000)
+        tree.load(torch.rand(3000, generator=generator))
+        sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257]
+        return [part for size in sizes for part in tree.draw(size, generator=generator)]
+
+    require_equal(each_kernel(draw))
+
+
+def refusals(call: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, IndexError, TypeError)) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_refusals_have_the_same_words(each_kernel: EachKernel) -> None:
+    def refused() -> list[str]:
+        tree, least = SumSegmentTree(100), MinSegmentTree(100)
+        tree.fill(0.1)
+        ones, index = torch.ones(9), torch.arange(9)
+        bad, out = ones.clone(), index.clone()
+        bad[4], out[6] = -0.1, 100
+        nan = ones / 0 * 0
+        starts = torch.tensor([0, 5])
+        return [
+            refusals(call)
+            for call in (
+                lambda: tree.update(index, bad),
+                lambda: tree.update(index, bad.double()),
+                lambda: tree.update(out, ones),
+                lambda: tree.update(out, bad),
+                lambda: tree[out],
+                lambda: tree.update_range(3, bad),
+                lambda: tree.load(torch.full((100,), -2.0)),
+                lambda: least.update(index, nan),
+                lambda: tree.find_prefix(bad.double()),
+                lambda: tree.find_prefix(ones.double() * 20),
+                lambda: tree.find(bad.double()),
+                lambda: tree.reduce(starts, torch.tensor([4, 4])),
+                lambda: tree.reduce(starts, torch.tensor([4, 101])),
+                lambda: tree.reduce(5, 4),
+                lambda: tree.reduce(-1, 4),
+            )
+        ]
+
+    first, *others = each_kernel(refused)
+    assert all(other == first for other in others)
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def test_the_kernel_is_that_of_the_environment(kernel: str) -> None:
+    for tree_class in TREES:
+        assert tree_class(3).kernel == kernel
+        assert kernel in repr(tree_class(3))
+
+
+def test_without_the_environment_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REPLAYKIT_TREE", raising=False)
+    assert SumSegmentTree(3).kernel == available_kernels()[0]
+    monkeypatch.setenv("REPLAYKIT_TREE", " ")
+    assert SumSegmentTree(3).kernel == available_kernels()[0]
+
+
+@pytest.mark.parametrize("name", ["avx1024", "native", "neon"])
+def test_a_kernel_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("REPLAYKIT_TREE", name)
+    with pytest.raises(RuntimeError, match=f"expected REPLAYKIT_TREE to name .*, got {name}"):
+        SumSegmentTree(3)
+
+
+def test_a_kernel_that_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available_kernels", lambda: ["portable", "torch"])
+    monkeypatch.setenv("REPLAYKIT_TREE", "avx512")
+    with pytest.raises(RuntimeError, match="one of portable, torch, got avx512"):
+        SumSegmentTree(3)
+
+
+def test_without_the_core_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_core", None)
+    monkeypatch.delenv("REPLAYKIT_TREE", raising=False)
+    assert available_kernels() == ["torch"]
+    assert SumSegmentTree(3).kernel == "torch"
+
+
+def test_the_environment_turns_the_core_off(run_python: Any) -> None:
+    program = """
+from replaykit import SumSegmentTree
+tree = SumSegmentTree(100)
+tree[5] = 2.0
+assert tree.kernel == "torch"
+assert tree.draw(3)[0].tolist() == [5, 5, 5]
+"""
+    environment = {**os.environ, "REPLAYKIT_NATIVE": "0"}
+    environment.pop("REPLAYKIT_TREE", None)
+    run_python(program, env=environment)
+
+
+@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
+def test_the_yardstick_is_a_sum_tree() -> None:
+    generator = torch.Generator().manual_seed(4)
+    value = torch.randint(0, 50, (1000,), generator=generator).float()
+    binary, tree = native.BinaryTree(1000), SumSegmentTree(1000)
+    index = torch.arange(1000)
+    binary.update(index.data_ptr(), value.data_ptr(), 1000)
+    tree.update(index, value)
+    assert (binary.capacity, binary.total()) == (1000, tree.total)
+    x = (torch.rand(500, dtype=F64, generator=generator) * tree.total).floor()
+    found = torch.empty(500, dtype=torch.int64)
+    binary.find(x.data_ptr(), 500, found.data_ptr())
+    assert torch.equal(found, tree.find_prefix(x))

@@ -1,0 +1,72 @@
+"""Ranges combined: any of them, one by one and many at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
+
+TREES = {
+    SumSegmentTree: (sum, 0.0),
+    MinSegmentTree: (min, math.inf),
+    MaxSegmentTree: (max, -math.inf),
+}
+
+
+@pytest.mark.parametrize("tree_class", TREES)
+@pytest.mark.parametrize("capacity", [1, 3, 8, 9, 17, 64, 65, 73])
+def test_every_range_there_is(kernel: str, tree_class: Any, capacity: int) -> None:
+    operation, identity = TREES[tree_class]
+    generator = torch.Generator().manual_seed(capacity)
+    values = torch.randint(1, 1000, (capacity,), generator=generator).float()
+    tree = tree_class(capacity)
+    tree.load(values)
+    listed = values.tolist()
+    start, end = torch.triu_indices(capacity + 1, capacity + 1)
+    expected = [
+        operation(listed[low:high]) if high > low else identity
+        for low, high in zip(start.tolist(), end.tolist(), strict=True)
+    ]
+    reduced = tree.reduce(start, end)
+    assert reduced.tolist() == expected
+    assert reduced.dtype == (torch.float64 if tree_class is SumSegmentTree else torch.float32)
+    for i in range(0, len(expected), 7):
+        assert tree.reduce(int(start[i]), int(end[i])) == expected[i]
+
+
+@pytest.mark.parametrize("capacity", [511, 513, 4096, 5003])
+def test_long_ranges(kernel: str, capacity: int) -> None:
+    generator = torch.Generator().manual_seed(capacity)
+    values = torch.randint(0, 1000, (capacity,), generator=generator).float()
+    tree = SumSegmentTree(capacity)
+    tree.load(values)
+    sums = torch.cat([torch.zeros(1), values]).double().cumsum(0)
+    start, end = torch.randint(0, capacity + 1, (2, 5000), generator=generator).sort(0).values
+    assert torch.equal(tree.reduce(start, end), sums[end] - sums[start])
+    assert torch.equal(tree.reduce(start), sums[-1] - sums[start])
+    assert torch.equal(tree.reduce(0, end), sums[end])
+    assert torch.equal(tree.reduce(start, torch.tensor(capacity)), sums[-1] - sums[start])
+    assert tree.reduce() == tree.total == float(sums[-1])
+    assert tree.reduce(7) == float(sums[-1] - sums[7])
+
+
+@pytest.mark.parametrize("tree_class", TREES)
+def test_ranges_that_are_none(kernel: str, tree_class: Any) -> None:
+    tree = tree_class(20)
+    for start, end in ((-1, 3), (3, 21), (21, 21), (-5, -5), (2, -1)):
+        message = rf"expected a range within \[0, 20\), got \[{start}, {end}\)"
+        with pytest.raises(IndexError, match=message):
+            tree.reduce(start, end)
+        with pytest.raises(IndexError, match=message + " at position 1"):
+            tree.reduce(torch.tensor([0, start]), torch.tensor([20, end]))
+    with pytest.raises(ValueError, match=r"starts before it ends, got \[5, 4\)"):
+        tree.reduce(5, 4)
+    with pytest.raises(ValueError, match="as many starts as ends, got 3 and 2"):
+        tree.reduce(torch.zeros(3).long(), torch.zeros(2).long())
+    with pytest.raises(TypeError, match="integers"):
+        tree.reduce(torch.zeros(3), 2)
+    assert tree.reduce(torch.empty(0, dtype=torch.int64), 3).tolist() == []

@@ -1,0 +1,149 @@
+"""Trees shared by threads, and threads that treat small numbers as zero."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import SumSegmentTree
+
+F64 = torch.float64
+
+
+def run_all(workers: list[Callable[[], None]]) -> None:
+    """Runs them side by side; what one raises is raised here."""
+    raised: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+def test_threads_may_share_a_tree(kernel: str, require_rebuilt: Callable[[Any], None]) -> None:
+    """Even slots weigh something throughout and odd ones never; batches are one step to others."""
+    capacity = 20_000
+    tree = SumSegmentTree(capacity)
+    tree[::2] = 1.0
+    until = time.monotonic() + 1.5
+
+    def write(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        while time.monotonic() < until:
+            index = torch.randint(0, capacity // 2, (500,), generator=generator) * 2
+            tree.update(index, torch.rand(500, generator=generator) + 0.1)
+            run = 2 * int(torch.randint(0, capacity // 2 - 50, (1,), generator=generator))
+            tree.update_range(run, torch.tensor([2.0, 0.0]).repeat(50))
+
+    def read(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        while time.monotonic() < until:
+            index, weight = tree.draw(500, generator=generator, stratified=bool(seed % 2))
+            assert bool((weight > 0).all())
+            assert not bool((index % 2).any())
+            sums = tree.reduce(torch.tensor([0, 0]), torch.tensor([capacity, 100]))
+            assert float(sums[0]) >= float(sums[1]) > 0
+
+    run_all([lambda: write(1), lambda: write(2), lambda: read(3), lambda: read(4)])
+    assert not bool(tree[1::2].any())
+    require_rebuilt(tree)
+
+
+def test_a_batch_is_one_step_to_the_others(kernel: str) -> None:
+    """Whole batches of one value each: nobody ever sees a mix of two."""
+    tree = SumSegmentTree(3000)
+    every = torch.arange(3000)
+    tree.update(every, 1.0)
+    until = time.monotonic() + 0.7
+
+    def write() -> None:
+        while time.monotonic() < until:
+            tree.update(every, 2.0)
+            tree.update(every, 1.0)
+
+    def read() -> None:
+        while time.monotonic() < until:
+            assert tree.total in (3000, 6000)
+            assert len(tree.leaves.unique()) == 1
+            assert len(tree[every].unique()) == 1
+
+    run_all([write, read, read])
+
+
+def test_other_threads_run_during_a_rebuild(kernel: str) -> None:
+    """The interpreter's lock is not held: a thread that counts gets on meanwhile."""
+    tree = SumSegmentTree(4_000_000)
+    tree.fill(1.0)
+    rebuilding, ticks = threading.Event(), 0
+    done = threading.Event()
+
+    def rebuild() -> None:
+        rebuilding.wait()
+        for _ in range(5):
+            tree.rebuild()
+        done.set()
+
+    thread = threading.Thread(target=rebuild)
+    thread.start()
+    rebuilding.set()
+    while not done.is_set():
+        ticks += 1
+        time.sleep(0)
+    thread.join()
+    assert ticks > 10
+    assert tree.total == 4_000_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_do_not_depend_on_how_a_thread_treats_small_numbers(
+    kernel: str, dtype: torch.dtype
+) -> None:
+    """Weights around the smallest normal number, and with a sign, set and drawn in both modes."""
+    tiny = torch.finfo(dtype).tiny
+    # Made in the usual mode; the other could not write them down.
+    negatives = [
+        torch.tensor([1.0, -torch.finfo(source).tiny / 2], dtype=source)
+        for source in (torch.float32, torch.float64)
+    ]
+    weights = torch.tensor([tiny, tiny / 2, 3 * tiny, tiny * 0.999, 1e-30 * tiny, 0], dtype=dtype)
+
+    def results() -> Any:
+        tree = SumSegmentTree(60, dtype=dtype)
+        tree.load(weights.repeat(10))
+        refused = 0
+        for negative in negatives:
+            try:
+                tree.update([0, 1], negative)
+            except ValueError:
+                refused += 1
+        index, weight = tree.draw(2000, generator=torch.Generator().manual_seed(5))
+        return refused, tree.leaves.tolist(), tree.total, index.tolist(), weight.tolist()
+
+    usual = results()
+    flushed = []
+
+    def flush() -> None:
+        assert torch.set_flush_denormal(True)
+        try:
+            flushed.append(results())
+        finally:
+            torch.set_flush_denormal(False)
+
+    run_all([flush])
+    assert flushed == [usual]
+    assert usual[0] == 2
+    assert sum(weight > 0 for weight in usual[1]) == 20
