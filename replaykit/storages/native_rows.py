@@ -25,6 +25,9 @@ _COLD_BATCHES = 16
 It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
 more, and the pages that it drives out."""
 
+_CPU = torch.device("cpu")
+"""Named wherever memory is taken: a default device of the caller's has no say here."""
+
 
 class NativeRows:
     """Addresses of the columns, in the form in which the core takes them.
@@ -54,6 +57,7 @@ class NativeRows:
         self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
         self._alone = alone(self._columns, self._batch)
         self._shapes = {path: t.shape[columns.ndim :] for path, t in self._columns.items()}
+        self._dtypes = {path: tensor.dtype for path, tensor in self._columns.items()}
         self._sizes = {
             path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self._columns.items()
         }
@@ -123,14 +127,15 @@ class NativeRows:
         count = len(rows)
         if contiguous:
             leaves = [
-                torch.empty((count, *self._shapes[path]), dtype=column.dtype)
+                torch.empty((count, *self._shapes[path]), dtype=column.dtype, device=_CPU)
                 for path, column in self._columns.items()
             ]
             to = [leaf.data_ptr() for leaf in leaves]
             self._move(self._leaves, rows, count, limit, to, self._leaf_sizes)
             return leaves
+        dtypes = self._dtypes
         wide = [
-            torch.empty((count, *self._shapes[path]), dtype=self._columns[path].dtype)
+            torch.empty((count, *self._shapes[path]), dtype=dtypes[path], device=_CPU)
             for path in self._alone
         ]
         layout = self._batch
@@ -180,7 +185,7 @@ class NativeRows:
         """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
         rows = slots
         if self._cells > 1:
-            rows = (slots[:, None] * self._cells + torch.arange(self._cells)).reshape(-1)
+            rows = (slots[:, None] * self._cells + torch.arange(self._cells, device=slots.device)).reshape(-1)
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         plain = [sources[path].contiguous() for path in self._columns]
