@@ -191,9 +191,11 @@ class NativeRows:
         plain = [sources[path].contiguous() for path in self._columns]
         if not all(leaf.is_cpu for leaf in plain):
             return False
+        addresses = [leaf.data_ptr() for leaf in plain]
+        if not all(addresses):  # tensors that stand for zeros have none
+            return False
         self._check_held()
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
-        addresses = [leaf.data_ptr() for leaf in plain]
         self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self._leaf_sizes, threads)
         return True
 
