@@ -49,7 +49,7 @@ class NativeRows:
     def __init__(self, columns: Columns, strides: dict[Path, Any]) -> None:
         self._columns = columns.tensors
         self._strides = strides
-        self._advised = columns
+        self._owner = columns
         self._cold = 0
         self._cells = columns.lanes.numel()
         self._elements = columns.slots * self._cells
@@ -67,19 +67,18 @@ class NativeRows:
         self._places = [places[path] for path in self._columns]
         self._row_bytes = sum(self._sizes.values())
         self._records = columns.records
-        self._point()
+        self.point()
 
-    def _point(self) -> None:
+    def point(self) -> None:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
-        self._held = [(tensor, tensor.data_ptr()) for tensor in self._distinct()]
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
             [sizes[path] for path in tensors],
             self._elements,
         )
-        self._leaf_sizes = [sizes[path] for path in tensors]
+        self.leaf_sizes = [sizes[path] for path in tensors]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
         if self._batch is not None:
@@ -101,18 +100,6 @@ class NativeRows:
             self._batch_strides.append(sizes[path])
         self._rows = native.Table(bases, steps, widths, self._elements)
 
-    def _distinct(self) -> list[torch.Tensor]:
-        if self._records is None:
-            return list(self._columns.values())
-        return [self._records, *(self._columns[path] for path in self._alone)]
-
-    def _check_held(self) -> None:
-        # Whoever holds a view may have had the memory resized, hence moved.
-        for tensor, address in self._held:
-            if tensor.data_ptr() != address:
-                self._point()
-                return
-
     def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
         """Copies elements ``[B]`` out: leaves ``[B, *F]`` in the columns' order, in fresh memory.
 
@@ -121,7 +108,7 @@ class NativeRows:
         Raises:
             IndexError: an element outside ``[0, limit)``.
         """
-        self._check_held()
+        self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         count = len(rows)
@@ -131,7 +118,7 @@ class NativeRows:
                 for path, column in self._columns.items()
             ]
             to = [leaf.data_ptr() for leaf in leaves]
-            self._move(self._leaves, rows, count, limit, to, self._leaf_sizes)
+            self._move(self._leaves, rows, count, limit, to, self.leaf_sizes)
             return leaves
         dtypes = self._dtypes
         wide = [
@@ -163,7 +150,7 @@ class NativeRows:
         strides: list[int],
     ) -> None:
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
-        if self._advised.advise:
+        if self._owner.advise:
             cold = table.gather_mapped(
                 rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
             )
@@ -173,8 +160,7 @@ class NativeRows:
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
         """Writes elements ``skipped .. count`` that lie one after the other at each address."""
-        self._check_held()
-        sizes = self._leaf_sizes
+        sizes = self.leaf_sizes
         if skipped:
             addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
             count -= skipped
@@ -194,9 +180,8 @@ class NativeRows:
         addresses = [leaf.data_ptr() for leaf in plain]
         if not all(addresses):  # tensors that stand for zeros have none
             return False
-        self._check_held()
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
-        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self._leaf_sizes, threads)
+        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
         return True
 
 
