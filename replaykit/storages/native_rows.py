@@ -171,7 +171,9 @@ class NativeRows:
         """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
         rows = slots
         if self._cells > 1:
-            rows = (slots[:, None] * self._cells + torch.arange(self._cells, device=slots.device)).reshape(-1)
+            rows = (
+                slots[:, None] * self._cells + torch.arange(self._cells, device=slots.device)
+            ).reshape(-1)
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         plain = [sources[path].contiguous() for path in self._columns]
