@@ -139,6 +139,7 @@ class Table {
   }
 
   std::int64_t rows() const { return rows_; }
+  std::int64_t row_bytes() const { return row_bytes_; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
 
   // First position outside [0, limit); n if there is none.
