@@ -167,7 +167,7 @@ class Columns:
             if self.ndim == 1:
                 values = source.index_select(0, rows)
             elif source.is_contiguous():
-                values = source.view(-1, *source.shape[self.ndim :]).index_select(0, rows)
+                values = source.flatten(0, self.ndim - 1).index_select(0, rows)
             else:
                 values = source[tuple(index.unbind(-1))]
             found[path] = values.view(column.dtype)
@@ -228,7 +228,8 @@ class Columns:
         self.follow_memory()
         low, high = self._from, self._to
         for address, size in zip(addresses, self._native.leaf_sizes, strict=True):
-            if address < high and address + count * size > low:
+            stop = address + count * size
+            if address < high and stop > low and self._touches(address, stop):
                 return False  # they may be views of these columns
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
@@ -245,13 +246,16 @@ class Columns:
                 f"under {key}; clone() it to write to it"
             )
 
+    def _touches(self, start: int, stop: int) -> bool:
+        """Whether memory is also that of the columns, or of what they are views of."""
+        return any(start < end and begin < stop for begin, end in self._ranges)
+
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the values on the columns' device, copied if they lie in the columns' memory."""
         # Many values lie elsewhere altogether, which is ten times cheaper to tell.
         if values.data_ptr() < self._to:
             memory = values.untyped_storage()
-            start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-            if any(start < end and begin < stop for begin, end in self._ranges):
+            if self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes()):
                 return values.clone()
         return values if values.device == self.device else values.to(self.device)
 
