@@ -176,9 +176,10 @@ def test_leaves_of_a_batch_are_independent_of_the_buffer_and_of_each_other(
     batch = _sampled(buffer, grad)
     kept = batch.clone()
     for key in ("x", "y", "matrix", "flag", "wide"):
-        versions = {k: batch[k]._version for k in batch.keys()}
+        keys = list(batch.keys())
+        versions = {k: batch[k]._version for k in keys}
         batch[key].zero_()
-        changed = {k for k in batch.keys() if batch[k]._version != versions[k]}
+        changed = {k for k in keys if batch[k]._version != versions[k]}
         assert changed == {key}
         assert not batch[key].any()
         batch[key].copy_(kept[key])
