@@ -133,7 +133,7 @@ CHANGES: dict[str, Callable[[TensorDict, str], Any]] = {
     "branch for leaf": lambda data, path: data._tensordict.update(
         x=TensorDict({"x": data["x"]}, data.batch_size)
     ),
-    "dtype": _leaf(lambda leaf: leaf.to(torch.int32)),
+    "dtype": _leaf(lambda leaf: torch.ones_like(leaf, dtype=torch.int32)),
     "as bytes": _leaf(lambda leaf: leaf.contiguous().view(torch.uint8) if leaf.ndim else leaf),
     "longer": _leaf(lambda leaf: torch.cat([leaf, leaf], -1) if leaf.ndim else leaf[None]),
     "one dimension more": _leaf(lambda leaf: leaf[..., None]),
