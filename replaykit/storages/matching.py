@@ -83,7 +83,10 @@ class Matcher:
                 leaves[place] = leaf
                 addresses[place] = leaf.data_ptr()
             containers.append(fields)
-        if not all(addresses):  # tensors that stand for zeros have none
+        # Tensors that stand for zeros have no address, as have those without elements.
+        if not all(addresses) and any(
+            leaf.numel() for leaf, address in zip(leaves, addresses, strict=True) if not address
+        ):
             return None
         return MatchedRows(self._root, self._paths, leaves, rows, addresses, single)
 

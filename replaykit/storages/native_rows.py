@@ -180,7 +180,8 @@ class NativeRows:
         if not all(leaf.is_cpu for leaf in plain):
             return False
         addresses = [leaf.data_ptr() for leaf in plain]
-        if not all(addresses):  # tensors that stand for zeros have none
+        # Tensors that stand for zeros have no address, as have those without elements.
+        if any(leaf.numel() for leaf, address in zip(plain, addresses, strict=True) if not address):
             return False
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
         self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)

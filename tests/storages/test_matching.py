@@ -240,10 +240,10 @@ def test_the_usual_rows_are_recognised_and_others_are_not(
     name: str, path: str, single: bool, accepted: bool
 ) -> None:
     """Otherwise the law above would hold of a matcher that knows nothing."""
-    whole = _good().exclude("empty")  # tensors of no elements have no address
+    whole = _good()
     matcher, _ = _of(whole)
     for seed in (1, 2):  # by a template made just now, and by one kept
-        data = _good(None if single else COUNT, seed).exclude("empty")
+        data = _good(None if single else COUNT, seed)
         CHANGES[name](data, path)
         assert (matcher.rows(data, single=single, optional=PRIORITY) is not None) == accepted
 
@@ -312,9 +312,9 @@ def test_rows_with_batch_dimensions_of_their_own_are_recognised() -> None:
 
 
 def test_many_batch_sizes_do_not_pile_up() -> None:
-    matcher, _ = _of(_good().exclude("empty"))
+    matcher, _ = _of(_good())
     for count in range(1, 200):
-        assert matcher.rows(_good(count).exclude("empty"), single=False) is not None
+        assert matcher.rows(_good(count), single=False) is not None
     assert len(matcher._templates) < 50
 
 
@@ -344,12 +344,12 @@ def test_adding_rows_one_by_one_and_as_a_batch_is_one_thing(
 
 def test_rows_in_a_ring_are_written_without_being_taken_apart(monkeypatch: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8))
-    rb.extend(_good().exclude("empty"))
+    rb.extend(_good())
     monkeypatch.setattr(MatchedRows, "leaves", property(lambda self: pytest.fail("taken apart")))
     if rb.storage.require()._native is None:
         pytest.skip("without the core torch writes rows from their leaves")
-    rb.extend(_good(7).exclude("empty"))
-    rb.add(_good(None).exclude("empty"))
+    rb.extend(_good(7))
+    rb.add(_good(None))
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 5])
