@@ -19,8 +19,10 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// Below this many rows the copy is shorter than handing the interpreter lock over and back.
-constexpr std::int64_t kReleaseAbove = 64;
+// Up to this many rows, and bytes, the copy is shorter than handing the interpreter lock over and
+// back.
+constexpr std::int64_t kRowsKept = 64;
+constexpr std::int64_t kBytesKept = 64 << 10;
 
 char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
 
@@ -56,8 +58,8 @@ std::int64_t checked_limit(const Table& table, std::int64_t limit) {
 }
 
 template <typename Work>
-auto unlocked(std::int64_t n, const Work& work) {
-  if (n <= kReleaseAbove) return work();
+auto unlocked(const Table& table, std::int64_t n, const Work& work) {
+  if (n <= kRowsKept && n * table.row_bytes() <= kBytesKept) return work();
   nb::gil_scoped_release release;
   return work();
 }
@@ -93,7 +95,7 @@ void replaykit::bind_rows(nb::module_& m) {
               const Numbers& to, const Numbers& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, to, strides);
              const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(n, [&] { self.gather(at, n, sides, threads); });
+             unlocked(self, n, [&] { self.gather(at, n, sides, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
@@ -102,7 +104,7 @@ void replaykit::bind_rows(nb::module_& m) {
               std::int64_t to, std::int64_t stride, int threads) {
              if (self.width() != 1) throw nb::value_error("expected a table of one field");
              const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(n, [&] { self.gather(at, n, {{as_address(to), stride}}, threads); });
+             unlocked(self, n, [&] { self.gather(at, n, {{as_address(to), stride}}, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
            nb::arg("threads"), "The same for a table of one field.")
@@ -123,7 +125,7 @@ void replaykit::bind_rows(nb::module_& m) {
               const Numbers& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, from, strides);
              const std::int64_t* at = checked_index(slots, n, self.rows());
-             unlocked(n, [&] { self.scatter(at, n, sides, threads); });
+             unlocked(self, n, [&] { self.scatter(at, n, sides, threads); });
            },
            nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows in; of a slot named twice the last row stays.")
@@ -137,7 +139,7 @@ void replaykit::bind_rows(nb::module_& m) {
                                       std::to_string(n) + " from slot " +
                                       std::to_string(first)).c_str());
              }
-             unlocked(n, [&] { self.scatter_ring(first, n, sides, threads); });
+             unlocked(self, n, [&] { self.scatter_ring(first, n, sides, threads); });
            },
            nb::arg("first"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows in, to slots that follow each other and go round.");

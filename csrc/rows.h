@@ -139,6 +139,7 @@ class Table {
   }
 
   std::int64_t rows() const { return rows_; }
+  std::int64_t row_bytes() const { return row_bytes_; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
 
   // First position outside [0, limit); n if there is none.
@@ -187,6 +188,7 @@ class Table {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
       for (std::size_t f = 0; f < fields_.size(); ++f) {
         const Field& field = fields_[f];
+        if (!field.bytes) continue;  // it may have no address
         for (std::int64_t i = begin; i < end; ++i) {
           detail::copy(field.base + slots[i] * field.stride, sides[f].address + i * sides[f].stride,
                        field.bytes);
@@ -201,6 +203,7 @@ class Table {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
       for (std::size_t f = 0; f < fields_.size(); ++f) {
         const Field& field = fields_[f];
+        if (!field.bytes) continue;
         std::int64_t slot = first + begin < rows_ ? first + begin : first + begin - rows_;
         for (std::int64_t i = begin; i < end; ++i) {
           detail::copy(field.base + slot * field.stride, sides[f].address + i * sides[f].stride,
@@ -216,6 +219,7 @@ class Table {
                     const std::vector<Side>& sides) const {
     for (std::size_t f = 0; f < fields_.size(); ++f) {
       const Field& field = fields_[f];
+      if (!field.bytes) continue;
       const Side& side = sides[f];
       const std::int64_t ahead =
           detail::kAheadBytes / std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);

@@ -7,6 +7,7 @@ touches the values.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -378,8 +379,13 @@ def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def contiguous(data: Any) -> Any:
-    """Returns the container with every tensor in one piece; tensors that are so already stay."""
-    return map_tensors(data, torch.Tensor.contiguous)
+    """Returns the container with every tensor in one piece; tensors that are so already stay.
+
+    Sparse tensors, which have no strides, stay as well.
+    """
+    return map_tensors(
+        data, lambda tensor: tensor.contiguous() if tensor.layout is torch.strided else tensor
+    )
 
 
 def map_tensors(
@@ -400,8 +406,13 @@ def map_tensors(
         return LazyStackedTensorDict(*rows, stack_dim=data.stack_dim)
     if is_tensordict(data) or is_tensorclass(data):
         return data.apply(function) if device is None else data.apply(function, device=device)
-    if type(data) is dict:
-        return {key: map_tensors(value, function, device=device) for key, value in data.items()}
+    if isinstance(data, dict):
+        mapped = {key: map_tensors(value, function, device=device) for key, value in data.items()}
+        if type(data) is dict:
+            return mapped
+        other = copy.copy(data)  # it may know more than its items, as a default
+        other.update(mapped)
+        return other
     if isinstance(data, (tuple, list)):
         items = [map_tensors(value, function, device=device) for value in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)

@@ -33,7 +33,8 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
 
     Returns:
         The same container with the same values, shapes, dtypes and strides on the device. Tensors
-        that were views of one allocation are so again. What lies on the device already is the
+        that were views of one allocation are so again, except small parts of a large one: these
+        are moved without the rest, and contiguous. What lies on the device already is the
         same object. Objects that are no tensors stay.
 
     Cost: one copy for all tensors below 1 MiB, one for each larger one.
@@ -49,10 +50,8 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
         >>> bool((batch["x"] == batch["y"]).all())
         True
     """
-    target = torch.device(device)
+    target = torch.empty(0, device=device).device  # with the index that tensors there carry
     staged = target.type == "cuda"
-    if staged and str(target) == "cuda":
-        target = torch.device("cuda", torch.cuda.current_device())
 
     def move(block: torch.Tensor) -> torch.Tensor:
         return block.to(target, non_blocking=non_blocking)
@@ -116,9 +115,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list[torch.Tensor]:
     """Moves tensors, memory by memory; those that share it share it afterwards."""
     tensors = list(tensors)
-    memories: dict[tuple[torch.device, int], list[int]] = {}
+    memories: dict[tuple[torch.device, int, int], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        key = (tensor.device, tensor.untyped_storage().data_ptr())
+        # Two arrays may begin at one address and be two memories to torch, one of them longer.
+        memory = tensor.untyped_storage()
+        key = (tensor.device, memory.data_ptr(), memory.nbytes())
         memories.setdefault(key, []).append(place)
     pieces: list[tuple[torch.Tensor, list[int], int]] = []
     for places in memories.values():
@@ -154,8 +155,7 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
             for place in places:
                 moved[place] = _like(tensors[place], there, offset - first)
     for raw, places, first in large:
-        whole = -len(raw) % _ALIGNMENT
-        there = move(torch.nn.functional.pad(raw, (0, whole)) if whole else raw)
+        there = move(raw)
         for place in places:
             moved[place] = _like(tensors[place], there, -first)
     return moved
@@ -177,6 +177,8 @@ def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor, shift: int) -> torch.Tensor:
     """The tensor in other memory, ``shift`` bytes further there than in its own."""
-    values = memory.view(tensor.dtype)
-    offset = int(tensor.storage_offset()) + shift // tensor.dtype.itemsize
+    unit = tensor.dtype.itemsize
+    whole = len(memory) // unit * unit  # other tensors of the memory may have smaller values
+    values = memory[:whole].view(tensor.dtype)
+    offset = int(tensor.storage_offset()) + shift // unit
     return fresh_strided(values, tensor.shape, tensor.stride(), offset)

@@ -251,7 +251,12 @@ class Sampling(BufferCore):
             slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             drawn.info["index_generation"] = storage.ledger.generations(slots)
         own = self._collate_fn is not None
-        if self._contiguous and isinstance(storage, ColumnStorage):
+        # A storage that defines `read` anew need not know of the argument.
+        if (
+            self._contiguous
+            and isinstance(storage, ColumnStorage)
+            and type(storage).read is ColumnStorage.read
+        ):
             drawn.rows = storage.read(drawn.index, own=own, contiguous=True)
         else:
             drawn.rows = storage.read(drawn.index, own=own)

@@ -216,6 +216,7 @@ class ColumnStorage(Storage):
             return
         columns = self.require()
         columns.check_writable()
+        columns.follow_memory()
         self.edits += 1
         shape = next(iter(views.values())).shape[: self.ndim]
         if (once := without_repeats(at, shape)) is not None:

@@ -77,14 +77,42 @@ class Columns:
         self._cells = self.lanes.numel()
         self.device = first.device
         self._overlapping = [p for p, tensor in self.tensors.items() if _overlaps(tensor)]
-        memory = [tensor.untyped_storage() for tensor in self.tensors.values()]
-        self._memory = {storage.data_ptr() for storage in memory}
-        self._from = min(self._memory)
-        self._to = max(storage.data_ptr() + storage.nbytes() for storage in memory)
+        self._note_memory()
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
         self._order = list(self.tensors) if self._native is None else self._native.order
         self._assemble = assembler(schema.root, self._order)
+
+    def _note_memory(self) -> None:
+        """Notes where the columns lie now.
+
+        Raises:
+            RuntimeError: somebody has taken memory away that rows need.
+        """
+        # Of all leaves in records the first one tells where these lie.
+        packed = () if self.layout is None or self.records is None else self.layout.offsets
+        first = [] if self.records is None else [self.records]
+        held = first + [tensor for path, tensor in self.tensors.items() if path not in packed]
+        memory = [tensor.untyped_storage() for tensor in held]
+        for tensor, storage in zip(held, memory, strict=True):
+            if storage.nbytes() < _reach(tensor):
+                raise RuntimeError(
+                    f"expected {_reach(tensor)} bytes of memory behind stored rows, "
+                    f"got {storage.nbytes()}: it was resized from outside"
+                )
+        self._held = [(tensor, tensor.data_ptr()) for tensor in held]
+        self._ranges = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory if s.nbytes()}
+        self._from = min((start for start, _ in self._ranges), default=0)
+        self._to = max((stop for _, stop in self._ranges), default=0)
+
+    def follow_memory(self) -> None:
+        """Looks where the columns lie: whoever holds a view may have had the memory moved."""
+        for tensor, address in self._held:
+            if tensor.data_ptr() != address:
+                self._note_memory()
+                if self._native is not None:
+                    self._native.point()
+                return
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
@@ -142,7 +170,7 @@ class Columns:
             if self.ndim == 1:
                 values = source.index_select(0, rows)
             elif source.is_contiguous():
-                values = source.view(-1, *source.shape[self.ndim :]).index_select(0, rows)
+                values = source.flatten(0, self.ndim - 1).index_select(0, rows)
             else:
                 values = source[tuple(index.unbind(-1))]
             found[path] = values.view(column.dtype)
@@ -172,6 +200,7 @@ class Columns:
         if not len(slots):
             return
         self.check_writable()
+        self.follow_memory()
         # All values are at hand, in memory of their own, before the first one is written: what can
         # fail, fails here, and rows that are views of these columns are not overwritten on the way.
         sources = {path: self.own(_picked(leaves[path], kept)) for path in self.tensors}
@@ -199,9 +228,11 @@ class Columns:
         """
         if self._native is None or self._overlapping:
             return False
+        self.follow_memory()
         low, high = self._from, self._to
-        for address in addresses:
-            if low <= address < high:
+        for address, size in zip(addresses, self._native.leaf_sizes, strict=True):
+            stop = address + count * size
+            if address < high and stop > low and self._touches(address, stop):
                 return False  # they may be views of these columns
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
@@ -218,12 +249,17 @@ class Columns:
                 f"under {key}; clone() it to write to it"
             )
 
+    def _touches(self, start: int, stop: int) -> bool:
+        """Whether memory is also that of the columns, or of what they are views of."""
+        return any(start < end and begin < stop for begin, end in self._ranges)
+
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the values on the columns' device, copied if they lie in the columns' memory."""
-        # Most values lie elsewhere altogether, which is ten times cheaper to tell.
-        near = self._from <= values.data_ptr() < self._to
-        if near and values.untyped_storage().data_ptr() in self._memory:
-            return values.clone()
+        # Many values lie elsewhere altogether, which is ten times cheaper to tell.
+        if values.data_ptr() < self._to:
+            memory = values.untyped_storage()
+            if self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes()):
+                return values.clone()
         return values if values.device == self.device else values.to(self.device)
 
     def _scatter(
@@ -253,6 +289,14 @@ def _overlaps(tensor: torch.Tensor) -> bool:
                 return True
             needed = stride * size
     return False
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes of its memory up to the tensor's last value."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize
 
 
 def _picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:

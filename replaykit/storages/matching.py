@@ -40,6 +40,12 @@ class Matcher:
             data: a batch ``[B]``, or one row where ``single``.
             optional: a path that may be there although the schema has none of it.
         """
+        try:
+            return self._matched(data, single, optional)
+        except RuntimeError:  # a tensor of a kind without strides or without an address
+            return None
+
+    def _matched(self, data: Any, single: bool, optional: Path | None) -> Rows | None:
         if type(data) is not TensorDict:
             return None
         batch = data.batch_size
@@ -59,7 +65,7 @@ class Matcher:
                 return None
             fields = fields_of(inner)
             if len(fields) != width and (
-                parent >= 0 or len(fields) != width + 1 or not _holds(fields, optional)
+                parent >= 0 or len(fields) != width + 1 or not self._spare(fields, optional)
             ):
                 return None
             for key, dtype, shape, place, lazy in checks:
@@ -77,7 +83,18 @@ class Matcher:
                 leaves[place] = leaf
                 addresses[place] = leaf.data_ptr()
             containers.append(fields)
+        # Tensors that stand for zeros have no address, as have those without elements.
+        if not all(addresses) and any(
+            leaf.numel() for leaf, address in zip(leaves, addresses, strict=True) if not address
+        ):
+            return None
         return MatchedRows(self._root, self._paths, leaves, rows, addresses, single)
+
+    def _spare(self, fields: dict[str, Any], optional: Path | None) -> bool:
+        """Whether the one field more than there should be is that which may be there."""
+        if optional is None or len(optional) != 1 or optional in self._paths:
+            return False
+        return optional[0] in fields
 
     def _compile(self, single: bool, batch: torch.Size) -> _Template | None:
         """What rows of that shape look like, container by container; None if never like that."""
@@ -128,10 +145,6 @@ class MatchedRows(Rows):
         """The leaves by path. Made when asked for: a ring is written from the addresses."""
         given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
         return dict(zip(self._paths, given, strict=True))
-
-
-def _holds(fields: dict[str, Any], optional: Path | None) -> bool:
-    return optional is not None and len(optional) == 1 and optional[0] in fields
 
 
 def _of_tensordicts(node: Node) -> bool:

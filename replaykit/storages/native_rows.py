@@ -25,6 +25,9 @@ _COLD_BATCHES = 16
 It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
 more, and the pages that it drives out."""
 
+_CPU = torch.device("cpu")
+"""Named wherever memory is taken: a default device of the caller's has no say here."""
+
 
 class NativeRows:
     """Addresses of the columns, in the form in which the core takes them.
@@ -46,7 +49,7 @@ class NativeRows:
     def __init__(self, columns: Columns, strides: dict[Path, Any]) -> None:
         self._columns = columns.tensors
         self._strides = strides
-        self._advised = columns
+        self._owner = columns
         self._cold = 0
         self._cells = columns.lanes.numel()
         self._elements = columns.slots * self._cells
@@ -54,6 +57,7 @@ class NativeRows:
         self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
         self._alone = alone(self._columns, self._batch)
         self._shapes = {path: t.shape[columns.ndim :] for path, t in self._columns.items()}
+        self._dtypes = {path: tensor.dtype for path, tensor in self._columns.items()}
         self._sizes = {
             path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self._columns.items()
         }
@@ -61,19 +65,18 @@ class NativeRows:
         self._row_bytes = sum(self._sizes.values())
         self._records = columns.records
         self._only_records = columns.records is not None and not self._alone
-        self._point()
+        self.point()
 
-    def _point(self) -> None:
+    def point(self) -> None:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
-        self._held = [(tensor, tensor.data_ptr()) for tensor in self._distinct()]
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
             [sizes[path] for path in tensors],
             self._elements,
         )
-        self._leaf_sizes = [sizes[path] for path in tensors]
+        self.leaf_sizes = [sizes[path] for path in tensors]
         self._apart = native.Table(
             [tensors[path].data_ptr() for path in self.order],
             [strides[path] for path in self.order],
@@ -102,27 +105,15 @@ class NativeRows:
             self._batch_strides.append(sizes[path])
         self._rows = native.Table(bases, steps, widths, self._elements)
 
-    def _distinct(self) -> list[torch.Tensor]:
-        if self._records is None:
-            return list(self._columns.values())
-        return [self._records, *(self._columns[path] for path in self._alone)]
-
-    def _check_held(self) -> None:
-        # Whoever holds a view may have had the memory resized, hence moved.
-        for tensor, address in self._held:
-            if tensor.data_ptr() != address:
-                self._point()
-                return
-
     def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
-        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in the columns' order, in fresh memory.
+        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
 
         Small leaves are strided views of one allocation, unless ``contiguous``.
 
         Raises:
             IndexError: an element outside ``[0, limit)``.
         """
-        self._check_held()
+        self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         count = len(rows)
@@ -132,7 +123,7 @@ class NativeRows:
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
         layout = self._batch
-        if self._only_records and layout is not None and not self._advised.advise:
+        if self._only_records and layout is not None and not self._owner.advise:
             block = layout.new_block(count)
             stride = layout.stride
             threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
@@ -154,7 +145,8 @@ class NativeRows:
         return leaves
 
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
-        return torch.empty((count, *self._shapes[path]), dtype=self._columns[path].dtype)
+        shape = (count, *self._shapes[path])
+        return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
 
     def _move(
         self,
@@ -166,7 +158,7 @@ class NativeRows:
         strides: list[int],
     ) -> None:
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
-        if self._advised.advise:
+        if self._owner.advise:
             cold = table.gather_mapped(
                 rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
             )
@@ -176,8 +168,7 @@ class NativeRows:
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
         """Writes elements ``skipped .. count`` that lie one after the other at each address."""
-        self._check_held()
-        sizes = self._leaf_sizes
+        sizes = self.leaf_sizes
         if skipped:
             addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
             count -= skipped
@@ -188,16 +179,20 @@ class NativeRows:
         """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
         rows = slots
         if self._cells > 1:
-            rows = (slots[:, None] * self._cells + torch.arange(self._cells)).reshape(-1)
+            rows = (
+                slots[:, None] * self._cells + torch.arange(self._cells, device=slots.device)
+            ).reshape(-1)
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         plain = [sources[path].contiguous() for path in self._columns]
         if not all(leaf.is_cpu for leaf in plain):
             return False
-        self._check_held()
-        threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
         addresses = [leaf.data_ptr() for leaf in plain]
-        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self._leaf_sizes, threads)
+        # Tensors that stand for zeros have no address, as have those without elements.
+        if any(leaf.numel() for leaf, address in zip(plain, addresses, strict=True) if not address):
+            return False
+        threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
+        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
         return True
 
 

@@ -105,7 +105,8 @@ class RecordLayout:
         model = self._model  # another thread may exchange it
         if model is not None and len(model) == rows:
             return torch.empty_like(model)
-        block = torch.empty((rows, self._width), dtype=self._first)
+        # A default device of the caller's, which torch.empty would follow, has no say here.
+        block = torch.empty((rows, self._width), dtype=self._first, device="cpu")
         if rows <= _MODEL_ROWS:
             self._model = torch.empty_like(block)
         return block

@@ -83,7 +83,7 @@ class TensorStorage(RestorableStorage):
         leaves = {}
         for path, view in columns.view(self.ledger.length).items():
             try:
-                leaves[path] = view.view(-1, *view.shape[self.ndim :])
+                leaves[path] = view.view(len(self), *view.shape[self.ndim :])
             except RuntimeError:
                 raise RuntimeError(f"the column {path} does not lie contiguously") from None
         batch = torch.Size([len(self)])

@@ -22,11 +22,13 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Sources beside the harness, with the flags that each is compiled with.
 SOURCES: dict[str, dict[str, list[str]]] = {
     "rank_heap": {},
+    "rows": {},
     "tree": {"tree_portable.cpp": [], **({"tree_avx512.cpp": ["-mavx512f"]} if X86 else {})},
 }
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+RACES = ["-fsanitize=thread"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS"]
-FLAGS += [f"-I{CORE}", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
+FLAGS += [f"-I{CORE}", "-pthread", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -51,8 +53,8 @@ def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _compiler(folder: Path) -> list[str]:
-    """A compiler with both sanitizers, shown by a program that does nothing; skips without one."""
+def _compiler(folder: Path, sanitizers: list[str]) -> list[str]:
+    """A compiler with these sanitizers, shown by a program that does nothing; skips without one."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     candidates = [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]
     present = [command for command in candidates if shutil.which(command[0])]
@@ -61,7 +63,7 @@ def _compiler(folder: Path) -> list[str]:
     (folder / "empty.cpp").write_text("int main() { return 0; }\n", encoding="utf-8")
     program, said = folder / "empty", ""
     for command in present:
-        done = _run(*command, *SANITIZERS, folder / "empty.cpp", "-o", program)
+        done = _run(*command, *sanitizers, folder / "empty.cpp", "-o", program)
         if done.returncode == 0:
             done = _run(program)
         if done.returncode == 0:
@@ -72,11 +74,11 @@ def _compiler(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return _compiler(tmp_path_factory.mktemp("compiler"))
+    return _compiler(tmp_path_factory.mktemp("compiler"), SANITIZERS)
 
 
-def _built(name: str, folder: Path, compiler: list[str]) -> Run:
-    command = [*compiler, *SANITIZERS, *FLAGS]
+def _built(name: str, folder: Path, compiler: list[str], sanitizers: list[str]) -> Run:
+    command = [*compiler, *sanitizers, *FLAGS]
     objects = [folder / f"{source}.o" for source in SOURCES[name]]
     for (source, flags), compiled in zip(SOURCES[name].items(), objects, strict=True):
         done = _run(*command, *flags, "-c", CORE / source, "-o", compiled)
@@ -91,12 +93,14 @@ def _built(name: str, folder: Path, compiler: list[str]) -> Run:
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory, compiler: list[str]) -> Callable[[str], Run]:
     """Runs a program; each is compiled once."""
-    return functools.cache(lambda name: _built(name, tmp_path_factory.mktemp(name), compiler))
+    return functools.cache(
+        lambda name: _built(name, tmp_path_factory.mktemp(name), compiler, SANITIZERS)
+    )
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run], name: str) -> None:
-    """Every kernel that the processor runs; ties, infinities, one slot, empty batches, NaN."""
+    """Every kernel that the processor runs; ties, one slot, empty batches, NaN, threads, forks."""
     done = harness(name)()
     assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
 
@@ -106,6 +110,7 @@ def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run],
     [
         ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--overflow", "integer overflow"),
+        ("rows", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("tree", "--break", "AddressSanitizer: heap-buffer-overflow"),
     ],
 )
@@ -116,6 +121,16 @@ def test_the_sanitizers_are_on(
     done = harness(name)(argument)
     assert done.returncode not in (0, 2, 3)  # 2: the models differ, 3: an unknown argument
     assert message in done.stderr
+
+
+def test_threads_that_share_rows_do_not_race(tmp_path: Path) -> None:
+    """Several callers at the same time, helpers that wake late, and one race to show it is on."""
+    run = _built("rows", tmp_path, _compiler(tmp_path, RACES), RACES)
+    done = run("--pool")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
+    done = run("--race")
+    assert done.returncode not in (0, 2, 3)
+    assert "ThreadSanitizer: data race" in done.stderr
 
 
 @pytest.mark.skipif(not X86, reason="one kernel only is compiled for this processor")

@@ -1,12 +1,17 @@
-"""Files and folders of the storages' tests."""
+"""Files, folders and rows of the storages' tests."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import strategies as st
+
+from replaykit.structure import raw_bytes
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +27,50 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where private folders are made during a test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+# -- rows of any layout ---------------------------------------------------------------------------
+
+
+_DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.uint64,
+    torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+_SHAPES = [(), (1,), (3,), (17,), (2, 3), (0,), (1, 1), (130,), (20, 30)]
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values of random bits; bool has two of them only."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    if dtype == torch.bool:
+        raw %= 2
+    # Through a view, since a tensor without a dimension has no last one to divide.
+    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage()).view(shape)
+
+
+@pytest.fixture(scope="session")
+def filled() -> Callable[..., torch.Tensor]:
+    """``filled(shape, dtype, seed)``: random bits."""
+    return _filled
+
+
+@pytest.fixture(scope="session")
+def layouts() -> st.SearchStrategy[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Names of leaves with a dtype and a shape: small, wide and empty ones."""
+    leaf = st.tuples(st.sampled_from(_DTYPES), st.sampled_from(_SHAPES))
+    return st.lists(leaf, min_size=1, max_size=7).map(
+        lambda leaves: {f"leaf{place}": leaf for place, leaf in enumerate(leaves)}
+    )
+
+
+@pytest.fixture(scope="session")
+def same_bits() -> Callable[[Any, Any], bool]:
+    """Whether two tensors agree in dtype, shape and every bit, NaN and -0.0 among them."""
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(raw_bytes(a), raw_bytes(b))
+
+    return same

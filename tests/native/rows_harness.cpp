@@ -1,0 +1,313 @@
+// Drives csrc/rows.h and csrc/pool.h alone, to be built with sanitizers: gather, scatter, rings and
+// mapped rows of random tables against loops over bytes, and loops shared by threads, at the same
+// time and after a fork. Exits with 0 if all agree. `--break` gathers one row past the end, which
+// must end the program, `--race` writes from two threads without a lock, and `--pool` runs the
+// threads alone, without forks, after which the thread sanitizer cannot follow.
+#include "rows.h"  // first, so that it has to include what it uses
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using replaykit::Field;
+using replaykit::Pool;
+using replaykit::Side;
+using replaykit::Table;
+
+#define REQUIRE(condition)                                                     \
+  do {                                                                         \
+    if (!(condition)) {                                                        \
+      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(2);                                                           \
+    }                                                                          \
+  } while (false)
+
+using Random = std::mt19937_64;
+using Bytes = std::vector<unsigned char>;
+
+std::int64_t below(Random& random, std::int64_t limit) {
+  return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
+}
+
+// Memory of exactly the size needed, so that a byte too far is out of bounds.
+Bytes some_bytes(Random& random, std::int64_t count) {
+  Bytes bytes(static_cast<std::size_t>(count));
+  for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
+  bytes.shrink_to_fit();
+  return bytes;
+}
+
+char* address(Bytes& bytes) { return reinterpret_cast<char*>(bytes.data()); }
+
+// A table in memory of its own, and memory for a batch beside it.
+struct Case {
+  std::int64_t rows = 0;
+  std::int64_t batch = 0;
+  std::vector<std::int64_t> bytes, strides, side_strides;
+  std::vector<Bytes> columns, sides;
+
+  Case(Random& random, std::int64_t rows_, std::int64_t batch_, std::int64_t widest)
+      : rows(rows_), batch(batch_) {
+    const std::int64_t width = 1 + below(random, 5);
+    for (std::int64_t f = 0; f < width; ++f) {
+      const bool known = random() % 2 != 0;  // a size that is copied in its own way, or not
+      const std::int64_t size =
+          known ? std::int64_t{1} << below(random, 6) >> 1 : below(random, widest + 1);
+      bytes.push_back(size);
+      strides.push_back(size + below(random, 9));
+      side_strides.push_back(size + below(random, 9));
+      columns.push_back(some_bytes(random, needed(rows, strides.back(), size)));
+      sides.push_back(some_bytes(random, needed(batch, side_strides.back(), size)));
+    }
+  }
+
+  static std::int64_t needed(std::int64_t count, std::int64_t stride, std::int64_t size) {
+    return count ? (count - 1) * stride + size : 0;
+  }
+
+  Table table() {
+    std::vector<Field> fields;
+    for (std::size_t f = 0; f < bytes.size(); ++f) {
+      // A field without bytes may lie nowhere.
+      fields.push_back({bytes[f] ? address(columns[f]) : nullptr, strides[f], bytes[f]});
+    }
+    return Table(fields, rows);
+  }
+
+  std::vector<Side> as_sides() {
+    std::vector<Side> made;
+    for (std::size_t f = 0; f < bytes.size(); ++f) {
+      made.push_back({bytes[f] ? address(sides[f]) : nullptr, side_strides[f]});
+    }
+    return made;
+  }
+};
+
+// Byte by byte: row `i` of the batch from, or to, row `row` of the table.
+void move(Case& its, std::int64_t i, std::int64_t row, bool in) {
+  for (std::size_t f = 0; f < its.bytes.size(); ++f) {
+    for (std::int64_t b = 0; b < its.bytes[f]; ++b) {
+      auto& stored = its.columns[f][static_cast<std::size_t>(row * its.strides[f] + b)];
+      auto& given = its.sides[f][static_cast<std::size_t>(i * its.side_strides[f] + b)];
+      (in ? stored : given) = in ? given : stored;
+    }
+  }
+}
+
+void require_same(const Case& a, const Case& b) {
+  REQUIRE(a.columns == b.columns);
+  REQUIRE(a.sides == b.sides);
+}
+
+void random_tables(Random& random, std::int64_t widest, std::int64_t most, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    const std::int64_t rows = 1 + below(random, most), batch = below(random, 2 * most);
+    const int threads = 1 + static_cast<int>(random() % 3);
+    Case got(random, rows, batch, widest);
+    std::vector<std::int64_t> index(static_cast<std::size_t>(batch));
+    for (std::int64_t& at : index) at = below(random, rows);
+    index.shrink_to_fit();
+    REQUIRE(Table::first_outside(index.data(), batch, rows) == batch);
+    Case want = got;
+    for (std::int64_t i = 0; i < batch; ++i) {
+      move(want, i, index[static_cast<std::size_t>(i)], false);
+    }
+    if (round % 3 == 0) {
+      got.table().gather(index.data(), batch, got.as_sides(), threads);
+    } else {
+      got.table().gather_mapped(index.data(), batch, got.as_sides(), threads, round % 3 == 1);
+    }
+    require_same(got, want);
+
+    // Distinct slots: of two threads nobody knows which comes last.
+    std::vector<std::int64_t> slots(static_cast<std::size_t>(rows));
+    for (std::int64_t i = 0; i < rows; ++i) slots[static_cast<std::size_t>(i)] = i;
+    std::shuffle(slots.begin(), slots.end(), random);
+    const std::int64_t written = std::min(rows, batch);
+    for (std::int64_t i = 0; i < written; ++i) {
+      move(want, i, slots[static_cast<std::size_t>(i)], true);
+    }
+    got.table().scatter(slots.data(), written, got.as_sides(), threads);
+    require_same(got, want);
+
+    const std::int64_t first = below(random, rows);
+    for (std::int64_t i = 0; i < written; ++i) move(want, i, (first + i) % rows, true);
+    got.table().scatter_ring(first, written, got.as_sides(), threads);
+    require_same(got, want);
+  }
+}
+
+void of_a_slot_named_twice_the_last_row_stays(Random& random) {
+  Case got(random, 4, 6, 40), want = got;
+  const std::vector<std::int64_t> slots = {1, 3, 1, 1, 3, 0};
+  for (std::int64_t i = 0; i < 6; ++i) move(want, i, slots[static_cast<std::size_t>(i)], true);
+  got.table().scatter(slots.data(), 6, got.as_sides(), 1);
+  require_same(got, want);
+}
+
+void positions_outside(Random& random) {
+  for (int round = 0; round < 500; ++round) {
+    const std::int64_t limit = below(random, 9), n = below(random, 40);
+    std::vector<std::int64_t> index(static_cast<std::size_t>(n));
+    for (std::int64_t& at : index) at = limit ? below(random, limit) : 0;
+    std::int64_t first = limit ? n : 0;
+    if (n && random() % 2) {
+      constexpr std::int64_t kWrong[] = {-1, 0, INT64_MIN, INT64_MAX};
+      const std::int64_t place = below(random, n), wrong = kWrong[random() % 4];
+      index[static_cast<std::size_t>(place)] = wrong ? wrong : limit;
+      first = limit ? place : 0;
+    }
+    REQUIRE(Table::first_outside(index.data(), n, limit) == std::min(first, n));
+  }
+}
+
+// Rows of a file, whose pages are not in memory at first.
+void rows_of_a_file(Random& random) {
+  char name[] = "/tmp/replaykit-rows-XXXXXX";
+  const int file = mkstemp(name);
+  REQUIRE(file >= 0);
+  unlink(name);
+  const std::int64_t stride = 10'000, rows = 300, bytes = 9'001;
+  const Bytes content = some_bytes(random, rows * stride);
+  REQUIRE(write(file, content.data(), content.size()) == static_cast<ssize_t>(content.size()));
+  fsync(file);
+#ifdef POSIX_FADV_DONTNEED
+  posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+#endif
+  void* mapped = mmap(nullptr, content.size(), PROT_READ, MAP_SHARED, file, 0);
+  REQUIRE(mapped != MAP_FAILED);
+  const Table table({{static_cast<char*>(mapped) + 7, stride, bytes}}, rows);
+  for (const bool cold : {true, false, true}) {
+    std::vector<std::int64_t> index(200);
+    for (std::int64_t& at : index) at = below(random, rows);
+    Bytes got(static_cast<std::size_t>(200 * bytes));
+    table.gather_mapped(index.data(), 200, {{address(got), bytes}}, 2, cold);
+    for (std::size_t i = 0; i < index.size(); ++i) {
+      const auto start = static_cast<std::size_t>(index[i] * stride + 7);
+      REQUIRE(!std::memcmp(&got[i * 9'001], &content[start], 9'001));
+    }
+  }
+  munmap(mapped, content.size());
+  close(file);
+}
+
+// -- threads --------------------------------------------------------------------------------------
+
+// Every number once, whoever takes it.
+void share(std::int64_t n, std::int64_t piece, int threads) {
+  const auto size = static_cast<std::size_t>(n);
+  std::unique_ptr<std::atomic<int>[]> seen(new std::atomic<int>[size]());
+  std::vector<std::int64_t> plain(size, 0);
+  Pool::run(n, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+    REQUIRE(0 <= begin && begin <= end && end <= n);
+    for (std::int64_t i = begin; i < end; ++i) {
+      seen[static_cast<std::size_t>(i)].fetch_add(1, std::memory_order_relaxed);
+      plain[static_cast<std::size_t>(i)] = i * i;  // what helpers wrote is there when run returns
+    }
+  });
+  for (std::int64_t i = 0; i < n; ++i) {
+    REQUIRE(seen[static_cast<std::size_t>(i)].load(std::memory_order_relaxed) == 1);
+    REQUIRE(plain[static_cast<std::size_t>(i)] == i * i);
+  }
+}
+
+void shared_loops() {
+  for (const std::int64_t n : {0, 1, 5, 1000}) {
+    for (const std::int64_t piece : {-3, 0, 1, 7, 5000}) {
+      for (const int threads : {0, 1, 2, 5, 3}) share(n, piece, threads);
+    }
+  }
+}
+
+void loops_at_the_same_time(int rounds) {
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([caller, rounds] {
+      for (int round = 0; round < rounds; ++round) share(200 + caller, 3, 1 + (round + caller) % 4);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+// A child has none of its parent's threads, and locks in whatever state they were.
+void loops_after_a_fork() {
+  std::atomic<bool> stop{false};
+  std::thread busy([&stop] {
+    while (!stop) share(500, 1, 3);
+  });
+  for (int round = 0; round < 20; ++round) {
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      share(1000, 3, 4);
+      share(10, 1, 2);
+      std::_Exit(0);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  stop = true;
+  busy.join();
+}
+
+int gather_past_the_end(std::int64_t one) {
+  Random random(1);
+  Bytes column = some_bytes(random, 64), to(16);
+  const Table table({{address(column), 16, 16}}, 4);
+  const std::int64_t index = 3 + one;
+  table.gather(&index, 1, {{address(to), 16}}, 1);
+  return 0;
+}
+
+int write_without_a_lock() {
+  std::int64_t sum = 0;
+  std::thread other([&sum] { for (int i = 0; i < 10'000; ++i) ++sum; });
+  for (int i = 0; i < 10'000; ++i) ++sum;
+  other.join();
+  volatile std::int64_t seen = sum;
+  static_cast<void>(seen);
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const std::string argument = count > 1 ? arguments[1] : "";
+  if (argument == "--break") {
+    volatile std::int64_t one = 1;
+    return gather_past_the_end(one);
+  }
+  if (argument == "--race") return write_without_a_lock();
+  if (!argument.empty() && argument != "--pool") {
+    std::fprintf(stderr, "unknown argument %s\n", arguments[1]);
+    return 3;
+  }
+  if (argument.empty()) {
+    Random random(7);
+    random_tables(random, 40, 60, 400);
+    random_tables(random, 700, 300, 20);       // rows beyond what is prefetched
+    random_tables(random, 60'000, 60, 10);     // batches that threads share
+    of_a_slot_named_twice_the_last_row_stays(random);
+    positions_outside(random);
+    rows_of_a_file(random);
+  }
+  shared_loops();
+  loops_at_the_same_time(150);
+  if (argument.empty()) loops_after_a_fork();
+  std::puts("all agree");
+  return 0;
+}

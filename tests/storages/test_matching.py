@@ -1,0 +1,394 @@
+"""Rows recognised at a glance are what taking them apart gives, or are left to it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+
+from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+from replaykit.schema import Schema, take_apart
+from replaykit.storages.matching import MatchedRows, Matcher
+from replaykit.structure import raw_bytes
+
+COUNT = 5
+PRIORITY = ("td_error",)
+
+
+def _good(count: int | None = COUNT, seed: int = 0, **others: torch.Tensor) -> TensorDict:
+    """Rows of every kind of leaf; one row for ``count=None``."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = [] if count is None else [count]
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.rand([*batch, *shape], generator=generator)
+
+    return TensorDict(
+        {
+            "x": some(3),
+            "z": torch.complex(some(2), some(2)),
+            "scalar": (some() * 100).long(),
+            "pixels": (some(4, 5) * 256).to(torch.uint8),
+            "empty": some(0),
+            "done": some(1) < 0.5,
+            "next": TensorDict(
+                {"x": some(3), "done": some(1) < 0.5, "agents": TensorDict({"a": some(2)}, batch)},
+                batch,
+            ),
+            **others,
+        },
+        batch,
+    )
+
+
+def _of(schema_data: TensorDict) -> tuple[Matcher, Schema]:
+    schema = Schema(take_apart(schema_data, 1).root)
+    return Matcher(schema), schema
+
+
+# -- changes that leave rows good, or do not -------------------------------------------------------
+
+
+class _Sub(torch.Tensor):
+    pass
+
+
+@tensorclass
+class _Class:
+    x: torch.Tensor
+    done: torch.Tensor
+
+
+def _nested(data: TensorDict, path: str) -> tuple[TensorDict, str]:
+    *parents, key = path.split(".")
+    for parent in parents:
+        data = data._tensordict[parent]
+    return data, key
+
+
+def _leaf(change: Callable[[torch.Tensor], Any]) -> Callable[[TensorDict, str], Any]:
+    def apply(data: TensorDict, path: str) -> None:
+        inner, key = _nested(data, path)
+        inner._tensordict[key] = change(inner._tensordict[key])
+
+    return apply
+
+
+def _delete(data: TensorDict, path: str) -> None:
+    inner, key = _nested(data, path)
+    del inner._tensordict[key]
+
+
+def _rename(data: TensorDict, path: str) -> None:
+    inner, key = _nested(data, path)
+    inner._tensordict["other"] = inner._tensordict.pop(key)
+
+
+def _add(key: str) -> Callable[[TensorDict, str], Any]:
+    def apply(data: TensorDict, path: str) -> None:
+        data._tensordict[key] = torch.zeros(data.batch_size)
+
+    return apply
+
+
+def _strided(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.stack([leaf, leaf], -1)[..., 0]
+
+
+def _requires_grad(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _lazily(leaf: torch.Tensor) -> torch.Tensor:
+    """Other bytes than values: conjugate and negative views."""
+    if leaf.is_complex():
+        return leaf.conj()
+    return torch.complex(leaf, leaf).conj().imag if leaf.is_floating_point() else leaf
+
+
+def _one_lazily(leaf: torch.Tensor) -> torch.Tensor:
+    return _lazily(leaf[:1]).expand(leaf.shape) if leaf.ndim else _lazily(leaf)
+
+
+def _nested_batch(data: TensorDict, path: str) -> None:
+    data["next", "agents"].batch_size = [*data.batch_size, 2]
+
+
+CHANGES: dict[str, Callable[[TensorDict, str], Any]] = {
+    "nothing": lambda data, path: None,
+    "missing key": _delete,
+    "another name": _rename,
+    "unknown key": _add("unknown"),
+    "priority": _add("td_error"),
+    "index": _add("index"),
+    "index_generation": _add("index_generation"),
+    "next.td_error": lambda data, path: data.set(("next", "td_error"), torch.zeros(data.shape)),
+    "unknown branch": lambda data, path: data.set("branch", TensorDict({}, data.batch_size)),
+    "leaf for branch": lambda data, path: data._tensordict.update(next=torch.zeros(data.shape)),
+    "branch for leaf": lambda data, path: data._tensordict.update(
+        x=TensorDict({"x": data["x"]}, data.batch_size)
+    ),
+    "dtype": _leaf(lambda leaf: torch.ones_like(leaf, dtype=torch.int32)),
+    "as bytes": _leaf(lambda leaf: leaf.contiguous().view(torch.uint8) if leaf.ndim else leaf),
+    "longer": _leaf(lambda leaf: torch.cat([leaf, leaf], -1) if leaf.ndim else leaf[None]),
+    "one dimension more": _leaf(lambda leaf: leaf[..., None]),
+    "squeezed": _leaf(lambda leaf: leaf.squeeze(-1)),
+    "in another order": _leaf(lambda leaf: leaf.transpose(-1, 0)),
+    "strided": _leaf(_strided),
+    "expanded": _leaf(lambda leaf: leaf[:1].expand_as(leaf) if leaf.ndim else leaf),
+    "gradient": _leaf(_requires_grad),
+    "lazy": _leaf(_lazily),
+    "one lazy": _leaf(_one_lazily),
+    "subclass": _leaf(lambda leaf: leaf.as_subclass(_Sub)),
+    "parameter": _leaf(lambda leaf: torch.nn.Parameter(leaf, requires_grad=False)),
+    "sparse": _leaf(lambda leaf: leaf.to_sparse() if leaf.numel() else leaf),
+    "meta": _leaf(lambda leaf: leaf.to("meta")),
+    "zeros without memory": _leaf(
+        lambda leaf: torch._efficientzerotensor(leaf.shape, dtype=leaf.dtype)
+    ),
+    "an array": _leaf(lambda leaf: leaf.numpy()),
+    "no tensor": _leaf(lambda leaf: NonTensorData("text", batch_size=leaf.shape[:1])),
+    "nested batch": _nested_batch,
+    "locked": lambda data, path: data.lock_(),
+}
+PATHS = ["x", "z", "scalar", "pixels", "done", "next.x", "next.done", "next.agents.a"]
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape, raw_bytes(tensor).numpy(force=True).tobytes()
+
+
+@pytest.mark.parametrize("count", [None, 1, COUNT])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_recognised_is_what_taking_it_apart_gives(name: str, count: int | None) -> None:
+    """And what taking apart refuses is never recognised."""
+    for path in PATHS:
+        for optional in (PRIORITY, ("next", "td_error"), ("x",)):
+            for known in (True, False):
+                _check([(name, path)], count, optional, known)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from(list(CHANGES)), st.sampled_from(PATHS)), min_size=2, max_size=3
+    ),
+    count=st.sampled_from([None, 1, COUNT]),
+    optional=st.sampled_from([PRIORITY, ("next", "td_error"), ("x",)]),
+    known=st.booleans(),
+)
+def test_the_same_holds_of_several_changes(
+    changes: Any, count: int | None, optional: Any, known: bool
+) -> None:
+    _check(changes, count, optional, known)
+
+
+def _check(changes: Any, count: int | None, optional: Any, known: bool) -> None:
+    others = {"td_error": torch.zeros(COUNT)} if known else {}
+    matcher, schema = _of(_good(**others))
+    single = count is None
+    given_ = {"td_error": torch.zeros(() if single else (count,))} if known else {}
+    data = _good(count, 1, **given_)
+    for name, path in changes:
+        try:
+            CHANGES[name](data, path)
+        except (RuntimeError, KeyError, TypeError, AttributeError, IndexError):
+            return  # the changes do not go together
+    before = _snapshot(data)
+    found = matcher.rows(data, single=single, optional=optional)
+    if found is not None:
+        rows = take_apart(data, 1, single=single, optional=(optional,), schema=schema)
+        schema.check(rows.root)
+        assert schema.root is found.root
+        assert (len(found), found.batch) == (len(rows), rows.batch)
+        for address, path in zip(found.addresses, schema.leaves, strict=True):
+            leaf = found.leaves[path]
+            assert (leaf.dtype, leaf.shape) == (rows.leaves[path].dtype, rows.leaves[path].shape)
+            # What is written is what lies at the address, whatever the tensor makes of it.
+            want = raw_bytes(rows.leaves[path]).numpy(force=True).tobytes()
+            assert ctypes.string_at(address, len(want)) == want
+            assert leaf.data_ptr() == address
+            assert not leaf.requires_grad
+    assert _snapshot(data) == before
+
+
+def _snapshot(data: Any) -> Any:
+    if isinstance(data, TensorDict):
+        return {key: _snapshot(value) for key, value in data._tensordict.items()}
+    if isinstance(data, torch.Tensor) and data.layout is torch.strided and data.is_cpu:
+        if data._is_zerotensor():
+            return "zeros"
+        return _bits(data), data.stride(), data.requires_grad, type(data)
+    return repr(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "single", "accepted"),
+    [
+        ("nothing", "x", False, True),
+        ("nothing", "x", True, True),
+        ("priority", "x", False, True),
+        ("priority", "x", True, True),
+        ("locked", "x", False, True),
+        ("lazy", "scalar", False, True),
+        ("lazy", "x", False, False),
+        ("gradient", "x", False, False),
+        ("strided", "next.x", False, False),
+        ("squeezed", "done", False, False),
+        ("index", "x", False, False),
+        ("unknown key", "x", False, False),
+        ("nested batch", "x", False, False),
+    ],
+)
+def test_the_usual_rows_are_recognised_and_others_are_not(
+    name: str, path: str, single: bool, accepted: bool
+) -> None:
+    """Otherwise the law above would hold of a matcher that knows nothing."""
+    whole = _good()
+    matcher, _ = _of(whole)
+    for seed in (1, 2):  # by a template made just now, and by one kept
+        data = _good(None if single else COUNT, seed)
+        CHANGES[name](data, path)
+        assert (matcher.rows(data, single=single, optional=PRIORITY) is not None) == accepted
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_nothing_comes_in_beside_a_priority_that_is_stored(nested: bool) -> None:
+    key = ("next", "td_error") if nested else "td_error"
+    rows = _good().set(key, torch.ones(COUNT))
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), priority_key=key)
+    rb.extend(rows)
+    rb.extend(rows)
+    assert len(rb) == 2 * COUNT
+    for write in (
+        lambda: rb.extend(rows.clone().set("unknown", torch.ones(COUNT))),
+        lambda: rb.add(rows.clone().set("unknown", torch.ones(COUNT))[0]),
+        lambda: rb.extend(rows.clone().set(("next", "unknown"), torch.ones(COUNT))),
+        lambda: rb.extend(rows.exclude(key)),
+    ):
+        with pytest.raises(ValueError, match=r"unknown'|td_error'"):
+            write()
+    assert len(rb) == 2 * COUNT
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LazyStackedTensorDict(*_good().unbind(0)),
+        _Class(x=torch.zeros(COUNT, 3), done=torch.zeros(COUNT, 1), batch_size=[COUNT]),
+        [_good(None)],
+        {"x": torch.zeros(COUNT, 3)},
+        torch.zeros(COUNT, 3),
+        _good().unsqueeze(0),
+        TensorDict({}, []),
+        TensorDict({}, [COUNT]),
+        None,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_containers_are_left_to_be_taken_apart(other: Any) -> None:
+    matcher, _ = _of(_good())
+    assert matcher.rows(other, single=False) is None
+    assert matcher.rows(other, single=True) is None
+
+
+def test_schemas_of_other_containers_have_no_rows_that_are_recognised() -> None:
+    for data in (
+        _Class(x=torch.zeros(2, 3), done=torch.zeros(2, 1), batch_size=[2]),
+        {"x": torch.zeros(2)},
+        (torch.zeros(2),),
+        TensorDict({"c": _Class(x=torch.zeros(2), done=torch.zeros(2), batch_size=[2])}, [2]),
+    ):
+        matcher, _ = _of(data)
+        assert matcher.rows(data, single=False) is None
+
+
+def test_rows_with_batch_dimensions_of_their_own_are_recognised() -> None:
+    def rows(count: int | None) -> TensorDict:
+        batch = [4] if count is None else [count, 4]
+        return TensorDict({"x": torch.rand(*batch, 2), "done": torch.ones(*batch, 1)}, batch)
+
+    matcher, _ = _of(rows(3))
+    assert matcher.rows(rows(7), single=False) is not None
+    assert matcher.rows(rows(None), single=True) is not None
+    assert matcher.rows(rows(4)[:, 0], single=False) is None
+    assert matcher.rows(rows(4)[0], single=False) is None
+
+
+def test_many_batch_sizes_do_not_pile_up() -> None:
+    matcher, _ = _of(_good())
+    for count in range(1, 200):
+        assert matcher.rows(_good(count), single=False) is not None
+    assert len(matcher._templates) < 50
+
+
+# -- through a buffer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [3, 7, 40])
+def test_adding_rows_one_by_one_and_as_a_batch_is_one_thing(
+    column_kind: Any, fingerprint: Any, capacity: int
+) -> None:
+    buffers = [column_kind.buffer(capacity, _good(None)) for _ in range(3)]
+    one, many, apart = buffers
+    apart.storage.prepare = lambda data, **how: take_apart(data, 1, schema=apart.storage.schema)
+    rows = _good(17, 3)
+    kept = fingerprint(rows)
+    for row in rows.unbind(0):
+        one.add(row)
+    many.extend(rows[:6])
+    many.extend(rows[6:].contiguous())
+    apart.extend(rows)
+    assert fingerprint(one[:]) == fingerprint(many[:]) == fingerprint(apart[:])
+    assert one.storage.ledger.cursor == many.storage.ledger.cursor
+    assert fingerprint(rows) == kept
+    rows.zero_()  # the buffers have memory of their own
+    assert fingerprint(one[:]) == fingerprint(apart[:])
+
+
+def test_rows_in_a_ring_are_written_without_being_taken_apart(monkeypatch: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8))
+    rb.extend(_good())
+    monkeypatch.setattr(MatchedRows, "leaves", property(lambda self: pytest.fail("taken apart")))
+    if rb.storage.require()._native is None:
+        pytest.skip("without the core torch writes rows from their leaves")
+    rb.extend(_good(7))
+    rb.add(_good(None))
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 5])
+def test_rows_that_are_views_of_the_buffer_are_written_as_they_were(start: int) -> None:
+    """Their leaves lie in one piece where each is wide: they are recognised, and overlap."""
+    wide = torch.arange(8)[:, None].expand(8, 300).contiguous()
+    rb = ReplayBuffer(storage=TensorStorage(TensorDict({"a": wide, "b": wide.double()}, [8])))
+    rb.extend(rb[:2].clone())
+    expected = rb[:].clone()
+    source = expected[start : start + 3]
+    for place in range(3):
+        expected[2 + place] = source[place].clone()
+    want = rb[:].clone()
+    want[2:5] = rb[start : start + 3].clone()
+    assert rb.storage.prepare(rb[start : start + 3]).addresses is not None
+    rb.extend(rb[start : start + 3])
+    assert (rb[:] == want).all()
+
+
+def test_a_storage_that_writes_by_itself_sees_every_write() -> None:
+    seen = []
+
+    class Own(LazyTensorStorage):
+        def write(self, slots: torch.Tensor, rows: Any, kept: Any) -> None:
+            seen.append(slots.tolist())
+            super().write(slots, rows, kept)
+
+    rb = ReplayBuffer(storage=Own(4))
+    for _ in range(2):
+        rb.extend(_good(3))
+    rb.add(_good(None))
+    assert seen == [[0, 1, 2], [3, 0, 1], [2]]

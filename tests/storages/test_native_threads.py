@@ -1,0 +1,171 @@
+"""Rows moved by the core: shared by threads, beside threads, and in forked processes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import native
+from replaykit.schema import Schema, take_apart
+from replaykit.storages.columns import Columns
+
+pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
+
+
+WIDE = 3 * 2**20 // 4
+
+
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _wide_columns() -> Columns:
+    """12 rows of 3 MiB, and a number beside each."""
+    ids = torch.arange(12)
+    wide = ids[:, None].int().expand(12, WIDE).contiguous()
+    wide[:, ::1000] += 1
+    rows = take_apart(TensorDict({"wide": wide, "id": ids, "other": ids.float()}, [12]), 1)
+    return Columns(Schema(rows.root), rows.leaves, 1)
+
+
+def _check_wide(columns: Columns, index: torch.Tensor, contiguous: bool = False) -> None:
+    got = columns.gather(index, contiguous=contiguous)
+    for path, leaf in got.items():
+        assert torch.equal(leaf, columns[path][index])
+
+
+def test_wide_rows_are_the_same_with_two_threads(two_threads: None) -> None:
+    columns = _wide_columns()
+    for index in ([0], [5, 5], [11, 0, 3, 3, 7]):
+        for contiguous in (True, False):
+            for columns.advise in (True, False):
+                _check_wide(columns, torch.tensor(index), contiguous)
+    slots = torch.tensor([7, 2, 3])
+    values = {path: columns[path][[0, 1, 4]].clone() for path in columns.tensors}
+    columns.scatter(slots, values, slice(None))
+    for path, leaf in columns.tensors.items():
+        assert torch.equal(leaf[slots], values[path])
+    assert columns.scatter_ring(11, 3, [v.data_ptr() for v in values.values()], 0)
+    for path, leaf in columns.tensors.items():
+        assert torch.equal(leaf[[11, 0, 1]], values[path])
+
+
+def test_wide_rows_are_the_same_from_several_python_threads(two_threads: None) -> None:
+    columns = _wide_columns()
+    wrong: list[BaseException] = []
+
+    def read(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(8):
+                _check_wide(columns, torch.randint(12, (3,), generator=generator))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_a_forked_child_has_threads_of_its_own(run_python: Any) -> None:
+    """Those of its parent do not exist there, whatever state they were forked in."""
+    program = """
+import os, threading, torch
+from tensordict import TensorDict
+from replaykit import LazyTensorStorage, ReplayBuffer
+torch.set_num_threads(2)
+rb = ReplayBuffer(storage=LazyTensorStorage(12), batch_size=6)
+wide = torch.arange(12)[:, None].expand(12, 200_000).contiguous()
+rb.extend(TensorDict({"wide": wide, "id": torch.arange(12)}, [12]))
+
+def check():
+    batch = rb.sample()
+    assert (batch["wide"] == batch["id"][:, None]).all()
+
+check()
+stop = threading.Event()
+def keep_busy():
+    while not stop.is_set():
+        rb.storage.require().gather(torch.arange(12))
+busy = threading.Thread(target=keep_busy)
+busy.start()
+for _ in range(6):
+    child = os.fork()
+    if not child:
+        index = torch.arange(11, -1, -1)
+        got = rb.storage.require().gather(index)  # no comparison by torch's threads
+        os._exit(0 if got[("id",)].tolist() == index.tolist()
+                 and got[("wide",)][:, -1].tolist() == index.tolist() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+busy.join()
+check()
+print("done")
+"""
+    done = run_python(f"import warnings; warnings.simplefilter('ignore')\n{program}", timeout=60)
+    assert done.stdout == "done\n"
+
+
+@pytest.mark.parametrize("way", ["gather", "mapped", "scatter", "ring"])
+def test_other_threads_go_on_while_wide_rows_are_copied(way: str) -> None:
+    """A few rows of images take milliseconds: long enough for an environment's step."""
+    columns = _wide_columns()
+    columns.advise = way == "mapped"
+    columns.gather(torch.arange(12))
+    values = {path: leaf.clone() for path, leaf in columns.tensors.items()}
+    addresses, slots = [leaf.data_ptr() for leaf in values.values()], torch.arange(12)
+    table = columns._native._rows
+    target = {path: torch.empty_like(leaf) for path, leaf in columns.tensors.items()}
+    to = [target[path].data_ptr() for path in columns._native.order]
+    assert len(to) == 3
+    strides = [target[path].stride(0) * target[path].itemsize for path in columns._native.order]
+
+    def copy() -> None:
+        if way == "scatter":
+            columns._native._leaves.scatter(
+                slots.data_ptr(), 12, addresses, columns._native.leaf_sizes, 1
+            )
+        elif way == "ring":
+            columns._native._leaves.scatter_ring(0, 12, addresses, columns._native.leaf_sizes, 1)
+        elif way == "mapped":
+            table.gather_mapped(slots.data_ptr(), 12, 12, to, strides, 1, False)
+        else:
+            table.gather(slots.data_ptr(), 12, 12, to, strides, 1)
+
+    inside, seen, stop = [False], [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            seen[0] += inside[0]
+            time.sleep(0)
+
+    other = threading.Thread(target=count)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # no thread is made to give way: the copy has to
+    try:
+        other.start()
+        end = time.monotonic() + 20
+        while seen[0] < 100 and time.monotonic() < end:
+            inside[0] = True
+            copy()
+            inside[0] = False
+            time.sleep(0)
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        other.join()
+    assert seen[0] >= 100
