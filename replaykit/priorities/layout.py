@@ -19,7 +19,7 @@ __all__ = ["FAN", "Levels", "allocate", "levels_of"]
 FAN = 8
 _LINE = 64
 _HUGE = 1 << 21
-_HUGE_FROM = 1 << 20
+_HUGE_FROM = 1 << 21
 
 
 class Levels(NamedTuple):
@@ -78,7 +78,8 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
         raw = torch.frombuffer(pages, dtype=torch.uint8)
         start = -raw.data_ptr() % _HUGE
         with contextlib.suppress(OSError):  # a system without them: slower, nothing else
-            pages.madvise(mmap.MADV_HUGEPAGE, start, len(pages) - start)
+            # Only those that the tree fills: what is left of the last one would be memory too.
+            pages.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE)
         return raw[start : start + size]
     raw = torch.empty(size + _LINE, dtype=torch.uint8)
     start = -raw.data_ptr() % _LINE
