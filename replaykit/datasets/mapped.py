@@ -28,6 +28,7 @@ class MappedStorage(TensorStorage):
 
     def __init__(self, published: Published) -> None:
         super().__init__(published.tensordict())
+        self.require().advise = True
         self.published = published
         self._edited = False
 

@@ -69,7 +69,6 @@ class Columns:
         self.ndim = ndim
         self.layout = layout
         self.records = records
-        self.mapped = mapped
         self.advise = mapped
         first = next(iter(self.tensors.values()))
         self.slots = first.shape[0]

@@ -37,6 +37,7 @@ def test_rows_are_those_of_the_columns_without_a_copy(tmp_path):
     for key, column in published.items():
         assert storage.column(key).data_ptr() == column.data_ptr()
         assert storage[:].get(key).equal(column)
+    assert storage.require().advise  # pages that a batch will touch are asked for
 
 
 def test_a_pickle_holds_the_path_and_not_the_rows(tmp_path):
