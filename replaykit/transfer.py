@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import fresh_strided
-from replaykit.structure import map_tensors
+from replaykit.leafwise import map_tensors
 
 __all__ = ["pin", "to_device"]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer, to_device
-from replaykit.structure import raw_bytes
+from replaykit.leafwise import raw_bytes
 from replaykit.transfer import _ALONE_BYTES, _is_plain, _move_packed, _moved
 
 

@@ -12,10 +12,10 @@ import torch
 from replaykit._compat import TensorDict, is_tensordict, put_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
+from replaykit.leafwise import contiguous
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.structure import contiguous
 from replaykit.transfer import pin
 
 __all__ = ["Sampling"]

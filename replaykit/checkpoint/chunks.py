@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from replaykit._compat import dtype_by_name, dtype_name
-from replaykit.structure import raw_bytes
+from replaykit.leafwise import raw_bytes
 
 __all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "map_tensor"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.structure import raw_bytes
+from replaykit.leafwise import raw_bytes
 
 __all__ = ["by_value", "from_value"]
 

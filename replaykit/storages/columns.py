@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from replaykit.assembly import assembler
 from replaykit.schema import Schema
 from replaykit.storages.indexing import check_range, ravel
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
-from replaykit.structure import Path, assembler
+from replaykit.structure import Path
 from replaykit.ted import format_key
 
 __all__ = ["Columns", "carried"]

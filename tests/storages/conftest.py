@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from replaykit.structure import raw_bytes
+from replaykit.leafwise import raw_bytes
 
 
 @pytest.fixture(scope="session")

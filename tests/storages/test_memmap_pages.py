@@ -164,7 +164,6 @@ def test_values_are_the_same_without_advice(columns: Columns, pages: Pages, thre
                 _check(columns, _some(count, count), contiguous=True)
     finally:
         torch.set_num_threads(before)
-    assert columns.advise
 
 
 def test_warm_pages_are_no_news(columns: Columns) -> None:
