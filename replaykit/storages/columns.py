@@ -229,11 +229,12 @@ class Columns:
         if self._native is None or self._overlapping:
             return False
         self.follow_memory()
-        low, high = self._from, self._to
-        for address, size in zip(addresses, self._native.leaf_sizes, strict=True):
-            stop = address + count * size
-            if address < high and stop > low and self._touches(address, stop):
-                return False  # they may be views of these columns
+        # Most rows lie elsewhere altogether, which is told at once.
+        sizes = self._native.leaf_sizes
+        if min(addresses) < self._to and max(addresses) + count * max(sizes) > self._from:
+            for address, size in zip(addresses, sizes, strict=True):
+                if self._touches(address, address + count * size):
+                    return False  # they may be views of these columns
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
         )
