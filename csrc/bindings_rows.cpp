@@ -39,12 +39,15 @@ std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const N
   return sides;
 }
 
-const std::int64_t* checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
-  const auto* index = reinterpret_cast<const std::int64_t*>(address);
-  const std::int64_t wrong = Table::first_outside(index, n, limit);
+// A copy: what was checked is what is used, whoever writes to the caller's index meanwhile.
+Numbers checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
+  if (n < 0) throw nb::value_error("expected a number of rows of at least 0");
+  const auto* given = reinterpret_cast<const std::int64_t*>(address);
+  Numbers index(given, given + n);
+  const std::int64_t wrong = Table::first_outside(index.data(), n, limit);
   if (wrong != n) {
     throw nb::index_error(("expected rows in [0, " + std::to_string(limit) + "), got " +
-                           std::to_string(index[wrong])).c_str());
+                           std::to_string(index[static_cast<std::size_t>(wrong)])).c_str());
   }
   return index;
 }
@@ -94,8 +97,8 @@ void replaykit::bind_rows(nb::module_& m) {
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               const Numbers& to, const Numbers& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, to, strides);
-             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(self, n, [&] { self.gather(at, n, sides, threads); });
+             const Numbers at = checked_index(index, n, checked_limit(self, limit));
+             unlocked(self, n, [&] { self.gather(at.data(), n, sides, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
@@ -103,8 +106,8 @@ void replaykit::bind_rows(nb::module_& m) {
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               std::int64_t to, std::int64_t stride, int threads) {
              if (self.width() != 1) throw nb::value_error("expected a table of one field");
-             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(self, n, [&] { self.gather(at, n, {{as_address(to), stride}}, threads); });
+             const Numbers at = checked_index(index, n, checked_limit(self, limit));
+             unlocked(self, n, [&] { self.gather(at.data(), n, {{as_address(to), stride}}, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
            nb::arg("threads"), "The same for a table of one field.")
@@ -112,9 +115,9 @@ void replaykit::bind_rows(nb::module_& m) {
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               const Numbers& to, const Numbers& strides, int threads, bool cold) {
              const std::vector<Side> sides = as_sides(self, to, strides);
-             const std::int64_t* at = checked_index(index, n, checked_limit(self, limit));
+             const Numbers at = checked_index(index, n, checked_limit(self, limit));
              nb::gil_scoped_release release;  // a page may have to come from disk
-             return self.gather_mapped(at, n, sides, threads, cold);
+             return self.gather_mapped(at.data(), n, sides, threads, cold);
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), nb::arg("cold"),
@@ -124,8 +127,8 @@ void replaykit::bind_rows(nb::module_& m) {
            [](const Table& self, std::int64_t slots, std::int64_t n, const Numbers& from,
               const Numbers& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, from, strides);
-             const std::int64_t* at = checked_index(slots, n, self.rows());
-             unlocked(self, n, [&] { self.scatter(at, n, sides, threads); });
+             const Numbers at = checked_index(slots, n, self.rows());
+             unlocked(self, n, [&] { self.scatter(at.data(), n, sides, threads); });
            },
            nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows in; of a slot named twice the last row stays.")

@@ -39,6 +39,13 @@ Pointed* at(std::uintptr_t address) {
   return reinterpret_cast<Pointed*>(address);
 }
 
+using Indices = std::vector<std::int64_t>;
+
+Indices copied(std::uintptr_t index, std::int64_t n) {
+  const auto* from = at<const std::int64_t>(index);
+  return Indices(from, from + n);
+}
+
 bool has_avx512() {
 #ifdef REPLAYKIT_AVX512
   return __builtin_cpu_supports("avx512f");  // asks the operating system too
@@ -79,14 +86,17 @@ class SegmentTree {
              doubles ? DBL_MAX / static_cast<double>(capacity) : FLT_MAX};
   }
 
+  // Of the index a copy is used: what was checked is what is written to, whoever else has it.
   std::int64_t update(std::uintptr_t index, std::uintptr_t values, bool wide, std::int64_t n) {
     const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
-    return unlocked(n, [&] { return kernels_.update(tree_, at<std::int64_t>(index), from, n); });
+    const Indices own = copied(index, n);
+    return unlocked(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
   }
 
   std::int64_t update_to(std::uintptr_t index, double value, std::int64_t n) {
     const Values from = {Values::kOne, nullptr, value};
-    return unlocked(n, [&] { return kernels_.update(tree_, at<std::int64_t>(index), from, n); });
+    const Indices own = copied(index, n);
+    return unlocked(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
   }
 
   std::int64_t update_run(std::int64_t start, std::uintptr_t values, bool wide, std::int64_t n) {
@@ -317,7 +327,8 @@ void bind_trees(nb::module_& m) {
                throw nb::value_error("expected trees of one capacity");
              }
              const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
-             const auto* at_index = at<const std::int64_t>(index);
+             const Indices own = copied(index, n);
+             const std::int64_t* at_index = own.data();
              const auto* then = at<const std::int64_t>(generation);
              return unlocked(n, [&] {
                return doubles ? self.set_priorities(least, most, at<double>(raw), at_index,
