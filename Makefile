@@ -8,8 +8,6 @@ BENCH_STAMP := $(VENV)/.installed-bench
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 JOBS ?= auto
 DATA ?=
-WITH_CORE := tests/buffer tests/native tests/priorities tests/samplers tests/storages tests/writers \
-             tests/transforms tests/test_schema.py tests/test_transfer.py replaykit
 
 .PHONY: demo test test-torch test-long lint format bench clean
 
@@ -19,9 +17,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) -m "not long"
 
-# The parts that have a compiled core, with what takes its place where it is missing.
+# The same suite with what takes the place of the compiled core where it is missing.
 test-torch: $(STAMP)
-	REPLAYKIT_NATIVE=0 $(PY) -m pytest -n $(JOBS) -m "not long" $(WITH_CORE)
+	REPLAYKIT_NATIVE=0 $(PY) -m pytest -n $(JOBS) -m "not long"
 
 test-long: $(STAMP)
 	$(PY) -m pytest -n $(JOBS)

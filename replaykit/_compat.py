@@ -22,6 +22,8 @@ __all__ = [
     "NonTensorStack",
     "TensorDict",
     "TensorDictBase",
+    "arange",
+    "as_tensor",
     "clone",
     "dtype_by_name",
     "dtype_name",
@@ -127,6 +129,21 @@ def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
 
 def _has_non_tensor(tensordict: TensorDictBase) -> bool:
     return any(is_non_tensor(value) for value in tensordict.values())
+
+
+def arange(*bounds: int) -> torch.Tensor:
+    """Returns ``torch.arange`` on the CPU, whatever the caller's default device is."""
+    return torch.arange(*bounds, device="cpu")
+
+
+def as_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a tensor as it is, on its device, and anything else as one on the CPU.
+
+    ``torch.as_tensor`` would make it on the caller's default device.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if dtype is None else value.to(dtype)
+    return torch.as_tensor(value, dtype=dtype, device="cpu")
 
 
 def clone(data: Any) -> Any:

@@ -38,6 +38,6 @@ def reduce_rows(values: torch.Tensor, reduction: str) -> torch.Tensor:
         raise ValueError(f"expected real numbers to rank by, got {dtype_name(values.dtype)}")
     rows = values.shape[0]
     if not rows:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     flat = values.detach().to(torch.float64).reshape(rows, values.shape[1:].numel())
     return _OVER_FEATURES[reduction](flat)

@@ -37,13 +37,7 @@ class Rows:
     """Rows taken apart: the tree, the leaves by path, and the batch shape they share.
 
     Dimension 0 of every leaf is the row (time, for storages with lanes; the lanes follow).
-
-    Attributes:
-        addresses: where the leaves lie, in the schema's order, if each lies in one piece on the
-            CPU and that is known already; else None.
     """
-
-    addresses: list[int] | None = None
 
     def __init__(self, root: Node, leaves: dict[Path, torch.Tensor], batch: torch.Size) -> None:
         self.root = root

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorClass
 
-from replaykit._compat import dtype_name
+from replaykit._compat import arange, as_tensor, dtype_name
 from replaykit.buffer.core import BufferCore
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
@@ -117,7 +117,7 @@ class Conditional(BufferCore):
             handles, generation = _checked_handles(storage, index, generation)
             count = len(handles)
             values = _checked_patch(columns, patch, count)
-            live = ((handles >= 0) & (handles < torch.tensor(columns.shape))).all(-1)
+            live = ((handles >= 0) & (handles < torch.tensor(columns.shape, device="cpu"))).all(-1)
             slots = torch.where(live, handles[:, 0], 0)
             live &= (generation >= 0) & (storage.ledger.generations(slots) == generation)
             rejected = None
@@ -128,7 +128,7 @@ class Conditional(BufferCore):
                 rejected, live = live & ~accepted, accepted
                 shape = (count, *columns.column(path).shape[storage.ndim :])
                 values[path] = versions.view(shape)
-            winners = _best(handles, torch.arange(count), live)
+            winners = _best(handles, arange(count), live)
             columns.edits += 1
             for path, value in values.items():
                 column = columns.column(path)
@@ -151,7 +151,7 @@ def _checked_handles(
     storage: Storage, index: Any, generation: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the coordinates of the records ``[K, ndim]`` and their generations ``[K]``."""
-    index, generation = (torch.as_tensor(item).cpu() for item in (index, generation))
+    index, generation = (as_tensor(item).cpu() for item in (index, generation))
     for name, item in (("index", index), ("generation", generation)):
         if item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
             raise ValueError(f"expected {name} as integers, got {dtype_name(item.dtype)}")
@@ -193,7 +193,7 @@ def _checked_version(
     column = storage.column(path)
     if column.shape[storage.ndim :].numel() != 1:
         raise ValueError(f"expected one version per record under {format_key(path)}")
-    given = torch.as_tensor(version).cpu()
+    given = as_tensor(version).cpu()
     versions = given.to(column.dtype)
     if not bool((versions.to(given.dtype) == given).all()):
         raise ValueError(
@@ -232,7 +232,7 @@ def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> tor
         return best
     chosen = chosen[rank[chosen].argsort(stable=True)]
     _, record = handles[chosen].unique(dim=0, return_inverse=True)
-    last = torch.zeros(int(record.max()) + 1, dtype=torch.int64)
-    last.scatter_reduce_(0, record, torch.arange(len(chosen)), "amax", include_self=False)
+    last = torch.zeros(int(record.max()) + 1, dtype=torch.int64, device="cpu")
+    last.scatter_reduce_(0, record, arange(len(chosen)), "amax", include_self=False)
     best[chosen[last]] = True
     return best

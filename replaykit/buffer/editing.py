@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import LazyStackedTensorDict, is_tensordict
+from replaykit._compat import LazyStackedTensorDict, as_tensor, is_tensordict
 from replaykit.buffer.core import BufferCore
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import flatten, map_leaves
@@ -102,7 +102,7 @@ class Editing(BufferCore):
         if len(self.transform):
             single = _is_single(index) and self.storage.ndim == 1
             if single:  # transforms see a batch, as they do in add
-                value, index = self.storage.batch_of_one(value, 0), torch.as_tensor([index])
+                value, index = self.storage.batch_of_one(value, 0), as_tensor([index])
             value = self._chain.inv(value)
             if value is None:
                 return

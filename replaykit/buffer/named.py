@@ -23,7 +23,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         kwargs: everything else that a ReplayBuffer takes.
 
     Raises:
-        TypeError: ``sampler`` with ``sampler_device``, or what a ReplayBuffer does not take.
+        TypeError: ``sampler`` with ``sampler_device`` or another option of samplers, or what a
+            ReplayBuffer does not take.
         ValueError: as a ReplayBuffer and a PrioritizedSampler do.
 
     Example:
@@ -56,6 +57,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> None:
         if sampler is not None and sampler_device is not None:
             raise TypeError("expected sampler or sampler_device, got both")
+        given = {
+            "dtype": dtype is not torch.float,
+            "reduction": reduction != "max",
+            "max_priority_within_buffer": max_priority_within_buffer,
+            "weight_norm": weight_norm != "global",
+            "stratified": stratified,
+        }
+        if sampler is not None and any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise TypeError(f"expected a sampler or its options, got sampler and {names}")
         own = PrioritizedSampler(
             alpha=alpha,
             beta=beta,

@@ -9,7 +9,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit import native
-from replaykit._compat import is_tensordict, lookup
+from replaykit._compat import as_tensor, is_tensordict, lookup
 from replaykit.buffer.core import BufferCore
 from replaykit.reductions import reduce_rows
 from replaykit.samplers import Sampler
@@ -61,7 +61,7 @@ class Priorities(BufferCore):
         values = priority
         if not isinstance(values, torch.Tensor):
             # As torch would take them, numbers of Python would lose half of their digits.
-            values = torch.as_tensor(priority, dtype=torch.float64)
+            values = as_tensor(priority, dtype=torch.float64)
         dims = values.ndim
         if dims > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
             values = values.reshape(-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, is_tensordict, put_all
+from replaykit._compat import TensorDict, as_tensor, is_tensordict, put_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.leafwise import contiguous
@@ -268,7 +268,7 @@ class Sampling(BufferCore):
         """A draw made earlier, if there is one whose rows are still stored."""
         while self._pending:
             kept = self._pending.popleft()
-            if torch.as_tensor(storage.contains(kept.index)).all():
+            if as_tensor(storage.contains(kept.index)).all():
                 _show(self._sampler, kept.ran_out)
                 return kept
         return None
@@ -323,7 +323,7 @@ def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
     """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
     if isinstance(drawn, tuple):
         drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
-    return torch.as_tensor(drawn, dtype=torch.int64)
+    return as_tensor(drawn, dtype=torch.int64)
 
 
 def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -> Any:

@@ -198,7 +198,7 @@ def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
     """Raises ValueError where a draw made ahead is not one of the saved rows."""
     if state.content is None:
         return
-    shape = torch.tensor([state.content.rows, *state.content.lanes])
+    shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
     for drawn in prepared:
         for index in (drawn.index, drawn.anchors):
             cells = (index if index.ndim > 1 else index[:, None]).cpu()

@@ -125,7 +125,7 @@ class Writing(BufferCore):
 
     def _nothing(self) -> torch.Tensor:
         ndim = self._storage.ndim
-        return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64)
+        return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all records; keys, shapes and memory stay.

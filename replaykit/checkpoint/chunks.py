@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from replaykit._compat import dtype_by_name, dtype_name
+from replaykit._compat import arange, dtype_by_name, dtype_name
 from replaykit.leafwise import raw_bytes
 
 __all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "map_tensor"]
@@ -152,7 +152,7 @@ class RowChunks:
             return self.pieces[number][index - self.starts[number]]
         if isinstance(index, slice):
             return self._span(*index.indices(len(self)))
-        rows = torch.empty((len(index), *self.shape[1:]), dtype=self.dtype)
+        rows = torch.empty((len(index), *self.shape[1:]), dtype=self.dtype, device="cpu")
         for piece, start in zip(self.pieces, self.starts, strict=False):
             here = ((index >= start) & (index < start + len(piece))).nonzero().flatten()
             if len(here):
@@ -161,8 +161,8 @@ class RowChunks:
 
     def _span(self, start: int, stop: int, step: int) -> torch.Tensor:
         if step != 1:
-            return self[torch.arange(start, max(start, stop), step)]
-        rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype)
+            return self[arange(start, max(start, stop), step)]
+        rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype, device="cpu")
         for piece, first in zip(self.pieces, self.starts, strict=False):
             low, high = max(start, first), min(stop, first + len(piece))
             if low < high:
@@ -195,7 +195,7 @@ def map_tensor(
             raise ValueError(f"expected an offset and a number of rows, got {offset}, {rows}")
         nbytes = rows * row_bytes
         if nbytes == 0:
-            pieces.append(torch.empty([rows, *row_shape], dtype=dtype))
+            pieces.append(torch.empty([rows, *row_shape], dtype=dtype, device="cpu"))
             continue
         if offset % ALIGNMENT or mapping is None or offset + nbytes > len(mapping):
             raise ValueError(f"expected {nbytes} bytes at a multiple of {ALIGNMENT} in {file}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import as_tensor
 from replaykit.priorities.operations import Operation
 
 __all__ = ["as_index", "as_numbers", "as_values", "refuse", "refuse_query", "refuse_range"]
@@ -21,7 +22,7 @@ def as_index(index: Any, device: torch.device) -> torch.Tensor:
     if isinstance(index, range):
         return torch.arange(index.start, index.stop, index.step, device=device)
     if not isinstance(index, torch.Tensor):
-        index = torch.as_tensor(index)
+        index = as_tensor(index)
         if index.numel() == 0 and index.ndim == 1:
             index = index.to(torch.int64)  # an empty list has no dtype of its own
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
@@ -50,7 +51,7 @@ def as_numbers(value: Any, device: torch.device) -> torch.Tensor:
     """Real numbers as float32 or float64 on the device, contiguous, without gradient."""
     if not isinstance(value, torch.Tensor):
         real = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-        value = torch.as_tensor(value, dtype=torch.float64 if real else None)
+        value = as_tensor(value, dtype=torch.float64 if real else None)
     if value.dtype.is_complex or value.dtype == torch.bool:
         raise TypeError(f"expected values that are real numbers, got {value.dtype}")
     value = value.detach().resolve_neg().to(device)

@@ -53,6 +53,7 @@ def levels_of(capacity: int) -> Levels:
     return Levels(capacity, counts[0] * FAN, tuple(counts), tuple(offsets), offset)
 
 
+@torch.inference_mode(False)  # what is made in that mode could not be changed outside
 def allocate(
     levels: Levels, leaf: torch.dtype, inner: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +82,6 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
             # Only those that the tree fills: what is left of the last one would be memory too.
             pages.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE)
         return raw[start : start + size]
-    raw = torch.empty(size + _LINE, dtype=torch.uint8)
+    raw = torch.empty(size + _LINE, dtype=torch.uint8, device="cpu")
     start = -raw.data_ptr() % _LINE
     return raw[start : start + size]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from replaykit._compat import as_tensor
 from replaykit.priorities.arguments import as_index, as_values, refuse, refuse_range
 from replaykit.priorities.kernels import chosen_kernel, native_view
 from replaykit.priorities.layout import allocate, levels_of
@@ -48,6 +49,7 @@ class SegmentTree:
 
     _operation_name: ClassVar[str] = ""
 
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
     def __init__(
         self,
         capacity: int,
@@ -347,7 +349,7 @@ class SegmentTree:
             return float(self._torch.reduce(bounds[0], bounds[1]))
 
     def _reduce_each(self, start: Any, end: Any) -> torch.Tensor:
-        bounds = [torch.as_tensor(bound) for bound in (start, end)]
+        bounds = [as_tensor(bound) for bound in (start, end)]
         count = max(bound.numel() for bound in bounds if bound.ndim)
         start, end = (
             as_index(bound if bound.ndim else bound.expand(count), self._device) for bound in bounds
@@ -357,7 +359,7 @@ class SegmentTree:
         with self._lock:
             if self._torch is not None:
                 return self._torch.reduce(start, end)
-            out = torch.empty(count, dtype=torch.float64)
+            out = torch.empty(count, dtype=torch.float64, device="cpu")
             code = self._view.reduce(start.data_ptr(), end.data_ptr(), count, out.data_ptr())
         if code != _TAKEN:
             refuse_range(self._capacity, int(start[code]), int(end[code]), code)

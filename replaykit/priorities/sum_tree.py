@@ -56,7 +56,7 @@ class SumSegmentTree(SegmentTree):
         with self._lock:
             if self._torch is not None:
                 return self._torch.root_tensor()
-            return torch.tensor(self._view.root(), dtype=_FLOAT64)
+            return torch.tensor(self._view.root(), dtype=_FLOAT64, device="cpu")
 
     @property
     def nonzero_count(self) -> int:
@@ -90,7 +90,7 @@ class SumSegmentTree(SegmentTree):
             and (count := value.numel()) > 1
             and value.is_contiguous()
         ):
-            index = torch.empty(count, dtype=_INT64)
+            index = torch.empty(count, dtype=_INT64, device="cpu")
             with self._lock:
                 code = self._view.find(value.data_ptr(), count, True, index.data_ptr(), 0)
             if code != _TAKEN:
@@ -132,7 +132,10 @@ class SumSegmentTree(SegmentTree):
                 found = x.to(_INT64), x
             return found
         count = x.numel()
-        index, weight = torch.empty(count, dtype=_INT64), torch.empty(count, dtype=_FLOAT64)
+        index, weight = (
+            torch.empty(count, dtype=_INT64, device="cpu"),
+            torch.empty(count, dtype=_FLOAT64, device="cpu"),
+        )
         with self._lock:
             code = self._view.find(
                 x.data_ptr(), count, limited, index.data_ptr(), weight.data_ptr()
@@ -184,10 +187,10 @@ class SumSegmentTree(SegmentTree):
             return drawn
         # The uniforms become the weights in place. Made under the lock, so that the order of draws
         # is that in which the generator moves.
-        index = torch.empty(batch_size, dtype=_INT64)
+        index = torch.empty(batch_size, dtype=_INT64, device="cpu")
         with self._lock:
             if batch_size and not self._view.root() > 0:
                 raise EmptyDistributionError(_NOTHING)
-            weight = torch.rand(batch_size, dtype=_FLOAT64, generator=generator)
+            weight = torch.rand(batch_size, dtype=_FLOAT64, generator=generator, device="cpu")
             self._view.draw(weight.data_ptr(), batch_size, index.data_ptr(), stratified)
         return index, weight

@@ -105,7 +105,8 @@ class PrioritizedSampler(WithPriorities):
         return as_drawn(flat, storage), {key: value.to(home) for key, value in info.items()}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        return len(storage) > 0 and self._following(storage).drawable
+        with storage.lock:
+            return len(storage) > 0 and self._following(storage).drawable
 
     def __repr__(self) -> str:
         return (

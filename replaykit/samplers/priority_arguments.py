@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from replaykit._compat import as_tensor
 from replaykit.samplers.priority_law import PriorityLaw
 from replaykit.storages import Storage
 from replaykit.storages.indexing import check_range, ravel
@@ -120,7 +121,7 @@ def _integers(index: Any) -> torch.Tensor:
             index, (int, np.integer, np.ndarray, range, Sequence)
         ):
             raise TypeError(f"expected an index as a LongTensor, got {type(index).__name__}")
-        index = torch.as_tensor(np.asarray(index) if np.size(index) else [], dtype=None)
+        index = as_tensor(np.asarray(index) if np.size(index) else [], dtype=None)
         index = index if index.numel() else index.to(torch.int64)
     if index.dtype is torch.int64:
         return index
@@ -137,12 +138,11 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
         Whether they can be set is not looked at.
     """
     plain = type(priority) is torch.Tensor and not priority.requires_grad
-    if plain and priority.dtype is dtype and priority.shape == (count,):
+    if plain and priority.dtype is dtype and priority.shape == (count,) and not priority.is_neg():
         return priority
     if not isinstance(priority, torch.Tensor):
-        priority = torch.as_tensor(np.asarray(priority))  # numbers of Python as float64
-    if priority.requires_grad:
-        priority = priority.detach()
+        priority = as_tensor(np.asarray(priority))  # numbers of Python as float64
+    priority = priority.detach().resolve_neg()
     if priority.is_complex():
         raise ValueError(f"expected real numbers as priorities, got {priority.dtype}")
     if priority.dtype is not dtype:

@@ -75,7 +75,7 @@ class PriorityLaw:
         """Returns ``v`` of one allowed priority, to the bit what ``values`` gives."""
         known = self._one
         if known is None or known[0] != priority:
-            values = self.values(torch.full((1,), priority, dtype=self.dtype))
+            values = self.values(torch.full((1,), priority, dtype=self.dtype, device="cpu"))
             known = self._one = priority, values.item()
         return known[1]
 

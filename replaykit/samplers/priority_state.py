@@ -62,15 +62,19 @@ class SavedPriorities:
         alpha, beta, eps, most = (
             _number(state, name) for name in ("_alpha", "_beta", "_eps", "_max_priority")
         )
-        if most < 1:
-            raise ValueError(f"expected '_max_priority' of at least 1, got {most}")
+        # As it would be stored, and compared with what is.
+        rounded = torch.full((), most, dtype=torch.float64, device="cpu").to(dtype).item()
+        if not 1 <= rounded < float("inf"):
+            raise ValueError(
+                f"expected '_max_priority' of at least 1 and finite in {dtype}, got {most}"
+            )
         dropped = state.get("_dropped_updates")
         if type(dropped) is not int or dropped < 0:
             raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
         raw = state.get("_priorities")
         if not isinstance(raw, torch.Tensor) or raw.ndim != 1 or not raw.is_floating_point():
             raise ValueError(f"expected '_priorities' as a vector of floats, got {raw!r}")
-        return cls(alpha, beta, eps, most, dropped, raw.detach().to(dtype))
+        return cls(alpha, beta, eps, rounded, dropped, raw.detach().to(dtype))
 
 
 def _number(state: dict[str, Any], name: str) -> float:

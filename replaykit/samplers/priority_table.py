@@ -46,6 +46,8 @@ class PriorityTable:
         self._with = (smallest, largest)
         self._allocate(1)
 
+    # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
+    @torch.inference_mode(False)
     def _allocate(self, capacity: int) -> None:
         options: dict[str, Any] = {"dtype": self.law.dtype, "device": self.device}
         raw = torch.full((capacity,), -1.0, **options)
@@ -172,13 +174,13 @@ class PriorityTable:
         count = self.length - length
         if count <= 0:
             return
+        self._raw[length : self.length] = -1.0
+        self.length = length
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
         if self._most is not None:
             self._most.update_range(length, float("-inf"), count)
-        self._raw[length : self.length] = -1.0
-        self.length = length
 
     def set_law(self, law: PriorityLaw) -> None:
         """Draws by another law from now on; one pass over the stored elements.
@@ -291,13 +293,13 @@ class PriorityTable:
         view, dtype = self._sums.native_view, self.law.dtype
         if view is None or (generator is not None and generator.device.type != "cpu"):
             return None
-        index = torch.empty(batch_size, dtype=torch.int64)
-        weight = torch.empty(batch_size, dtype=dtype)
+        index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
+        weight = torch.empty(batch_size, dtype=dtype, device="cpu")
         generation, then, written, slots = None, 0, 0, 1
         if ledger is not None and ledger.counted:
             generation = torch.empty_like(index)
             then, written, slots = generation.data_ptr(), ledger.next_position, ledger.slots
-        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator)
+        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device="cpu")
         view.draw_weighted(
             uniform.data_ptr(),
             batch_size,

@@ -63,6 +63,12 @@ class ParameterScheduler(ABC):
             raise ValueError(f"expected min_value <= max_value, got {min_value} and {max_value}")
         self.obj = obj
         self.param_name = param_name
+        found = getattr(type(self.sampler), param_name, None)
+        if isinstance(found, property) and found.fset is None:
+            raise ValueError(
+                f"expected an attribute of {type(self.sampler).__name__} that can be set, got "
+                f"{param_name!r}"
+            )
         self.min_value, self.max_value = min_value, max_value
         self.steps = 0
         self.initial = self.current
@@ -119,6 +125,18 @@ class ParameterScheduler(ABC):
                 raise ValueError(f"expected {name} {expected!r}, got {state_dict[name]!r}")
         if type(state_dict["steps"]) is not int or state_dict["steps"] < 0:
             raise ValueError(f"expected a count of steps, got {state_dict['steps']!r}")
+        for name, mine in self.state_dict().items():
+            found = state_dict[name]
+            if isinstance(mine, str):
+                fits = type(found) is str
+            elif name in ("min_value", "max_value"):
+                fits = found is None or _is_number(found)
+            else:
+                fits = _is_number(found)
+            if not fits:
+                raise ValueError(f"expected {name!r} like {mine!r}, got {found!r}")
+            if name in ("num_steps", "n_steps") and (type(found) is not int or found < 1):
+                raise ValueError(f"expected {name!r} as an int of at least 1, got {found!r}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where the saved scheduler was; the attribute itself is the sampler's state.
@@ -133,6 +151,10 @@ class ParameterScheduler(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.param_name!r}, steps={self.steps})"
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and value == value
 
 
 class LambdaScheduler(ParameterScheduler):

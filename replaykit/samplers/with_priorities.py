@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import arange
 from replaykit.reductions import REDUCTIONS
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.priority_arguments import (
@@ -296,7 +297,11 @@ class WithPriorities(Sampler):
         storage = self._home(None)
         with _lock_of(storage):
             table = self._table if storage is None else self._following(storage)
-            raw = torch.empty(0, dtype=self.dtype) if table is None else table.priorities.cpu()
+            raw = (
+                torch.empty(0, dtype=self.dtype, device="cpu")
+                if table is None
+                else table.priorities.cpu()
+            )
             saved = SavedPriorities(
                 self.alpha, self._beta, self.eps, self._max_priority, self.dropped_updates, raw
             )
@@ -311,6 +316,8 @@ class WithPriorities(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over exponents, counters and priorities; copies of them.
+
+        Priorities beyond the stored records are forgotten, unless ``moved`` follows.
 
         Raises:
             ValueError: entries are missing or impossible. CheckpointError: of a newer version.
@@ -337,7 +344,7 @@ class WithPriorities(Sampler):
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         if self._table is not None:
             lanes = storage.lanes.numel()
-            cells = (rows[:, None] * lanes + torch.arange(lanes)).flatten()
+            cells = (rows[:, None] * lanes + arange(lanes)).flatten()
             self._table.load(self._table.priorities[cells.to(self._table.device)])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import arange
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
@@ -107,8 +108,8 @@ class SamplerWithoutReplacement(Sampler):
             # Records came after this pass had begun: the next draw begins another one anyway.
             self._remaining = None
             return
-        now = torch.full((self._length // lanes,), -1)
-        now[rows] = torch.arange(len(rows))
+        now = torch.full((self._length // lanes,), -1, device="cpu")
+        now[rows] = arange(len(rows))
         remaining = self._remaining.cpu()
         slots = now[remaining // lanes]
         kept = (slots * lanes + remaining % lanes)[slots >= 0]

@@ -88,6 +88,7 @@ def allocate(
     return columns, _fresh(torch.Size([slots, *lanes, layout.stride]), torch.uint8, device)
 
 
+@torch.inference_mode(False)  # what is made in that mode could not be changed outside
 def _fresh(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":

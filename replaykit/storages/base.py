@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import arange, is_tensordict
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
@@ -166,7 +166,7 @@ class Storage(ABC):
         The ledger is not touched: the writer commits afterwards.
         """
         if isinstance(kept, slice):
-            kept = torch.arange(len(rows))[kept]
+            kept = arange(len(rows))[kept]
         for slot, row in zip(slots.tolist(), kept.tolist(), strict=True):
             self.set(slot, rows[row])
 
@@ -176,7 +176,11 @@ class Storage(ABC):
         The same as ``write`` at these slots, which a storage may do faster.
         """
         slots = self.ledger.slots
-        self.write((torch.arange(skipped, len(rows)) + first) % slots, rows, slice(skipped, None))
+        self.write(
+            (arange(skipped, len(rows)) + first) % slots,
+            rows,
+            slice(skipped, None),
+        )
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         """Reads rows at an int64 ``[B]`` (or ``[B, ndim]``) into fresh memory.
@@ -217,7 +221,9 @@ class Storage(ABC):
 
     def content(self) -> Content:
         """Returns what is stored, as columns or row by row; the caller holds the lock."""
-        return Content(len(self), order=torch.full((len(self),), -1), plain=tuple(self))
+        return Content(
+            len(self), order=torch.full((len(self),), -1, device="cpu"), plain=tuple(self)
+        )
 
     def content_of(self, state_dict: dict[str, Any]) -> Content | None:
         """Reads a state dict as rows; None for storages that take it back themselves."""

@@ -26,7 +26,7 @@ from replaykit.storages.indexing import (
     with_lanes,
     without_repeats,
 )
-from replaykit.storages.matching import Matcher
+from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.records import plan_records
 from replaykit.structure import Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
@@ -125,8 +125,13 @@ class ColumnStorage(Storage):
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
-        # A storage that defines `write` anew means every write.
-        if type(self).write is ColumnStorage.write and rows.addresses is not None:
+        # A storage that defines `write` anew means every write. Addresses are in the order of the
+        # schema that they were found by; the rows may have been prepared for another storage.
+        if (
+            isinstance(rows, MatchedRows)
+            and rows.matcher is self._matcher
+            and type(self).write is ColumnStorage.write
+        ):
             columns = self.require()
             if columns.scatter_ring(
                 (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
@@ -353,7 +358,7 @@ class ColumnStorage(Storage):
             yield from super().__iter__()
             return
         for row in range(len(self)):
-            cell = unravel_index(torch.tensor(row), self.lanes)
+            cell = unravel_index(torch.tensor(row, device="cpu"), self.lanes)
             yield self.get(tuple(cell.tolist()))
 
     def visible_shape(self, time_dim: int = 0) -> torch.Size:

@@ -52,6 +52,7 @@ class Columns:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
     """
 
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
     def __init__(
         self,
         schema: Schema,
@@ -155,6 +156,7 @@ class Columns:
     def _gather_torch(
         self, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
     ) -> list[torch.Tensor]:
+        self.follow_memory()
         found: dict[Path, torch.Tensor] = {}
         if self.layout is not None and self.records is not None:
             words = self.records.view(self.layout.word).flatten(0, self.ndim - 1)

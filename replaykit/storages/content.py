@@ -99,7 +99,7 @@ class Content:
             len(order),
             torch.Size(),
             tuple(_stacked(root, leaves) for root, leaves in groups),
-            torch.tensor(order, dtype=torch.int64) if mixed else None,
+            torch.tensor(order, dtype=torch.int64, device="cpu") if mixed else None,
             tuple(plain),
         )
 

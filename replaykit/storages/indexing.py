@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit._compat import arange, as_tensor
+
 __all__ = [
     "as_cells",
     "as_index",
@@ -48,7 +50,7 @@ def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
         if span.step > 0:
             return slice(span.start, span.stop, span.step)
         # torch has no slices that run backwards.
-        return torch.arange(span.start, span.stop, span.step) if span else torch.arange(0)
+        return arange(span.start, span.stop, span.step) if span else arange(0)
     tensor = _as_tensor(index)
     if tensor.dtype == torch.bool:
         if tensor.shape != (rows,):
@@ -70,7 +72,7 @@ def _as_tensor(index: Any) -> torch.Tensor:
         # NumPy takes any sequence, but not one of tensors.
         of_tensors = isinstance(index, list) and any(isinstance(i, torch.Tensor) for i in index)
         numbers = index if of_tensors else np.asarray(index)
-        tensor = torch.as_tensor(numbers) if len(index) else torch.arange(0)
+        tensor = as_tensor(numbers) if len(index) else arange(0)
     else:
         raise TypeError(
             f"expected an int, slice, list, LongTensor or bool mask, got {type(index).__name__}"
@@ -134,7 +136,7 @@ def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
     """
     if not lanes:
         return slots
-    cells = torch.arange(lanes.numel())
+    cells = arange(lanes.numel())
     return unravel_index((slots[:, None] * lanes.numel() + cells).flatten(), lanes)
 
 
@@ -168,10 +170,10 @@ def without_repeats(
     """
     if _on_meta(index):
         return None
-    flat = torch.zeros(1, dtype=torch.int64).expand(shape)[index]
+    flat = torch.zeros(1, dtype=torch.int64, device="cpu").expand(shape)[index]
     for dim, size in enumerate(shape):
         # An expanded vector: indexing it takes memory for what is selected only.
-        coordinate = torch.arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
         flat = flat * size + coordinate[index]
     flat = flat.reshape(-1)
     last = last_occurrences(flat)
@@ -186,7 +188,7 @@ def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
     if len(values) == len(slots):
         return slice(None)
     last = torch.zeros_like(values).scatter_reduce_(
-        0, inverse, torch.arange(len(slots)), "amax", include_self=False
+        0, inverse, arange(len(slots)), "amax", include_self=False
     )
     return last.sort().values
 
@@ -248,4 +250,4 @@ def _on_meta(index: Any) -> bool:
 
 def _probe(shape: torch.Size, index: Any) -> torch.Size:
     # One byte, seen as a tensor of the whole shape: advanced indexing then checks its bounds.
-    return torch.empty(1, dtype=torch.bool).expand(shape)[index].shape
+    return torch.empty(1, dtype=torch.bool, device="cpu").expand(shape)[index].shape

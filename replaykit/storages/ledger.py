@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from replaykit import native
+from replaykit._compat import arange
 
 __all__ = ["Ledger"]
 
@@ -41,14 +42,14 @@ class Ledger:
 
     def next_slots(self, count: int) -> torch.Tensor:
         """Slots of the next ``count`` records, in write order: int64 ``[count]``."""
-        slots = torch.arange(self.cursor, self.cursor + count)
+        slots = arange(self.cursor, self.cursor + count)
         return slots if self.cursor + count <= self.slots else slots % self.slots
 
     def write_order(self) -> torch.Tensor:
         """Stored slots from the oldest record to the newest: int64 ``[length]``."""
         if self._positions is not None:
             return torch.argsort(self._positions[: self.length])
-        return (torch.arange(self.length) + (self.cursor - self.length)) % self.slots
+        return (arange(self.length) + (self.cursor - self.length)) % self.slots
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of the records in ``slots``; -1 where no record is stored."""
@@ -94,9 +95,9 @@ class Ledger:
             self._generations[self.next_slots(rest)] += 1
         if self._positions is not None:
             kept = min(count, self.slots)
-            last = (torch.arange(kept) + self.cursor + count - kept) % self.slots
+            last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
-            self._positions[last] = torch.arange(kept) + self.next_position + count - kept
+            self._positions[last] = arange(kept) + self.next_position + count - kept
         # Not length + count: records placed elsewhere may lie beyond the cursor.
         self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
@@ -115,7 +116,7 @@ class Ledger:
         self._make_generations(top)
         assert self._positions is not None
         assert self._generations is not None
-        numbers = torch.arange(len(slots)) + self.next_position
+        numbers = arange(len(slots)) + self.next_position
         self._positions.scatter_reduce_(0, slots, numbers, "amax")
         self._generations.index_add_(0, slots, torch.ones_like(slots))
         self.length = top
@@ -181,6 +182,7 @@ class Ledger:
             raise ValueError(f"expected 'generations' of all {length} stored records")
         return state
 
+    @torch.inference_mode(False)
     def restore(self, state: dict[str, Any], rows: torch.Tensor | None) -> None:
         """Takes over a checked state.
 
@@ -205,7 +207,7 @@ class Ledger:
         else:
             self.length = len(rows)
             self.cursor = self.length % self.slots
-            newest = torch.arange(self.length) + (source.next_position - self.length)
+            newest = arange(self.length) + (source.next_position - self.length)
             positions = source.positions(rows)
             # The newest records, in order: their positions follow from the counters again.
             self._positions = None if torch.equal(positions, newest) else positions
@@ -223,7 +225,7 @@ class Ledger:
 
     def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
         new = source._generation_table() if new is None else new
-        merged = torch.full((max(len(old), len(new)),), -1)
+        merged = torch.full((max(len(old), len(new)),), -1, device="cpu")
         merged[: len(old)] = torch.where(old >= 0, old + 1, -1)
         merged[: len(new)] = torch.maximum(merged[: len(new)], new)
         return merged
@@ -233,17 +235,19 @@ class Ledger:
     def _generation_table(self) -> torch.Tensor:
         if self._generations is not None:
             return self._generations.clone()
-        return self.generations(torch.arange(min(self.slots, self.next_position)))
+        return self.generations(arange(min(self.slots, self.next_position)))
 
+    @torch.inference_mode(False)
     def _make_positions(self, size: int) -> None:
         if self._positions is None:
-            self._positions = self.positions(torch.arange(self.length))
+            self._positions = self.positions(arange(self.length))
         self._grow_positions(size)
 
     def _grow_positions(self, size: int) -> None:
         assert self._positions is not None
         self._positions = _grown(self._positions, size, self.slots)
 
+    @torch.inference_mode(False)
     def _make_generations(self, size: int) -> None:
         if self._generations is None:
             self._generations = self._generation_table()
@@ -274,10 +278,14 @@ def _copy(table: torch.Tensor | None) -> torch.Tensor | None:
     return None if table is None else table.clone()
 
 
+# Tables made in inference mode could not be changed outside of it.
+@torch.inference_mode(False)
 def _grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
     """Returns the table with at least ``size`` entries, new ones -1; doubles to stay linear."""
     if size <= len(table):
         return table
-    grown = torch.full((min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64)
+    grown = torch.full(
+        (min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64, device="cpu"
+    )
     grown[: len(table)] = table
     return grown

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDictBase, clone, is_tensordict, lookup
+from replaykit._compat import TensorDictBase, as_tensor, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
 from replaykit.storages.allocation import as_device
 from replaykit.storages.base import Storage
@@ -201,7 +201,7 @@ class ListStorage(Storage):
                     "give the buffer a collate_fn"
                 ) from None
         if all(isinstance(row, Number) for row in rows):
-            return torch.as_tensor(rows)
+            return as_tensor(rows)
         if all(isinstance(row, np.ndarray) for row in rows):
             return torch.from_numpy(np.stack(rows))
         if type(first) is dict and all(type(r) is dict and r.keys() == first.keys() for r in rows):
@@ -262,7 +262,7 @@ class ListStorage(Storage):
         items = from_plain(items)
         if len(items) != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
-        order = torch.full((len(items),), -1)
+        order = torch.full((len(items),), -1, device="cpu")
         # Tensors are copied when they are taken over, what holds some is not.
         plain = (copy_item(i) if isinstance(i, (dict, list, tuple)) else i for i in items)
         return Content(len(items), torch.Size(), (), order, tuple(plain))

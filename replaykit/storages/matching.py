@@ -10,7 +10,7 @@ from replaykit._compat import TensorDict, fields_of
 from replaykit.schema import Rows, Schema
 from replaykit.structure import Branch, Leaf, Node, Path
 
-__all__ = ["Matcher"]
+__all__ = ["MatchedRows", "Matcher"]
 
 _SHAPES_KEPT = 16
 """Batch shapes whose templates are kept; training loops write one or two."""
@@ -29,8 +29,8 @@ class Matcher:
     """
 
     def __init__(self, schema: Schema) -> None:
-        self._root = schema.root
-        self._paths = list(schema.leaves)
+        self.root = schema.root
+        self.paths = list(schema.leaves)
         self._templates: dict[tuple[bool, torch.Size], _Template | None] = {}
 
     def rows(self, data: Any, *, single: bool, optional: Path | None = None) -> Rows | None:
@@ -56,7 +56,7 @@ class Matcher:
         if template is None:
             return None
         rows, branches = template
-        leaves: list[Any] = self._paths.copy()  # each path gives way to its leaf
+        leaves: list[Any] = self.paths.copy()  # each path gives way to its leaf
         addresses = [0] * len(leaves)
         containers: list[dict[str, Any]] = []
         for parent, part, size, checks, width in branches:
@@ -88,11 +88,11 @@ class Matcher:
             leaf.numel() for leaf, address in zip(leaves, addresses, strict=True) if not address
         ):
             return None
-        return MatchedRows(self._root, self._paths, leaves, rows, addresses, single)
+        return MatchedRows(self, leaves, rows, addresses, single)
 
     def _spare(self, fields: dict[str, Any], optional: Path | None) -> bool:
         """Whether the one field more than there should be is that which may be there."""
-        if optional is None or len(optional) != 1 or optional in self._paths:
+        if optional is None or len(optional) != 1 or optional in self.paths:
             return False
         return optional[0] in fields
 
@@ -100,12 +100,12 @@ class Matcher:
         """What rows of that shape look like, container by container; None if never like that."""
         if len(self._templates) >= _SHAPES_KEPT:
             self._templates.clear()
-        if not _of_tensordicts(self._root) or not (single or batch):
+        if not _of_tensordicts(self.root) or not (single or batch):
             return None
         rows = torch.Size(() if single else batch[:1])
-        places = {path: place for place, path in enumerate(self._paths)}
+        places = {path: place for place, path in enumerate(self.paths)}
         branches: list[_BranchCheck] = []
-        pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), self._root)]
+        pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), self.root)]
         for parent, part, path, branch in pending:
             checks: list[_LeafCheck] = []
             for name, child in branch.children:
@@ -122,21 +122,21 @@ class Matcher:
 
 
 class MatchedRows(Rows):
-    """Rows whose leaves lie one after the other, at ``addresses``."""
+    """Rows whose leaves lie one after the other, at ``addresses``, in the order of the matcher's
+    schema: another storage may have the same leaves in another order."""
 
     def __init__(
         self,
-        root: Node,
-        paths: list[Path],
+        matcher: Matcher,
         leaves: list[torch.Tensor],
         batch: torch.Size,
         addresses: list[int],
         single: bool,
     ) -> None:
-        self.root = root
+        self.matcher = matcher
+        self.root = matcher.root
         self.batch = batch
         self.addresses = addresses
-        self._paths = paths
         self._given = leaves
         self._single = single
 
@@ -144,7 +144,7 @@ class MatchedRows(Rows):
     def leaves(self) -> dict[Path, torch.Tensor]:  # type: ignore[override]
         """The leaves by path. Made when asked for: a ring is written from the addresses."""
         given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
-        return dict(zip(self._paths, given, strict=True))
+        return dict(zip(self.matcher.paths, given, strict=True))
 
 
 def _of_tensordicts(node: Node) -> bool:

@@ -151,6 +151,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         super().__setstate__({**state, "scratch_dir": None})
 
 
+@torch.inference_mode(False)  # what is made in that mode could not be changed outside
 def map_file(
     file: FilePath,
     shape: torch.Size,
@@ -178,7 +179,7 @@ def map_file(
     elif file.stat().st_size < nbytes:
         raise ValueError(f"expected {nbytes} bytes in {file}, got {file.stat().st_size}")
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
     with open(file, "rb" if private else "r+b") as opened:
         mapping = mmap.mmap(opened.fileno(), nbytes, access=access)

@@ -92,7 +92,12 @@ class RecordLayout:
                 inner.append(step)
                 step *= size
             row = block.view(dtype)
-            strides = [*row.stride()[:-1], *reversed(inner)]
+            outer = list(row.stride()[:-1])
+            for dim in reversed(range(len(outer))):
+                if row.shape[dim] > 1:
+                    break
+                outer[dim] = step  # a single row is viewed as if it were alone
+            strides = [*outer, *reversed(inner)]
             leaves[path] = row.as_strided(
                 [*block.shape[:-1], *shape],
                 strides,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import arange
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
@@ -86,7 +87,7 @@ class RestorableStorage(ColumnStorage):
         for start in range(0, count, block):
             stop = min(start + block, count)
             kept = slice(start, stop) if rows is None else rows[start:stop]
-            columns.scatter(torch.arange(start, stop), leaves, kept)
+            columns.scatter(arange(start, stop), leaves, kept)
         self._columns = columns
         self._adopt(columns)
 
@@ -159,4 +160,4 @@ class RestorableStorage(ColumnStorage):
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
             self._adopt(self._columns)
-            self._columns.scatter(torch.arange(self.ledger.length), rows.leaves, slice(None))
+            self._columns.scatter(arange(self.ledger.length), rows.leaves, slice(None))

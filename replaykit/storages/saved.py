@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replaykit._compat import LazyStackedTensorDict
+from replaykit._compat import LazyStackedTensorDict, arange
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.content import Content, Group
 from replaykit.structure import build, map_leaves
@@ -56,7 +56,7 @@ def content_after_load(storage: Storage, content: Content) -> Content:
 def _copied(storage: Storage) -> Any:
     """All rows, in memory of their own, in the storage's layout."""
     if storage.ndim == 1:
-        return storage.read(torch.arange(len(storage)))
+        return storage.read(arange(len(storage)))
     return map_leaves(storage[:], torch.clone)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.storages import Storage
 from replaykit.storages.indexing import with_lanes
@@ -152,7 +153,7 @@ class Writer(ABC):
         Returns:
             int64 ``[K]``.
         """
-        slots = torch.as_tensor(index)
+        slots = as_tensor(index)
         if self._storage is not None and self._storage.ndim > 1 and slots.ndim > 1:
             slots = slots[..., 0]
         if not self.tracks_generations:
@@ -247,7 +248,7 @@ def single_index(index: torch.Tensor) -> int | torch.Tensor | None:
 
 
 def _empty_index(ndim: int) -> torch.Tensor:
-    return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64)
+    return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
 
 def full_index(slots: torch.Tensor, storage: Storage) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict, lookup
+from replaykit._compat import arange, is_tensordict, lookup
 from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
@@ -127,7 +127,7 @@ class TensorDictMaxValueWriter(Writer):
         ledger = self.storage.ledger
         heap = RankHeap(ledger.slots)
         if len(ranks):
-            ages = ledger.positions(torch.arange(ledger.length))
+            ages = ledger.positions(arange(ledger.length))
             heap.assign(ranks, ages.numpy(), ledger.next_position)
         self._seen = self._state_of_storage()
         return heap

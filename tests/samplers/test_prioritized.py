@@ -319,4 +319,5 @@ def test_no_python_step_per_record(prioritized: Any) -> None:
         finally:
             sys.setprofile(None)
         calls[count] = seen
-    assert calls[16] == calls[1024]
+    # Without the core, a level of a tree that is touched all over is combined another way.
+    assert abs(calls[16] - calls[1024]) < 50

@@ -392,3 +392,21 @@ def test_a_storage_that_writes_by_itself_sees_every_write() -> None:
         rb.extend(_good(3))
     rb.add(_good(None))
     assert seen == [[0, 1, 2], [3, 0, 1], [2]]
+
+
+def test_rows_prepared_for_another_storage_go_by_key() -> None:
+    """Addresses are in the order of the schema that found them; a storage that is exchanged
+    meanwhile may have the same keys in another one."""
+
+    def rows(keys: str, value: float) -> TensorDict:
+        widths = {"a": 400, "b": 3}
+        return TensorDict({k: torch.full((3, widths[k]), value + ord(k)) for k in keys}, [3])
+
+    one, other = LazyTensorStorage(6), LazyTensorStorage(6)
+    ReplayBuffer(storage=one).extend(rows("ab", 0.0))
+    ReplayBuffer(storage=other).extend(rows("ba", 0.0))
+    prepared = one.prepare(rows("ab", 1.0))
+    other.accept(prepared)
+    other.write_ring(0, prepared, 0)
+    assert other[:]["a"].unique().tolist() == [98.0]
+    assert other[:]["b"].unique().tolist() == [99.0]

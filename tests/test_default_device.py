@@ -1,0 +1,135 @@
+"""What the caller has set for tensors of their own has no say in the buffer's.
+
+Training scripts set a default device, and collect under inference mode; addresses of tensors that
+were made there must not reach the core, and memory that was taken there has to stay writable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MaxSegmentTree,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SumSegmentTree,
+    TensorDictMaxValueWriter,
+)
+
+STORAGES: dict[str, Callable[[], Any]] = {
+    "list": lambda: ListStorage(12),
+    "tensor": lambda: LazyTensorStorage(12),
+    "memmap": lambda: LazyMemmapStorage(12),
+}
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "pass": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "batch": lambda: PrioritizedSampler(alpha=0.7, beta=0.5, weight_norm="batch", stratified=True),
+}
+PLACES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+}
+CPU = torch.device("cpu")
+
+
+def _rows(start: int, count: int) -> TensorDict:
+    ids = torch.arange(start, start + count, device="cpu")
+    image = ids[:, None].expand(count, 600).to(torch.uint8)
+    return TensorDict({"id": ids, "x": ids[:, None] * 2.0, "image": image}, [count])
+
+
+def _use(buffer: ReplayBuffer) -> None:
+    """Writes, draws, updates; what comes back is what was written."""
+    for start, count in ((0, 5), (5, 9), (14, 1)):
+        index = buffer.extend(_rows(start, count))
+        assert index.device == CPU
+    buffer.add(_rows(15, 1)[0])
+    for size in (1, 4, 12):
+        batch = buffer.sample(size)
+        assert batch["id"].device == CPU
+        assert torch.equal(batch["x"][:, 0], batch["id"] * 2.0)
+        assert torch.equal(batch["image"][:, 7].long(), batch["id"])
+        if buffer.sampler.prioritized:
+            buffer.update_priority(
+                batch["index"],
+                batch["x"][:, 0].abs(),
+                generation=batch["index_generation"],
+            )
+            batch["td_error"] = batch["x"]
+            buffer.update_tensordict_priority(batch)
+            buffer.update_priority([0, 1], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_buffer_is_used_inside_and_outside(
+    storage: str, sampler: str, place: str, tmp_path: Path
+) -> None:
+    with PLACES[place]():
+        buffer = ReplayBuffer(storage=STORAGES[storage](), sampler=SAMPLERS[sampler]())
+        _use(buffer)
+        buffer.dumps(tmp_path / "saved")
+    _use(buffer)
+    buffer.empty()
+    _use(buffer)
+    with PLACES[place]():
+        buffer.loads(tmp_path / "saved")
+        _use(buffer)
+        buffer.set_sampler(SAMPLERS[sampler]())
+        _use(buffer)
+    if buffer.sampler.prioritized:
+        buffer.sampler.alpha = 0.2
+    _use(buffer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lanes_and_ranks_are_used_inside(place: str) -> None:
+    with PLACES[place]():
+        lanes = ReplayBuffer(
+            storage=LazyTensorStorage(12, ndim=2), sampler=PrioritizedSampler(alpha=1, beta=1)
+        )
+        lanes.extend(_rows(0, 6).view(2, 3))
+        batch = lanes.sample(8)
+        assert batch["index"].shape == (8, 2)
+        assert torch.equal(batch["x"][:, 0], batch["id"] * 2.0)
+        largest = ReplayBuffer(
+            storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter(rank_key="x")
+        )
+        largest.extend(_rows(0, 9))
+        assert sorted(largest[:]["id"].tolist()) == [6, 7, 8]
+    lanes.extend(_rows(6, 6).view(2, 3))
+    assert lanes.sample(4)["id"].device == CPU
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_trees_are_used_inside_and_outside(place: str) -> None:
+    with PLACES[place]():
+        tree, most = SumSegmentTree(9), MaxSegmentTree(9)
+    for where in (PLACES[place], lambda: torch.device("cpu")):
+        with where():
+            tree[[1, 2]] = [1.0, 3.0]
+            tree[4] = 2.0
+            most[torch.tensor([3, 5], device="cpu")] = torch.tensor([1.0, 7.0], device="cpu")
+            assert (tree.total, most.reduce()) == (6.0, 7.0)
+            assert tree.find_prefix(3.5) == 2
+            index, weight = tree.draw(20)
+            assert set(index.tolist()) <= {1, 2, 4}
+            assert index.device == weight.device == CPU
+            starts = torch.tensor([0, 2], device="cpu")
+            assert tree.reduce(starts, starts + 2).tolist() == [1.0, 3.0]
+            tree.load(tree.leaves)
