@@ -104,13 +104,20 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
       .def("gather_records",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              std::int64_t to, std::int64_t stride, int threads) {
+              std::int64_t to, std::int64_t stride, int threads, bool mapped, bool cold) {
              if (self.width() != 1) throw nb::value_error("expected a table of one field");
              const Numbers at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(self, n, [&] { self.gather(at.data(), n, {{as_address(to), stride}}, threads); });
+             const std::vector<Side> side = {{as_address(to), stride}};
+             if (mapped) {
+               nb::gil_scoped_release release;
+               return self.gather_mapped(at.data(), n, side, threads, cold);
+             }
+             unlocked(self, n, [&] { self.gather(at.data(), n, side, threads); });
+             return false;
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
-           nb::arg("threads"), "The same for a table of one field.")
+           nb::arg("threads"), nb::arg("mapped"), nb::arg("cold"),
+           "What gather and gather_mapped do, for a table of one field.")
       .def("gather_mapped",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               const Numbers& to, const Numbers& strides, int threads, bool cold) {

@@ -69,9 +69,10 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
 }
 
 // Rows whose pages are looked up before a batch of mapped rows is touched.
-constexpr std::int64_t kLooks = 2;
-// Rows that are copied before it is asked for the first time whether they came from disk.
-constexpr std::int64_t kFirstRows = 16;
+constexpr std::int64_t kLooks = 1;
+// Rows that are copied before it is asked whether they came from disk. Once, and after the last: each
+// time costs as much as a dozen rows.
+constexpr std::int64_t kFirstRows = 32;
 
 // Splits [0, n) over threads where the bytes are worth it. `work(begin, end)` must not throw.
 template <typename Work>
@@ -249,11 +250,10 @@ class Table {
       const std::int64_t stop = std::min(end, begin + block);
       gather_range(index, begin, stop, sides);
       begin = stop;
-      block *= 4;
+      block = end - begin;
       if (!told && begin < end && detail::blocks_read() != before) {
         tell(index, begin, end, page);
         told = true;
-        block = end - begin;
       }
     }
     return detail::blocks_read() != before;

@@ -11,7 +11,7 @@ from replaykit._compat import arange, as_tensor, dtype_name
 from replaykit.buffer.core import BufferCore
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
-from replaykit.storages.columns import carried
+from replaykit.storages.carrying import carried
 from replaykit.structure import Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 from replaykit.writers import Writer

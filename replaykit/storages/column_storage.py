@@ -12,7 +12,8 @@ from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
 from replaykit.storages.base import Storage
-from replaykit.storages.columns import Columns, carried
+from replaykit.storages.carrying import carried
+from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import (
     as_cells,
     as_index,

@@ -9,6 +9,7 @@ import torch
 
 from replaykit.assembly import assembler
 from replaykit.schema import Schema
+from replaykit.storages.carrying import carried
 from replaykit.storages.indexing import check_range, ravel
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
@@ -16,23 +17,7 @@ from replaykit.storages.runs import runs_of
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["Columns", "carried"]
-
-_NATIVE = frozenset(
-    {
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.complex64, torch.complex128,
-    }
-)  # fmt: skip
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a view of its bytes as a dtype that every torch operation knows."""
-    if tensor.dtype in _NATIVE:
-        return tensor
-    return tensor.view(_CARRIERS[tensor.dtype.itemsize])
+__all__ = ["Columns"]
 
 
 class Columns:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replaykit import native
+from replaykit.storages.carrying import carried
+from replaykit.storages.indexing import check_range
 from replaykit.storages.records import RecordLayout, alone, plan_records
 from replaykit.structure import Path
 
@@ -51,6 +54,8 @@ class NativeRows:
         self._strides = strides
         self._owner = columns
         self._cold = 0
+        self._ndim = columns.ndim
+        self._process = os.getpid()
         self._cells = columns.lanes.numel()
         self._elements = columns.slots * self._cells
         # A batch has records of its own, also where the rows themselves lie in columns.
@@ -98,6 +103,10 @@ class NativeRows:
                     widths.append(sizes[path])
                     self._block_offsets.append(offset)
             self._batch_strides = [stride] * len(bases)
+        self._small = native.Table(bases, steps, widths, self._elements)
+        self._flat = {
+            path: _flat(tensors[path], self._elements, self._ndim) for path in self._alone
+        }
         for path in self._alone:
             bases.append(tensors[path].data_ptr())
             steps.append(strides[path])
@@ -123,14 +132,16 @@ class NativeRows:
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
         layout = self._batch
-        if self._only_records and layout is not None and not self._owner.advise:
+        if self._only_records and layout is not None:
             block = layout.new_block(count)
-            stride = layout.stride
-            threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
-            self._rows.gather_records(
-                rows.data_ptr(), count, limit, block.data_ptr(), stride, threads
-            )
+            self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
             return layout.split(block)
+        if (
+            count * self._row_bytes >= _THREADS_FROM
+            and not self._owner.advise
+            and os.getpid() == self._process
+        ):
+            return self._gather_wide(rows, count, limit)
         wide = [self._fresh(path, count) for path in self._alone]
         to = [leaf.data_ptr() for leaf in wide]
         if layout is None:
@@ -143,6 +154,42 @@ class NativeRows:
         leaves = layout.split(block)
         leaves += wide
         return leaves
+
+    def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
+        """What ``gather`` does, for rows that are worth several threads: by those of torch.
+
+        After any operation of torch its threads are awake for a while and hold their processors;
+        ours had to push them away. Measured on two processors, where wide rows are memory's: 1.0
+        of torch's time against 1.0 to 1.5. Not in a forked process: torch's threads stay behind and
+        are waited for.
+        """
+        leaves: list[torch.Tensor] = []
+        if self._batch is None:
+            check_range(rows, 0, limit)
+        else:
+            block = self._batch.new_block(count)
+            base = block.data_ptr()
+            to = [base + offset for offset in self._block_offsets]
+            strides = self._batch_strides[: len(to)]
+            self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
+            leaves = self._batch.split(block)
+        for path, column in self._flat.items():
+            leaves.append(column.index_select(0, rows).view(self._dtypes[path]))
+        return leaves
+
+    def _move_records(
+        self, table: Any, rows: torch.Tensor, limit: int, to: int, stride: int
+    ) -> None:
+        count, mapped = len(rows), self._owner.advise
+        threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
+        cold = table.gather_records(
+            rows.data_ptr(), count, limit, to, stride, threads, mapped, self._cold > 0
+        )
+        if mapped:
+            self._note_cold(cold)
+
+    def _note_cold(self, cold: bool) -> None:
+        self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
 
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
         shape = (count, *self._shapes[path])
@@ -162,7 +209,7 @@ class NativeRows:
             cold = table.gather_mapped(
                 rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
             )
-            self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
+            self._note_cold(cold)
         else:
             table.gather(rows.data_ptr(), count, limit, to, strides, threads)
 
@@ -194,6 +241,16 @@ class NativeRows:
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
         self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
         return True
+
+
+def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
+    """A column as elements ``[slots * lanes, *F]``, in a dtype that every operation knows."""
+    plain = carried(tensor)
+    stride = _row_stride(tensor, ndim)
+    assert stride is not None
+    return plain.as_strided(
+        (elements, *plain.shape[ndim:]), (stride // plain.dtype.itemsize, *plain.stride()[ndim:])
+    )
 
 
 def _row_stride(tensor: torch.Tensor, ndim: int) -> int | None:

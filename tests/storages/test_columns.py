@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
-from replaykit.storages.columns import Columns, carried
+from replaykit.storages.carrying import carried
+from replaykit.storages.columns import Columns
 
 
 def _columns(data: Any, ndim: int = 1) -> Columns:
