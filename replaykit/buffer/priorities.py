@@ -95,10 +95,16 @@ class Priorities(BufferCore):
             if found is None:
                 raise KeyError(f"expected {format_key(key)} in the data; got none")
         if type(value) is torch.Tensor and data.batch_dims == 1:
-            value = reduced_priority(value, index.shape[0], sampler, self._priority_key)
             generation = lookup(data, ("index_generation",))
+            if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
+                value = reduced_priority(value, index.shape[0], sampler, self._priority_key)
             with self._locked() as storage:
-                sampler.update_priority(index, value, storage=storage, generation=generation)
+                try:
+                    sampler.update_priority(index, value, storage=storage, generation=generation)
+                except ValueError:
+                    # The same, said by key and row.
+                    reduced_priority(value, index.shape[0], sampler, self._priority_key)
+                    raise
             return
         if data.batch_dims == 0:
             data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
@@ -182,7 +188,7 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
         raise ValueError(
             f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
         )
-    if value.ndim == 1 and value.dtype in (torch.float32, torch.float64):
+    if _is_column(value):
         reduced = value.detach()
     else:
         reduced = reduce_rows(value, getattr(sampler, "reduction", "max"))
@@ -193,6 +199,16 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
             f"got {float(reduced[row])} at row {row}"
         )
     return reduced
+
+
+def _is_column(value: torch.Tensor) -> bool:
+    """Whether there is nothing to reduce, and no dtype to bring to another."""
+    return value.dim() == 1 and (value.dtype is torch.float32 or value.dtype is torch.float64)
+
+
+def _checks_itself(sampler: Sampler) -> bool:
+    """Whether a sampler refuses bad priorities by itself."""
+    return type(sampler).check_priorities is not Sampler.check_priorities
 
 
 def _all_plain(value: torch.Tensor) -> bool:

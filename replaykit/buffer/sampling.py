@@ -251,13 +251,9 @@ class Sampling(BufferCore):
             slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             drawn.info["index_generation"] = storage.ledger.generations(slots)
         own = self._collate_fn is not None
-        # A storage that defines `read` anew need not know of the argument.
-        if (
-            self._contiguous
-            and isinstance(storage, ColumnStorage)
-            and type(storage).read is ColumnStorage.read
-        ):
-            drawn.rows = storage.read(drawn.index, own=own, contiguous=True)
+        # A storage that defines `read` anew means every read.
+        if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
+            drawn.rows = storage.read_held(drawn.index, self._contiguous)
         else:
             drawn.rows = storage.read(drawn.index, own=own)
         drawn.collate = self._collate_fn if own else storage.collate

@@ -44,6 +44,7 @@ class PriorityTable:
         self.limit = 2**63 - 1
         self.length = 0
         self._with = (smallest, largest)
+        self._models = _outputs(0, law.dtype)
         self._allocate(1)
 
     # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
@@ -293,8 +294,11 @@ class PriorityTable:
         view, dtype = self._sums.native_view, self.law.dtype
         if view is None or (generator is not None and generator.device.type != "cpu"):
             return None
-        index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
-        weight = torch.empty(batch_size, dtype=dtype, device="cpu")
+        models = self._models
+        if len(models[0]) != batch_size:
+            models = self._models = _outputs(batch_size, dtype)
+        # Half of the time of describing it anew.
+        index, weight = torch.empty_like(models[0]), torch.empty_like(models[1])
         generation, then, written, slots = None, 0, 0, 1
         if ledger is not None and ledger.counted:
             generation = torch.empty_like(index)
@@ -334,7 +338,15 @@ class PriorityTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
+        self._models = _outputs(0, self.law.dtype)
         self.load(raw)
+
+
+@torch.inference_mode(False)
+def _outputs(batch_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and weights of a batch, to make others like them."""
+    index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
+    return index, torch.empty(batch_size, dtype=dtype, device="cpu")
 
 
 def _as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
+from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 from replaykit.storages import Storage
 
@@ -46,7 +46,9 @@ class RandomSampler(Sampler):
         """Draws each record anew out of all; returns the index, and no info."""
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
-        generator = self.generator
-        device = drawing_device(storage, generator)
+        generator, home = self.generator, storage.device
+        device = home if generator is None else generator.device
         flat = torch.randint(count, (batch_size,), generator=generator, device=device)
+        if storage.ndim == 1 and device == home:
+            return flat, {}
         return as_drawn(flat, storage), {}

@@ -329,10 +329,14 @@ class ColumnStorage(Storage):
         """Reads rows into fresh memory: small leaves as views of one allocation, unless
         ``contiguous``."""
         with self.lock:
-            columns = self.require()
-            if self.ndim > 1 and columns.device.type == "cpu":
-                check_cells(index, self.visible_shape())
-            return columns.read(index, self.ledger.length, contiguous=contiguous)
+            return self.read_held(index, contiguous)
+
+    def read_held(self, index: torch.Tensor, contiguous: bool) -> Any:
+        """What ``read`` does, for who holds the lock."""
+        columns = self.require()
+        if self.ndim > 1 and columns.device.type == "cpu":
+            check_cells(index, self.visible_shape())
+        return columns.read(index, self.ledger.length, contiguous=contiguous)
 
     def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
         """Returns stored rows with time along ``time_dim``: views, until torch has to copy.
