@@ -30,8 +30,9 @@ class Priorities(BufferCore):
         """Sets the priorities of rows, in buffers whose sampler has priorities.
 
         Args:
-            index: slots, int64 ``[K]`` (``[K, ndim]``), or a TensorDict as ``sample`` returned it.
-            priority: ``[K]`` or ``[K, 1]``; not negative, finite.
+            index: slots, int64 ``[K]`` (``[K, ndim]``). Or, without ``priority``, a TensorDict as
+                for ``update_tensordict_priority``.
+            priority: a number, ``[K]`` or ``[K, 1]``; not negative, finite.
             generation: that of the slots when they were sampled; rows written since are left out.
 
         Without priorities: a UserWarning, and no change.
@@ -78,8 +79,8 @@ class Priorities(BufferCore):
             data: a TensorDict as ``sample`` returned it, with values under ``priority_key``:
                 ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
 
-        Rows that were overwritten since they were sampled are left out. Without priorities:
-        nothing happens.
+        Rows that were overwritten since they were sampled are left out. Nothing happens where the
+        sampler has no priorities.
 
         Raises:
             KeyError: no ``priority_key`` or no ``index`` in the data.

@@ -151,7 +151,7 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
         return priority.repeat(count)
     if priority.shape[0] != count or priority.numel() != count:
         raise ValueError(
-            f"expected one priority, or one for each of the {count} index entries, got shape "
+            f"expected one number, or a priority for each of the {count} index entries, got shape "
             f"{list(priority.shape)}"
         )
     return priority.reshape(-1)

@@ -91,7 +91,7 @@ class TensorStorage(RestorableStorage):
 
 
 class LazyTensorStorage(TensorStorage):
-    """Contiguous tensors, one per leaf, taken at the first write.
+    """Memory taken at the first write: records of the small leaves, a tensor for each wide one.
 
     Args:
         max_size: capacity in rows (elements, for ``ndim > 1``; rounded up to whole time slots).
