@@ -18,6 +18,7 @@ from replaykit import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    native,
 )
 
 NAN, INF = math.nan, math.inf
@@ -320,4 +321,5 @@ def test_no_python_step_per_record(prioritized: Any) -> None:
             sys.setprofile(None)
         calls[count] = seen
     # Without the core, a level of a tree that is touched all over is combined another way.
-    assert abs(calls[16] - calls[1024]) < 50
+    slack = 0 if native.HAS_CORE else 50
+    assert abs(calls[16] - calls[1024]) <= slack
