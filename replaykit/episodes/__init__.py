@@ -1,0 +1,22 @@
+"""Where episodes begin and end among stored rows, kept up as they are written."""
+
+from replaykit.episodes.codes import EndReason, Head
+from replaykit.episodes.index import EpisodeIndex, Windows
+from replaykit.episodes.law import EPISODES, ROWS, WINDOWS, CountLaw
+from replaykit.episodes.marks import CutMarks
+from replaykit.episodes.ring import RingEpisodes
+from replaykit.episodes.rule import BoundaryRule
+
+__all__ = [
+    "EPISODES",
+    "ROWS",
+    "WINDOWS",
+    "BoundaryRule",
+    "CountLaw",
+    "CutMarks",
+    "EndReason",
+    "EpisodeIndex",
+    "Head",
+    "RingEpisodes",
+    "Windows",
+]
