@@ -2,13 +2,14 @@
 
 from replaykit.episodes.codes import EndReason, Head
 from replaykit.episodes.index import EpisodeIndex, Windows
-from replaykit.episodes.law import EPISODES, ROWS, WINDOWS, CountLaw
+from replaykit.episodes.law import EPISODES, NOTHING, ROWS, WINDOWS, CountLaw, Needs
 from replaykit.episodes.marks import CutMarks
 from replaykit.episodes.ring import RingEpisodes
 from replaykit.episodes.rule import BoundaryRule
 
 __all__ = [
     "EPISODES",
+    "NOTHING",
     "ROWS",
     "WINDOWS",
     "BoundaryRule",
@@ -17,6 +18,7 @@ __all__ = [
     "EndReason",
     "EpisodeIndex",
     "Head",
+    "Needs",
     "RingEpisodes",
     "Windows",
 ]

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["EPISODES", "ROWS", "WINDOWS", "CountLaw"]
+__all__ = ["EPISODES", "NOTHING", "ROWS", "WINDOWS", "CountLaw", "Needs"]
 
 WINDOWS, EPISODES, ROWS = 0, 1, 2
 """What is counted: windows; episodes that have one; their stored rows."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What must be stored around a row for the transforms of a buffer: from them it follows which
+    rows can be drawn.
+
+    Attributes:
+        past: rows of history. A row without them can be drawn where the episode's reset is stored:
+            its history is then defined by padding.
+        open_future: rows after it while its episode is open.
+        closed: its episode has ended.
+        intact: its episode is stored from its reset on.
+
+    Example:
+        >>> from replaykit.episodes import Needs
+        >>> Needs(past=3) | Needs(past=1, closed=True)
+        Needs(past=3, open_future=0, closed=True, intact=False)
+    """
+
+    past: int = 0
+    open_future: int = 0
+    closed: bool = False
+    intact: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """What both need."""
+        return Needs(
+            max(self.past, other.past),
+            max(self.open_future, other.open_future),
+            self.closed or other.closed,
+            self.intact or other.intact,
+        )
+
+    def __bool__(self) -> bool:
+        return self != NOTHING
+
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True)
@@ -57,6 +96,16 @@ class CountLaw:
         if rows < 1:
             return 0
         return rows + self.add if rows >= self.least else self.below
+
+    def needing(self, needs: Needs) -> CountLaw:
+        """The law with what transforms need besides."""
+        return replace(
+            self,
+            past=needs.past,
+            open_future=needs.open_future,
+            closed=needs.closed,
+            intact=needs.intact,
+        )
 
     def key(self) -> tuple[int, int, int, int, int, int, int]:
         """The numbers that the core takes."""

@@ -221,9 +221,9 @@ class ColumnStorage(Storage):
             self.write(slots[last], rows, last)
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
+                self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
             else:
                 self.indexes.edited(self.require().schema.leaves)
-                self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
