@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import TensorDict, as_tensor, is_tensordict, put_all
+from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.leafwise import contiguous
@@ -157,6 +158,9 @@ class Sampling(BufferCore):
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = _merged(data, info, drawn.stack_dim, needed=needed)
+            shape = None if drawn.sampler is None else drawn.sampler.shape_of(len(drawn.index))
+            if shape is not None and is_tensordict(data) and data.batch_size == drawn.index.shape[:1]:
+                data = data.reshape(shape)
         except BaseException:
             self._give_back(drawn)
             raise
@@ -256,6 +260,13 @@ class Sampling(BufferCore):
             drawn.rows = storage.read_held(drawn.index, self._contiguous)
         else:
             drawn.rows = storage.read(drawn.index, own=own)
+        drawn.sampler = self._sampler
+        chain = self._chain
+        if chain.reads_around:
+            known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
+            drawn.fetched = chain, fetch_all(
+                chain, storage, drawn.index, drawn.info, self._generator, known
+            )
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
@@ -272,13 +283,20 @@ class Sampling(BufferCore):
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
         """Collates, transforms and pins; no lock is held."""
         data, drawn.rows = drawn.rows, None
+        info = {**drawn.info, "index": drawn.index}
+        if drawn.sampler is not None:
+            data = drawn.sampler.complete(data, info)
         if drawn.collate is not None:
             data = drawn.collate(data)
-        if len(self._chain):
+        if drawn.fetched is not None:
+            (chain, prepared), drawn.fetched = drawn.fetched, None
+            data = apply_all(chain, data, prepared)
+            for key in chain.changes:  # what was made of the rows, not what was read
+                info.pop(key, None)
+        elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:
             data = contiguous(data)  # what a list, a transform or a storage of one's own made
-        info = {**drawn.info, "index": drawn.index}
         if self._pin_memory and torch.cuda.is_available():
             data, info = pin((data, info))
         return data, info

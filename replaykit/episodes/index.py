@@ -258,6 +258,10 @@ class EpisodeIndex:
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
 
+    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        return self._ring.lookup(time, lane)
+
     def begins(self, time: Array, lane: Array) -> Array:
         """Times at which episodes began, also where that row is stored no more."""
         return self._ring.lookup(time, lane)[0]

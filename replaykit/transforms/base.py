@@ -27,6 +27,9 @@ class Transform:
         (tensor([1., 2.]), tensor([2., 4.]))
     """
 
+    stage: str | None = None
+    """Where in a chain it belongs: "raw", then "history", then "value"; None: anywhere."""
+
     def forward(self, data: Any) -> Any:
         """Maps a batch on its way out; may edit it in place."""
         return data
@@ -45,6 +48,8 @@ class _Entry:
     def __init__(self, transform: Any, invert: bool) -> None:
         self.transform = transform
         self.invert = invert
+        # On read only: turned round it works on what is written, like any other.
+        self.reads_around = not invert and getattr(transform, "stage", None) == "history"
 
     def apply(self, data: Any, *, reading: bool) -> Any:
         if reading != self.invert:
@@ -99,17 +104,39 @@ class Compose(Transform):
             transform.eval()
         self._entries.insert(index, _Entry(transform, invert))
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: Any, history: Any = None) -> Any:
         """Applies all transforms, first to last.
+
+        Args:
+            history: called with position, transform and batch in the place of transforms that
+                read the rows around; a buffer brings it.
 
         Raises:
             TypeError: one of them returned None.
         """
-        for entry in self._entries:
-            given, data = data, entry.apply(data, reading=True)
+        for position, entry in enumerate(self._entries):
+            given = data
+            if history is not None and entry.reads_around:
+                data = history(position, entry.transform, data)
+            else:
+                data = entry.apply(data, reading=True)
             if data is None and given is not None:
                 raise TypeError(f"the transform {entry.transform!r} returned None; return the data")
         return data
+
+    @property
+    def changes(self) -> frozenset[Any]:
+        """Keys that transforms which read the rows around write: those of a draw give way."""
+        found: frozenset[Any] = frozenset()
+        for entry in self._entries:
+            if entry.reads_around:
+                found |= entry.transform.changes
+        return found
+
+    @property
+    def reads_around(self) -> bool:
+        """Whether any of them reads other rows than those of the batch."""
+        return any(entry.reads_around for entry in self._entries)
 
     def inv(self, data: Any) -> Any:
         """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
