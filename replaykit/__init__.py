@@ -40,6 +40,7 @@ from replaykit.storages import (
     TensorStorage,
 )
 from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.trajectories import join_trajectories, pad_collate, split_trajectories
 from replaykit.transfer import to_device
 from replaykit.transforms import (
     CatTensors,
@@ -103,6 +104,9 @@ __all__ = [
     "Transition",
     "Writer",
     "__version__",
+    "join_trajectories",
+    "pad_collate",
+    "split_trajectories",
     "to_device",
 ]
 
