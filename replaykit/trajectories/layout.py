@@ -100,14 +100,17 @@ def _check_alike(
         if path not in first:
             raise KeyError(f"item {number} has a key {format_key(path)}, which item 0 has not")
         other = first[path]
-        expected = (list(other.shape[1:]), other.dtype, other.device)
-        got = (list(leaf.shape[1:]), leaf.dtype, leaf.device)
-        if got != expected:
-            described = [f"shape [n, *{s}], {d} on {where}" for s, d, where in (expected, got)]
+        alike = leaf.shape[1:] == other.shape[1:] and leaf.dtype == other.dtype
+        if not alike or leaf.device != other.device:
             raise ValueError(
-                f"item {number}, key {format_key(path)}: expected {described[0]}, as item 0 has, "
-                f"got {described[1]}"
+                f"item {number}, key {format_key(path)}: expected {_described(other)}, as item 0 "
+                f"has, got {_described(leaf)}"
             )
+
+
+def _described(leaf: torch.Tensor) -> str:
+    shape = ", ".join(["n", *map(str, leaf.shape[1:])])
+    return f"shape [{shape}], {leaf.dtype} on {leaf.device}"
 
 
 def refuse_own(leaves: Mapping[Path, Any], key: Key, name: str) -> None:
