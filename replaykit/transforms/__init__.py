@@ -1,18 +1,27 @@
 """What a record becomes on its way in or out."""
 
 from replaykit.transforms.base import Compose, Transform
+from replaykit.transforms.cast import Cast
+from replaykit.transforms.images import ImageScale
 from replaykit.transforms.keys import (
     CatTensors,
     ExcludeTransform,
     RenameTransform,
     SelectTransform,
 )
+from replaykit.transforms.rewards import RewardClip, RewardMap, RewardScale, RewardShift
 
 __all__ = [
+    "Cast",
     "CatTensors",
     "Compose",
     "ExcludeTransform",
+    "ImageScale",
     "RenameTransform",
+    "RewardClip",
+    "RewardMap",
+    "RewardScale",
+    "RewardShift",
     "SelectTransform",
     "Transform",
 ]

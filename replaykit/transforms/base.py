@@ -13,6 +13,11 @@ class Transform:
 
     Subclassing is not needed: any callable, and any object with ``forward`` or ``inv``, is taken.
 
+    Attributes:
+        stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
+            "history" (what needs other rows of the episode), then "value" (what maps values on
+            their own); None: anywhere.
+
     Example:
         >>> import torch
         >>> from replaykit import LazyTensorStorage, ReplayBuffer, Transform
@@ -26,6 +31,8 @@ class Transform:
         >>> rb[:], rb.storage[:]
         (tensor([1., 2.]), tensor([2., 4.]))
     """
+
+    stage: str | None = None
 
     def forward(self, data: Any) -> Any:
         """Maps a batch on its way out; may edit it in place."""
