@@ -60,8 +60,8 @@ class RewardClip(_RewardTransform):
         key: the column, ``[*batch, *F]``.
 
     Shape and floating dtype stay; integers keep theirs where both bounds are whole and some number
-    of it lies between them, and become torch's default dtype otherwise. NaN stays NaN. Padding, by ``validity_mask``, ``("collector",
-    "mask")`` or the ``mask`` of padded trajectories, stays.
+    of it lies between them, and become torch's default dtype otherwise. NaN stays NaN. Padding, by
+    ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded trajectories, stays.
 
     Raises:
         TypeError: bounds that are no numbers; on read, where the column is bool or complex.
