@@ -17,7 +17,7 @@ ABOVE_ONE_ANOTHER = [
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"priorities", "storages"},
-    {"checkpoint"},
+    {"checkpoint", "episodes"},
     {"schema"},
     {"transfer"},
     {"assembly", "leafwise", "trajectories"},

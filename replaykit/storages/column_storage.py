@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import dtype_name
+from replaykit.episodes import EpisodeIndex
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
@@ -27,6 +28,8 @@ from replaykit.storages.indexing import (
     with_lanes,
     without_repeats,
 )
+from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.records import plan_records
 from replaykit.structure import Path, build
@@ -43,6 +46,7 @@ class ColumnStorage(Storage):
         self._device = device if device == "auto" else as_device(device)
         self._columns: Columns | None = None
         self._matcher: Matcher | None = None
+        self.indexes = EpisodeIndexes(self)
 
     # -- description --------------------------------------------------------------------------
 
@@ -157,6 +161,30 @@ class ColumnStorage(Storage):
         tensors, records = allocate(schema, slots, lanes, device, layout)
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
+    def commit(self, rows: Rows) -> None:
+        self.ledger.advance(len(rows))
+        self.indexes.note(rows)
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """Where the stored episodes begin and end; hold the lock while asking.
+
+        Raises:
+            RuntimeError: nothing was written yet, or records are no TensorDicts.
+        """
+        return self.indexes.of()
+
+    def cut(self, lanes: Any) -> None:
+        self.indexes.cut(lanes)
+
+    def episode_state(self) -> dict[str, Any] | None:
+        return self.indexes.state()
+
+    def restore_episodes(
+        self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
+    ) -> None:
+        self.indexes.restore(state, old, rows)
+
     def slots_for(self, rows: Rows) -> int:
         return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])
 
@@ -194,6 +222,8 @@ class ColumnStorage(Storage):
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
+            else:
+                self.indexes.edited(self.require().schema.leaves)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
@@ -224,6 +254,7 @@ class ColumnStorage(Storage):
         columns.check_writable()
         columns.follow_memory()
         self.edits += 1
+        self.indexes.edited(views)
         shape = next(iter(views.values())).shape[: self.ndim]
         if (once := without_repeats(at, shape)) is not None:
             at, last = once
