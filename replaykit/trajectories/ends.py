@@ -16,10 +16,14 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
     """Returns which rows are the last of their trajectory, bool ``[N]``."""
     flags = _end_columns(data, end_keys)
     ids = _id_columns(data, traj_key)
-    if not flags and not ids and end_keys is None and traj_key is None:
+    # Who gives both as () has decided; else data that tell nothing are refused.
+    if not flags and not ids and (end_keys is None or traj_key is None):
         defaults = [("next", name) for name in DEFAULT_DONE_KEYS]
         known = ", ".join(format_key(key) for key in (*defaults, *EPISODE_KEYS))
-        raise KeyError(f"nothing says where trajectories end; expected one of {known}")
+        raise KeyError(
+            f"nothing says where trajectories end: expected one of {known}; "
+            "or give end_keys and traj_key both as ()"
+        )
     count = data.batch_size[0]
     columns = [*flags.values(), *ids.values()]
     device = columns[0].device if columns else data.device or torch.device("cpu")

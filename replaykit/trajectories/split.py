@@ -62,8 +62,8 @@ def split_trajectories(
     Raises:
         TypeError: ``data`` is no TensorDict, holds something that is no tensor, or what is no
             list of keys.
-        KeyError: ``traj_key`` is absent, or all of ``end_keys`` are; nothing was said and there
-            is neither flag nor id.
+        KeyError: ``traj_key`` is absent, or all of ``end_keys`` are; there is neither flag nor id
+            and not both arguments are ``()``.
         ValueError: another batch size than ``[N]``; a key ``mask`` or ``traj_ids`` is there
             already (not with ``as_list``); a column of flags or ids that is no tensor.
 

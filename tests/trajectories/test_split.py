@@ -144,6 +144,7 @@ def test_lists_are_views_and_split_is_not() -> None:
         ({"traj_key": "zoo"}, KeyError, "traj_key: no key 'zoo'"),
         ({"traj_key": ["row", "zoo"]}, KeyError, "traj_key: no key 'zoo'"),
         ({"traj_key": 3}, TypeError, "expected a key"),
+        ({"end_keys": ()}, KeyError, "nothing says where trajectories end: expected one of"),
     ],
 )
 def test_keys_that_are_not_there(
