@@ -40,12 +40,19 @@ from replaykit.storages import (
     TensorStorage,
 )
 from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.trajectories import join_trajectories, pad_collate, split_trajectories
 from replaykit.transfer import to_device
 from replaykit.transforms import (
+    Cast,
     CatTensors,
     Compose,
     ExcludeTransform,
+    ImageScale,
     RenameTransform,
+    RewardClip,
+    RewardMap,
+    RewardScale,
+    RewardShift,
     SelectTransform,
     Transform,
 )
@@ -65,10 +72,12 @@ __all__ = [
     "DEFAULT_DONE_KEYS",
     "DEFAULT_REMOTE_CLASS_CONFIG",
     "BaseDatasetExperienceReplay",
+    "Cast",
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
     "ExcludeTransform",
+    "ImageScale",
     "ImmutableDatasetWriter",
     "LambdaScheduler",
     "LazyMemmapStorage",
@@ -84,6 +93,10 @@ __all__ = [
     "RandomSampler",
     "RenameTransform",
     "ReplayBuffer",
+    "RewardClip",
+    "RewardMap",
+    "RewardScale",
+    "RewardShift",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
     "SampleUnit",
@@ -103,6 +116,9 @@ __all__ = [
     "Transition",
     "Writer",
     "__version__",
+    "join_trajectories",
+    "pad_collate",
+    "split_trajectories",
     "to_device",
 ]
 

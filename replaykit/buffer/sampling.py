@@ -22,6 +22,9 @@ from replaykit.transfer import pin
 __all__ = ["Sampling"]
 
 
+_MASKS = ("validity_mask", ("collector", "mask"))
+
+
 class Sampling(BufferCore):
     """``sample``, ``can_sample``, iteration."""
 
@@ -79,6 +82,7 @@ class Sampling(BufferCore):
         """
         size = self._size_of(batch_size)
         with self._locked() as storage:
+            self._sampler.needs = self._needs
             return bool(self._pending) or self._sampler.can_sample(storage, size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,8 +163,8 @@ class Sampling(BufferCore):
             if merge:
                 data = _merged(data, info, drawn.stack_dim, needed=needed)
             shape = None if drawn.sampler is None else drawn.sampler.shape_of(len(drawn.index))
-            if shape is not None and is_tensordict(data) and data.batch_size == drawn.index.shape[:1]:
-                data = data.reshape(shape)
+            if shape is not None and is_tensordict(data):
+                data = _shaped(data, len(drawn.index), shape)
         except BaseException:
             self._give_back(drawn)
             raise
@@ -238,7 +242,8 @@ class Sampling(BufferCore):
             drawn = self._kept(storage)
         if drawn is None:
             sampler = self._sampler
-            sampler.generator = self._generator  # it may serve other buffers too
+            # It may serve other buffers too.
+            sampler.generator, sampler.needs = self._generator, self._needs
             anchors, info = sampler.sample(storage, size)
             if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
                 anchors = _as_index(anchors, storage.ndim)
@@ -264,8 +269,9 @@ class Sampling(BufferCore):
         chain = self._chain
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
-            drawn.fetched = chain, fetch_all(
-                chain, storage, drawn.index, drawn.info, self._generator, known
+            drawn.fetched = (
+                chain,
+                fetch_all(chain, storage, drawn.index, drawn.info, self._generator, known),
             )
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
@@ -288,6 +294,8 @@ class Sampling(BufferCore):
             data = drawn.sampler.complete(data, info)
         if drawn.collate is not None:
             data = drawn.collate(data)
+        if len(self._chain):
+            data = _with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
             data = apply_all(chain, data, prepared)
@@ -364,6 +372,20 @@ def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -
     for key, value in info.items():
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows:
             data.set(key, _over_rows(value, data.batch_size, dim))
+    return data
+
+
+def _shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:
+    """A flat batch in another batch shape, where it still has its rows."""
+    return data.reshape(shape) if data.batch_size == (rows,) else data
+
+
+def _with_masks(data: Any, info: dict[Any, Any]) -> Any:
+    """Lets transforms see which rows are padding."""
+    for key in _MASKS:
+        mask = info.get(key)
+        if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
+            data.set(key, mask)
     return data
 
 

@@ -337,4 +337,3 @@ class EpisodeIndex:
     def nbytes(self) -> int:
         """Bytes that the index takes."""
         return self._ring.nbytes()
-

@@ -107,9 +107,7 @@ class BoundColumns:
         codes = np.zeros(shape, np.uint8)
         for path in self.flags:
             is_set = _is_set(leaves[path], shape)
-            if self.terminal is not None:
-                codes[is_set] = TRUNCATED
-            elif path[-1] == "truncated":
+            if self.terminal is not None or path[-1] == "truncated":
                 codes[is_set] = TRUNCATED
             else:  # `done` alone is read as terminated
                 codes[is_set & (codes == GOES_ON)] = TERMINATED

@@ -156,9 +156,7 @@ class NativeRows:
         leaves += wide
         return leaves
 
-    def gather_some(
-        self, paths: tuple[Path, ...], rows: torch.Tensor
-    ) -> dict[Path, torch.Tensor]:
+    def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
         """Copies some leaves of elements ``[B]`` out, each in one piece.
 
         Raises:
