@@ -73,7 +73,6 @@ class EpisodeIndex:
         self.lanes = columns.lanes.numel()
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
-        self._last_ids: Array | None = None
         # Up to which record, and of which state of the ledger, rows have been noted.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
@@ -125,7 +124,7 @@ class EpisodeIndex:
         self.sync()
         self._ring.close(lanes, code)
         if lanes.all():
-            self._forget_ids()
+            self._ring.forget_ids()
 
     def _note(self, first: int, until: int) -> None:
         columns = self._columns
@@ -140,12 +139,13 @@ class EpisodeIndex:
     def _append(self, leaves: Mapping[Path, torch.Tensor]) -> None:
         codes, ids = self.bound.codes(leaves, self._columns.ndim)
         if ids is not None:
-            if self._last_ids is not None:
-                switched = (ids[0] != self._last_ids).any(-1)
+            last = self._ring.last_ids()
+            if last is not None:
+                switched = (ids[0] != last).any(-1)
                 if switched.any():
                     self._ring.close(switched, SWITCHED)
             codes[:-1][(codes[:-1] & 7 == GOES_ON) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
-            self._last_ids = ids[-1].copy()
+            self._ring.set_last_ids(ids[-1])
         self._ring.append(codes)
 
     def _rebuild(self) -> None:
@@ -160,9 +160,11 @@ class EpisodeIndex:
         began_anew = ledger.cleared > 0 and ledger.cleared == self._noted
         # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
         start_slot = ledger.cursor if length == slots else 0
-        start = -(-old.hi // slots) * slots + start_slot
         order = (np.arange(length) + start_slot) % slots
         positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
+        # Times of rows that are stored no more are not negative either.
+        above = max(old.hi, int(positions[0])) if length else old.hi
+        start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
         if length and known is not None and known[0] == positions[0]:
@@ -172,7 +174,6 @@ class EpisodeIndex:
         elif began_anew and bool((positions >= ledger.cleared).all()):
             head = np.where(was_open, int(Head.CUT), int(Head.RESET))
         self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
-        self._last_ids = None
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
         marks, codes = self._storage.indexes.marks.among(
@@ -195,7 +196,8 @@ class EpisodeIndex:
             if row in stops:
                 for code in np.unique(stops[row][stops[row] > 0]).tolist():
                     self._ring.close(stops[row] == code, code)
-                self._forget_ids()
+                if (stops[row] > 0).all():  # elsewhere ids still tell where episodes end
+                    self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
 
@@ -205,10 +207,6 @@ class EpisodeIndex:
         if saved is None or saved["oldest"] < 0:
             return None
         return saved["oldest"], np.array(saved["begin"]), np.array(saved["head"])
-
-    def _forget_ids(self) -> None:
-        self._last_ids = None
-        self._ring.forget_ids()
 
     def _heads(self) -> tuple[int, Array, Array] | None:
         """Position of the oldest noted row, where its episodes began, and how they did."""
