@@ -22,6 +22,11 @@ class NumberedRing {
   std::int64_t operator[](std::int64_t number) const { return data_[place(number)]; }
   const std::int64_t* address(std::int64_t number) const { return &data_[place(number)]; }
 
+  // Whether the entries from `number` on lie in one piece, `count` places at least.
+  bool in_one_piece(std::int64_t number, std::int64_t count) const {
+    return static_cast<std::int64_t>(place(number)) + count <= capacity();
+  }
+
   // Makes room for `more` entries, all at once. Cost: O(1) an entry, spread over the growth.
   void reserve(std::int64_t more) {
     const std::int64_t need = size() + more;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ import torch
 from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
 from replaykit.episodes.kernels import new_ring
 from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
 
 if TYPE_CHECKING:
@@ -26,22 +27,8 @@ Array = np.ndarray[Any, Any]
 _ALL_ROWS = CountLaw(1, 0)
 
 
-class Windows(NamedTuple):
-    """Windows looked up by their number, int64 ``[K]`` each.
-
-    Attributes:
-        lane: the lane of the episode.
-        base: time of the first row that windows of the episode may use.
-        rows: how many such rows there are from it on.
-        count: how many windows the episode has.
-        rest: the number of this one among them.
-    """
-
-    lane: Array
-    base: Array
-    rows: Array
-    count: Array
-    rest: Array
+Windows = Found
+"""Windows looked up by their number."""
 
 
 class EpisodeIndex:
@@ -313,7 +300,7 @@ class EpisodeIndex:
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
-        return Windows(*self._ring.find(law, kind, number))
+        return self._ring.find(law, kind, number)
 
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""

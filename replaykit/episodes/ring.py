@@ -27,8 +27,12 @@ _FIRST = 1024
 class Found(NamedTuple):
     """Where windows lie that were looked up by their number; int64 ``[K]`` each.
 
-    ``base``: time of the first row that windows of the episode may use. ``rows``: how many there
-    are from it on. ``count``: how many windows. ``rest``: the number inside the episode.
+    Attributes:
+        lane: the lane of the episode.
+        base: time of the first row that windows of the episode may use.
+        rows: how many such rows there are from it on.
+        count: how many windows the episode has.
+        rest: the number of this one among them.
     """
 
     lane: Array
