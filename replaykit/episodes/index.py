@@ -40,7 +40,7 @@ class Windows(NamedTuple):
     lane: Array
     base: Array
     rows: Array
-    count: Array
+    count: Array  # type: ignore[assignment]
     rest: Array
 
 
