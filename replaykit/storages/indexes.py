@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -220,5 +220,5 @@ class EpisodeIndexes:
         return self._saved
 
 
-def _ints(values: object) -> bool:
+def _ints(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int for value in values)

@@ -10,6 +10,7 @@ from replaykit.transforms.keys import (
     RenameTransform,
     SelectTransform,
 )
+from replaykit.transforms.raw import KeepRaw
 from replaykit.transforms.rewards import RewardClip, RewardMap, RewardScale, RewardShift
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ExcludeTransform",
     "HistoryTransform",
     "ImageScale",
+    "KeepRaw",
     "RenameTransform",
     "RewardClip",
     "RewardMap",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,7 +230,7 @@ class Compose(Transform):
 def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:
     """The entries by their stages; ValueError where that is not the order they are in."""
     ranked = [entry for entry in entries if entry.rank is not None]
-    for before, after in zip(ranked, ranked[1:], strict=False):
+    for before, after in itertools.pairwise(ranked):
         if before.rank > after.rank:  # type: ignore[operator]
             break
     else:
