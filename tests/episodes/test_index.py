@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,7 @@ def test_ids_are_compared_by_their_bytes(kernel: str, dtype: torch.dtype, shape:
     index = new_index({"episode": ids, "seed": torch.tensor([0] * 7 + [1] * 2)}, 12)
     changes = [7] if not ids.numel() else [3, 4, 6, 7] if shape != (3,) else [3, 7]
     borders = [0, *changes, 9]
-    want = [(0, a, b - 1, 3 if b < 9 else 0) for a, b in zip(borders, borders[1:], strict=False)]
+    want = [(0, a, b - 1, 3 if b < 9 else 0) for a, b in itertools.pairwise(borders)]
     assert ends(index) == want
 
 
