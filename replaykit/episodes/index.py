@@ -81,6 +81,7 @@ class EpisodeIndex:
         self._edited = False
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
@@ -171,6 +172,7 @@ class EpisodeIndex:
             head = known[2]
         elif began_anew and bool((positions >= ledger.cleared).all()):
             head = np.where(was_open, int(Head.CUT), int(Head.RESET))
+        self._versions += old.version + 1
         self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
         self._last_ids = None
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
@@ -328,7 +330,7 @@ class EpisodeIndex:
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
-        return self._ring.version
+        return self._versions + self._ring.version
 
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""
