@@ -26,9 +26,11 @@ def uniform(count: int, generator: torch.Generator | None) -> Array:
 
 def integers(limit: int, count: int, generator: torch.Generator | None) -> Array:
     """Numbers of ``[0, limit)``, int64 ``[count]``, each as likely."""
-    device = "cpu" if generator is None else generator.device
-    drawn = torch.randint(limit, (count,), generator=generator, device=device)
-    return np.asarray(drawn.cpu().numpy())
+    if generator is None or generator.device.type == "cpu":
+        drawn = torch.randint(limit, (count,), generator=generator, device="cpu")
+    else:
+        drawn = torch.randint(limit, (count,), generator=generator, device=generator.device).cpu()
+    return drawn.numpy()
 
 
 def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:

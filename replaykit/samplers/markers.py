@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from replaykit._compat import as_tensor, is_tensordict, lookup
+from replaykit._compat import is_tensordict, lookup
 from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
@@ -59,6 +60,7 @@ class Markers:
         self._keys = done, cut, terminated
         own = [path for path in paths if len(path) > 1 and path not in _NEXT]
         self._ends = tuple(dict.fromkeys((*_NEXT, *own, *(flags or ()))))
+        self._read = self._ends
         self._truncated = tuple(dict.fromkeys((("next", "truncated"), *own[1:2])))
         self._terminated = tuple(dict.fromkeys((("next", "terminated"), *own[2:3])))
 
@@ -84,77 +86,93 @@ class Markers:
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         """Adds the flags of rows ``[B]`` to ``info``, and blanks padding; returns the rows."""
-        if not is_tensordict(rows) or rows.batch_size != info[SEQUENCE_ID].shape:
+        window = info[SEQUENCE_ID]
+        if not is_tensordict(rows) or rows.batch_size != window.shape or not len(window):
             return rows
         mask = info.get(MASK)
-        first, last = _edges(info[SEQUENCE_ID], mask)
+        # On the CPU the flags are NumPy's: with few rows the calls are what costs.
+        number = _array(window)
+        real = None if mask is None else _array(mask.unsqueeze(-1))
         if self._keys is not None:
-            end = _any(rows, self._ends)
-            truncated = _any(rows, self._truncated)
-            terminated = _any(rows, self._terminated)
-            if terminated is None:
-                terminated = torch.zeros_like(last)
-            cut = last if end is None else last & ~end
-            done = last if end is None else last | end
+            flags = {path: _flag(rows, path) for path in self._read}
+            end, truncated = _any(flags, self._ends), _any(flags, self._truncated)
+            terminated = _any(flags, self._terminated)
+            last = _edge(number, real, last=True)
+            never = last & ~last if end is None or terminated is None else None
+            end = never if end is None else end
+            done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
-            if mask is not None:
-                real = mask.unsqueeze(-1)
+            # A flag of its own, not memory of the rows.
+            terminated = never | never if terminated is None else terminated | terminated
+            if real is not None:
                 done, truncated, terminated = done & real, truncated & real, terminated & real
-            info[self._keys[0]], info[self._keys[1]] = done, truncated
-            info[self._keys[2]] = terminated
-        stored = lookup(rows, _IS_INIT)
-        if isinstance(stored, torch.Tensor):
-            init = _as_flag(stored)
-            info["is_init"] = first | (init if mask is None else init & mask.unsqueeze(-1))
+            done_key, truncated_key, terminated_key = self._keys
+            info[done_key] = _tensor(done)
+            info[truncated_key] = _tensor(truncated)
+            info[terminated_key] = _tensor(terminated)
+        init = _flag(rows, _IS_INIT)
+        if init is not None:
+            first = _edge(number, real, last=False)
+            info["is_init"] = _tensor(first | (init if real is None else init & real))
         if self.pad_value is not None and mask is not None:
             self._blank(rows, ~mask)
         return rows
 
-    def _blank(self, rows: Any, padding: torch.Tensor) -> None:
+    def _blank(self, rows: Any, padding: torch.Tensor, above: Path = ()) -> None:
+        """Puts values where ``padding``, bool ``[B]``, is True."""
         assert self.pad_value is not None
-        other = self.pad_value[()]
-        for key in rows.keys(True, True):
-            path = unravel(key)
-            leaf = rows.get(key)
+        for name, leaf in rows.items():
+            path = (*above, name)
+            if is_tensordict(leaf):
+                self._blank(leaf, padding, path)
+                continue
             value = self.pad_value.get(path)
             if value is None:
-                value = False if path in FLAG_KEYS or leaf.dtype == torch.bool else other
+                is_flag = path in FLAG_KEYS or leaf.dtype == torch.bool
+                value = False if is_flag else self.pad_value[()]
             if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
                 value = int(value.real)
-            leaf[padding] = as_tensor(value).to(leaf.device, leaf.dtype)
+            leaf.masked_fill_(padding.view(-1, *[1] * (leaf.ndim - 1)), value)
 
 
-def _edges(window: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bool ``[B, 1]``: the first and the last real rows of windows."""
-    first = torch.empty((len(window), 1), dtype=torch.bool, device=window.device)
-    last = torch.empty_like(first)
-    inner = first[1:, 0]
-    torch.ne(window[1:], window[:-1], out=inner)
-    last[:-1, 0] = inner
-    first[:1] = True
-    last[-1:] = True
-    if mask is not None:
-        real = mask.unsqueeze(-1)
-        first[1:] |= ~real[:-1]
-        last[:-1] |= ~real[1:]
-        first &= real
-        last &= real
-    return first, last
+def _edge(window: Any, real: Any | None, *, last: bool) -> Any:
+    """Bool ``[B, 1]``: the first or the last real rows of windows."""
+    if isinstance(window, torch.Tensor):
+        edge: Any = torch.ones((len(window), 1), dtype=torch.bool, device=window.device)
+    else:
+        edge = np.ones((len(window), 1), bool)
+    inner = edge[:-1, 0] if last else edge[1:, 0]
+    inner[:] = window[1:] != window[:-1]
+    if real is not None:
+        inner |= ~(real[1:, 0] if last else real[:-1, 0])
+        edge &= real
+    return edge
 
 
-def _any(rows: Any, paths: tuple[Path, ...]) -> torch.Tensor | None:
+def _any(flags: dict[Path, Any], paths: tuple[Path, ...]) -> Any:
     """Bool ``[B, 1]``: whether any of these flags is set; None where none is there."""
     found = None
     for path in paths:
-        leaf = lookup(rows, path)
-        if isinstance(leaf, torch.Tensor):
-            flag = _as_flag(leaf)
+        flag = flags[path]
+        if flag is not None:
             found = flag if found is None else found | flag
     return found
 
 
-def _as_flag(leaf: torch.Tensor) -> torch.Tensor:
-    flag = leaf if leaf.dtype == torch.bool else leaf != 0
-    if flag.ndim == 2 and flag.shape[1] == 1:
-        return flag
-    return flag.reshape(len(flag), -1).any(1, keepdim=True)
+def _flag(rows: Any, path: Path) -> Any:
+    """A flag as bool ``[B, 1]``; None where it is not there."""
+    leaf = lookup(rows, path)
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    flag = leaf if leaf.dtype is torch.bool else leaf != 0
+    if flag.ndim != 2 or flag.shape[1] != 1:
+        flag = flag.reshape(len(flag), -1).any(1, keepdim=True)
+    return _array(flag)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _tensor(flag: Any) -> torch.Tensor:
+    return flag if isinstance(flag, torch.Tensor) else torch.from_numpy(flag)

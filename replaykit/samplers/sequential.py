@@ -296,13 +296,8 @@ class Sequential:
         """Returns where the next batch goes on."""
         cursor = self._cursor
         storage = None if self._storage is None else self._storage()
-        known = cursor is not None and cursor.mark >= 0 and storage is not None
-        if known and _mark(storage, cursor.element) != cursor.mark:
-            # Overwritten: what is oldest in its lane is what comes next, or after it.
-            lanes = storage.lanes.numel()
-            order = storage.ledger.write_order()
-            element = int(order[0]) * lanes + cursor.element % lanes if len(order) else -1
-            cursor = _Cursor(element, True) if element >= 0 else None
+        if cursor is not None and storage is not None:
+            cursor = _still_stored(cursor, storage)
         return {
             "element": -1 if cursor is None else cursor.element,
             "include": cursor is not None and cursor.include,
@@ -337,3 +332,15 @@ def _mark(storage: Storage, element: int) -> int:
     """Number in write order of what lies there; -1 where nothing does."""
     slot = torch.tensor([element // storage.lanes.numel()], device="cpu")
     return int(storage.ledger.positions(slot))
+
+
+def _still_stored(cursor: _Cursor, storage: Storage) -> _Cursor | None:
+    """A cursor whose row is stored: what is oldest in its lane is what comes after one that is
+    gone; None where nothing is stored."""
+    if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
+        return cursor
+    order = storage.ledger.write_order()
+    if not len(order):
+        return None
+    lanes = storage.lanes.numel()
+    return _Cursor(int(order[0]) * lanes + cursor.element % lanes, True)

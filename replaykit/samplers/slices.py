@@ -175,7 +175,9 @@ class SliceSampler(Sampler):
         elif stride is not None:
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
-        self._known: tuple[Any, ...] | None = None
+        # What was counted last, and of which state of the index.
+        self._known: Anchors | None = None
+        self._version = 0
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -212,14 +214,15 @@ class SliceSampler(Sampler):
         return request, anchors
 
     def _anchors(self, request: Request, newest: int | None = None) -> Anchors:
-        key = request.episodes, request.episodes.version, request.law, newest
-        known = self._known
-        if known is not None and known[0][0] is key[0] and known[0][1:] == key[1:]:
-            return known[1]
-        made = MEASURES[self.measure](request.episodes, request.law, newest)
-        if newest is None:
-            self._known = key, made
-        return made
+        episodes, law = request.episodes, request.law
+        if newest is not None:
+            return MEASURES[self.measure](episodes, law, newest)
+        known, version = self._known, episodes.version
+        same = known is not None and known.index is episodes and known.law is law
+        if known is not None and same and self._version == version:
+            return known
+        self._known, self._version = MEASURES[self.measure](episodes, law), version
+        return self._known
 
     def _draw(self, request: Request, anchors: Anchors) -> Windows:
         count, generator = request.slices, self.generator

@@ -59,6 +59,9 @@ class Slicing:
         if size.slice_len:
             form.of(size.slice_len)  # refuses spans that are too wide
         self._window: Window | None = None
+        self._needs: Needs | None = None
+        self._law_of: CountLaw | None = None
+        self._law = CountLaw(1, 0)
 
     def request(self, storage: Storage, batch_size: int, needs: Needs) -> Request:
         """What a batch of that many rows asks for. The lock is held.
@@ -76,8 +79,10 @@ class Slicing:
         index = self.boundaries.index(storage)
         if storage.schema is not None:
             self.markers.check(storage.schema)
-        law = window.law()
-        return Request(slices, window, index, law.needing(needs) if needs else law)
+        if needs is not self._needs or window.law is not self._law_of:
+            self._needs, self._law_of = needs, window.law
+            self._law = window.law.needing(needs)
+        return Request(slices, window, index, self._law)
 
     def refuse(self, request: Request, needs: Needs, found: str = "no window") -> NotEnoughData:
         """The error for a batch that the stored rows cannot fill; names what there is."""

@@ -57,7 +57,7 @@ class Window:
 
     Example:
         >>> from replaykit.samplers.windows import Window
-        >>> Window(4, right=3).law().count(10)
+        >>> Window(4, right=3).law.count(10)
         10
     """
 
@@ -78,12 +78,10 @@ class Window:
         self.filled, self.align = filled, align
         self.plain = not (left or right or below)
         """Whether every window has all its rows."""
-        self._steps = np.arange(length, dtype=np.int64)
-        self._numbers = self._steps[:0]
-
-    def law(self) -> CountLaw:
+        self.law = CountLaw(self.least, 1 - length + left + right, below)
         """How many windows an episode has."""
-        return CountLaw(self.least, 1 - self.length + self.left + self.right, self.below)
+        self._steps = np.arange(length, dtype=np.int64)
+        self._numbers = self._one_lane = self._steps[:0]
 
     # -- from numbers to rows -------------------------------------------------------------------
 
@@ -122,9 +120,10 @@ class Window:
         return Layout(index.element(time, np.repeat(cut.lane, count)), window, None)
 
     def _rows(self, index: EpisodeIndex, cut: Cut, time: Array, mask: Array | None) -> Layout:
-        lane = cut.lane if len(cut.lane) == time.size else np.repeat(cut.lane, self.length)
         if len(self._numbers) != time.size:
             self._numbers = np.repeat(np.arange(len(time), dtype=np.int64), self.length)
+            self._one_lane = np.zeros(time.size, np.int64)
+        lane = self._one_lane if index.lanes == 1 else np.repeat(cut.lane, self.length)
         return Layout(index.element(time.reshape(-1), lane), self._numbers.copy(), mask)
 
 
