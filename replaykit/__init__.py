@@ -28,6 +28,8 @@ from replaykit.samplers import (
     SamplerWithoutReplacement,
     SampleUnit,
     SchedulerList,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     StepScheduler,
     Transition,
 )
@@ -107,6 +109,8 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SchedulerList",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "SelectTransform",
     "StepScheduler",
     "Storage",

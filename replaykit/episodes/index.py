@@ -68,6 +68,7 @@ class EpisodeIndex:
         self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
@@ -167,6 +168,7 @@ class EpisodeIndex:
             head = self._head_after_clear()
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
+        self._versions += old.version + 1
         self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
@@ -325,7 +327,7 @@ class EpisodeIndex:
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
-        return self._ring.version
+        return self._versions + self._ring.version
 
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""
