@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from replaykit._version import __version__
 from replaykit.buffer import (
     ConditionalUpdateResult,
+    Episode,
+    Episodes,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -76,6 +78,8 @@ __all__ = [
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
+    "Episode",
+    "Episodes",
     "ExcludeTransform",
     "ImageScale",
     "ImmutableDatasetWriter",
