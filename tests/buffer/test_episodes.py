@@ -63,7 +63,7 @@ class Model:
     def empty(self) -> None:
         for lane in range(self.lanes):
             if self.rows[lane]:
-                # Emptied again before anything came: what was open still is not known to have ended.
+                # Emptied twice in a row: what was open then is not known to have ended.
                 self.joined[lane] = not self.rows[lane][-1].code
             self.rows[lane] = []
 
