@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from replaykit._version import __version__
 from replaykit.buffer import (
     ConditionalUpdateResult,
+    Episode,
+    Episodes,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -80,6 +82,8 @@ __all__ = [
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
+    "Episode",
+    "Episodes",
     "ExcludeTransform",
     "HistoryTransform",
     "ImageScale",
