@@ -10,6 +10,8 @@ from replaykit.transforms.keys import (
     RenameTransform,
     SelectTransform,
 )
+from replaykit.transforms.n_step import NStep
+from replaykit.transforms.n_step_writing import NStepWriting
 from replaykit.transforms.rewards import RewardClip, RewardMap, RewardScale, RewardShift
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "ExcludeTransform",
     "HistoryTransform",
     "ImageScale",
+    "NStep",
+    "NStepWriting",
     "RenameTransform",
     "RewardClip",
     "RewardMap",
