@@ -126,9 +126,7 @@ class NStepWriting(Transform):
         held = self._held
         old, new = _layout(held, dim), _layout(data, dim)
         if old != new:
-            names = [
-                format_key(key) for key in {**old, **new} if old.get(key) != new.get(key)
-            ]
+            names = [format_key(key) for key in {**old, **new} if old.get(key) != new.get(key)]
             raise ValueError(
                 f"expected rows like the {held.batch_size[dim]} held back by {self!r}, got others "
                 f"under {', '.join(names)}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from replaykit.transforms.history import Surroundings
 
-__all__ = ["nearest_real", "rows_ahead"]
+__all__ = ["last_real", "nearest_real", "rows_ahead"]
 
 Array = np.ndarray[Any, Any]
 
@@ -60,3 +60,19 @@ def nearest_real(around: Surroundings) -> Array:
     in_front = (before >= 0) & (around.window[before] == around.window)
     behind = real[after] & (around.window[after] == around.window)
     return np.where(in_front, before, np.where(behind, after, own))
+
+
+def last_real(around: Surroundings) -> Array:
+    """Places in the batch, int64 ``[B]``, of the last real row of each row's window; the row
+    itself in a window without any."""
+    count = len(around)
+    own = np.arange(count)
+    if not count:
+        return own
+    ends = np.append(around.window[1:] != around.window[:-1], True)
+    stop = np.minimum.accumulate(np.where(ends, own, count)[::-1])[::-1]
+    if around.mask is None:
+        return stop
+    found = np.maximum.accumulate(np.where(around.mask, own, -1))[stop]
+    inside = (found >= 0) & (around.window[found] == around.window)
+    return np.where(inside, found, own)
