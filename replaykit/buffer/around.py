@@ -47,6 +47,7 @@ class StoredSurroundings(Surroundings):
         self.window = np.arange(len(self.time)) if window is None else window
         self.mask = mask
         self.generator = generator
+        self.keys = storage.require().schema.leaves
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,10 @@ class Surroundings:
         window: which window of the batch a row belongs to; without windows its own number.
         mask: bool, True at real rows; None: all are.
         generator: where randomness comes from; None: torch's global one.
+        keys: what is stored of a row.
+        next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
+            ``next`` from a later row sets it in ``fetch``, for those after it.
+        next_made: names of transforms that have made leaves under ``next`` that are not stored.
     """
 
     time: Array
@@ -58,8 +62,11 @@ class Surroundings:
     window: Array
     mask: Array | None
     generator: torch.Generator | None
+    keys: Collection[Path]
 
     def __init__(self) -> None:
+        self.next_time: Array | None = None
+        self.next_made: list[str] = []
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
 
