@@ -2,6 +2,7 @@
 
 from replaykit.transforms.base import Compose, Transform
 from replaykit.transforms.cast import Cast
+from replaykit.transforms.hindsight import HindsightGoal
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings
 from replaykit.transforms.images import ImageScale
 from replaykit.transforms.keys import (
@@ -11,7 +12,9 @@ from replaykit.transforms.keys import (
     SelectTransform,
 )
 from replaykit.transforms.raw import KeepRaw
+from replaykit.transforms.return_to_go import ReturnToGo
 from replaykit.transforms.rewards import RewardClip, RewardMap, RewardScale, RewardShift
+from replaykit.transforms.trajectory import TrajectoryTransform
 
 __all__ = [
     "Around",
@@ -19,15 +22,18 @@ __all__ = [
     "CatTensors",
     "Compose",
     "ExcludeTransform",
+    "HindsightGoal",
     "HistoryTransform",
     "ImageScale",
     "KeepRaw",
     "RenameTransform",
+    "ReturnToGo",
     "RewardClip",
     "RewardMap",
     "RewardScale",
     "RewardShift",
     "SelectTransform",
     "Surroundings",
+    "TrajectoryTransform",
     "Transform",
 ]
