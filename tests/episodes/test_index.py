@@ -17,7 +17,10 @@ from replaykit.episodes import CountLaw, EpisodeIndex, Head
 from replaykit.episodes import index as index_module
 from replaykit.episodes.ring import RingEpisodes
 
-KERNELS = ["numpy", pytest.param("core", marks=pytest.mark.skipif(not native.HAS_CORE, reason="no core"))]
+KERNELS = [
+    "numpy",
+    pytest.param("core", marks=pytest.mark.skipif(not native.HAS_CORE, reason="no core")),
+]
 LAWS = [CountLaw.strict(1), CountLaw.strict(3), CountLaw(1, 1, past=1, open_future=1)]
 
 
@@ -98,7 +101,9 @@ def as_batch(rows: list[dict[str, int]], shape: tuple[int, ...] = (1,)) -> Tenso
     )
 
 
-def lane_of(model: Model, index: EpisodeIndex, lane: int, lanes: int, elements: np.ndarray[Any, Any]) -> None:
+def lane_of(
+    model: Model, index: EpisodeIndex, lane: int, lanes: int, elements: np.ndarray[Any, Any]
+) -> None:
     """Compares one lane; positions of the index and rows of the model are the same numbers."""
     time, at = index.place(elements)
     order = np.argsort(time)
@@ -130,7 +135,9 @@ def lane_of(model: Model, index: EpisodeIndex, lane: int, lanes: int, elements: 
         assert found.rest.tolist() == [i for n in counts for i in range(n)]
     severed = [i for i in model.cut if model.lo <= i]
     start, stop = index.streams(time, at)
-    for i, (a, b) in enumerate(zip((start + shift).tolist(), (stop + shift).tolist(), strict=True), model.lo):
+    for i, (a, b) in enumerate(
+        zip((start + shift).tolist(), (stop + shift).tolist(), strict=True), model.lo
+    ):
         assert a == max([model.lo, *(s + 1 for s in severed if s < i)])
         assert b == min([len(model.rows) - 1, *(s for s in severed if s >= i)])
 
