@@ -66,8 +66,11 @@ class EpisodeIndex:
         self._changes = ledger.changes
         self._edited = False
         self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
+        # How often all rows were noted anew, at other times.
+        self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
@@ -167,6 +170,7 @@ class EpisodeIndex:
             head = self._head_after_clear()
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
+        self._versions += old.version + 1
         self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
@@ -194,6 +198,7 @@ class EpisodeIndex:
                     self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self.rebuilt += 1
 
     def _head_after_clear(self) -> Array:
         """How the first episodes begin of what was written after all rows were forgotten."""
@@ -258,6 +263,16 @@ class EpisodeIndex:
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
         return self._ring.lookup(time, lane)
+
+    def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
+        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
+        of every lane: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        lo, hi = self._ring.lo, self._ring.hi
+        time = np.repeat(np.arange(max(lo, hi - newest), hi), self.lanes)
+        lane = np.tile(np.arange(self.lanes), len(time) // self.lanes)
+        code = self._ring.codes(time, lane) if len(time) else time
+        ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
+        return time[ended], lane[ended], code[ended].astype(np.int64)
 
     def begins(self, time: Array, lane: Array) -> Array:
         """Times at which episodes began, also where that row is stored no more."""
@@ -325,7 +340,7 @@ class EpisodeIndex:
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
-        return self._ring.version
+        return self._versions + self._ring.version
 
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""
