@@ -298,9 +298,12 @@ class Sampling(BufferCore):
             data = _with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
-            data = apply_all(chain, data, prepared)
-            for key in chain.changes:  # what was made of the rows, not what was read
-                info.pop(key, None)
+            # What was made of the rows, not what was read.
+            changes = chain.changes
+            markers = {
+                key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
+            }
+            data = apply_all(chain, _with_markers(data, markers), prepared)
         elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:
@@ -386,6 +389,15 @@ def _with_masks(data: Any, info: dict[Any, Any]) -> Any:
         mask = info.get(key)
         if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
             data.set(key, mask)
+    return data
+
+
+def _with_markers(data: Any, markers: dict[Any, Any]) -> Any:
+    """Lets transforms that change what a sampler marks see what it has marked."""
+    for key, value in markers.items():
+        fits = isinstance(value, torch.Tensor) and is_tensordict(data)
+        if fits and value.shape[:1] == data.batch_size[:1]:
+            data.set(key, value)
     return data
 
 
