@@ -28,6 +28,7 @@ from replaykit.samplers import (
     SamplerWithoutReplacement,
     SampleUnit,
     SchedulerList,
+    Sequence,
     StepScheduler,
     Transition,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SchedulerList",
     "SelectTransform",
+    "Sequence",
     "StepScheduler",
     "Storage",
     "SumSegmentTree",

@@ -12,7 +12,8 @@ from replaykit import native
 from replaykit._compat import as_tensor, is_tensordict, lookup
 from replaykit.buffer.core import BufferCore
 from replaykit.reductions import reduce_rows
-from replaykit.samplers import Sampler
+from replaykit.samplers import Sampler, Sequence
+from replaykit.samplers.sequence import anchor_priorities
 from replaykit.ted import Key, format_key
 
 __all__ = ["Priorities", "written_priorities"]
@@ -80,7 +81,8 @@ class Priorities(BufferCore):
                 ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
 
         Rows that were overwritten since they were sampled are left out. Nothing happens where the
-        sampler has no priorities.
+        sampler has no priorities. In a buffer of sequences the largest priority among the valid
+        rows of an anchor is that of the anchor; other rows keep theirs.
 
         Raises:
             KeyError: no ``priority_key`` or no ``index`` in the data.
@@ -89,6 +91,9 @@ class Priorities(BufferCore):
         self._ready()
         sampler = self._sampler
         if not sampler.prioritized:
+            return
+        if isinstance(self._sample_unit, Sequence):
+            self._update_anchors(data)
             return
         value = lookup(data, self._priority_key)
         index = lookup(data, ("index",))
@@ -121,6 +126,27 @@ class Priorities(BufferCore):
                 value.movedim(dim, 0), index.shape[0], sampler, self._priority_key
             )
             sampler.update_priority(index, value, storage=storage, generation=generation)
+
+    def _update_anchors(self, data: Any) -> None:
+        """Sets the priorities of the anchors of a sample of sequences."""
+        key, sampler = self._priority_key, self._sampler
+        flat = data.reshape(-1)
+        found = {name: lookup(flat, (name,)) for name in ("anchor_index", "validity_mask")}
+        value = lookup(flat, key)
+        for name, item in {format_key(key): value, **found}.items():
+            if item is None:
+                raise KeyError(f"expected {name} in the data; got none")
+        with self._locked() as storage:
+            valid = found["validity_mask"]
+            # What a learner computes for rows that fill a gap need not be a number.
+            mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
+            value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
+            update = anchor_priorities(
+                found["anchor_index"], lookup(flat, ("anchor_generation",)), value, valid
+            )
+            sampler.update_priority(
+                update.anchor, update.priority, storage=storage, generation=update.generation
+            )
 
 
 def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:

@@ -10,6 +10,7 @@ from replaykit.samplers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
+from replaykit.samplers.sequence import Sequence
 from replaykit.samplers.units import SampleUnit, Transition
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -23,6 +24,7 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SchedulerList",
+    "Sequence",
     "StepScheduler",
     "Transition",
 ]
