@@ -41,12 +41,21 @@ from replaykit.storages import (
     TensorStorage,
 )
 from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.trajectories import join_trajectories, pad_collate, split_trajectories
 from replaykit.transfer import to_device
 from replaykit.transforms import (
+    Cast,
     CatTensors,
     Compose,
     ExcludeTransform,
+    HistoryTransform,
+    ImageScale,
+    KeepRaw,
     RenameTransform,
+    RewardClip,
+    RewardMap,
+    RewardScale,
+    RewardShift,
     SelectTransform,
     Transform,
 )
@@ -66,11 +75,15 @@ __all__ = [
     "DEFAULT_DONE_KEYS",
     "DEFAULT_REMOTE_CLASS_CONFIG",
     "BaseDatasetExperienceReplay",
+    "Cast",
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
     "ExcludeTransform",
+    "HistoryTransform",
+    "ImageScale",
     "ImmutableDatasetWriter",
+    "KeepRaw",
     "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyStackStorage",
@@ -85,6 +98,10 @@ __all__ = [
     "RandomSampler",
     "RenameTransform",
     "ReplayBuffer",
+    "RewardClip",
+    "RewardMap",
+    "RewardScale",
+    "RewardShift",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
     "SampleUnit",
@@ -105,6 +122,9 @@ __all__ = [
     "Transition",
     "Writer",
     "__version__",
+    "join_trajectories",
+    "pad_collate",
+    "split_trajectories",
     "to_device",
 ]
 

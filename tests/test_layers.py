@@ -20,7 +20,7 @@ ABOVE_ONE_ANOTHER = [
     {"checkpoint", "episodes"},
     {"schema"},
     {"transfer"},
-    {"assembly", "leafwise"},
+    {"assembly", "leafwise", "trajectories"},
     {"structure"},
     {"_compat", "_ray", "errors", "filesystem", "native", "reductions", "ted", "_version"},
 ]

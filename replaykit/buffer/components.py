@@ -175,7 +175,7 @@ class Components(BufferCore):
         with self._locked():
             chain = self._chain.copy()
             chain.insert(len(chain) if index is None else index, transform, invert=invert)
-            self._chain = chain
+            self._take_chain(chain)
             # The rows are read again: the old chain may have edited what was read.
             self._pending.extend(self._take_prepared())
         return self

@@ -16,6 +16,7 @@ from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.ted import unravel
 from replaykit.transforms import Compose
+from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
 
 __all__ = ["BufferCore"]
@@ -112,12 +113,18 @@ class BufferCore:
         sampler.attach(storage)
         self._dim_extend = writer.time_dim = dim_extend
         self._storage, self._sampler, self._writer = storage, sampler, writer
-        self._chain = chain
+        self._take_chain(chain)
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         storage.attach(cast(Any, self))
         self._makers = (None, None, None, None, None)
         self._initialized = True
+
+    def _take_chain(self, chain: Compose) -> None:
+        """Transforms by these from now on; what they need around a row follows."""
+        self._chain = chain
+        self._needs = needs_of(list(chain))
+        self._listening = chain.told_of_writes
 
     def _ready(self) -> None:
         if not self._initialized:

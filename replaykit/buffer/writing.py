@@ -120,6 +120,9 @@ class Writing(BufferCore):
                     self._sampler.mark_update(index, storage=storage)
                 else:
                     self._sampler.update_priority(index, priorities, storage=storage)
+            if self._listening:
+                for transform in self._listening:
+                    transform.written(storage)
             storage.notify(index, source=self)
         return index
 

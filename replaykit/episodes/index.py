@@ -40,7 +40,7 @@ class Windows(NamedTuple):
     lane: Array
     base: Array
     rows: Array
-    count: Array
+    count: Array  # type: ignore[assignment]
     rest: Array
 
 
@@ -74,6 +74,8 @@ class EpisodeIndex:
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
         self._last_ids: Array | None = None
+        self.rebuilt = 0
+        """How often all rows were noted anew: times of before mean nothing after it."""
         # Up to which record, and of which state of the ledger, rows have been noted.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
@@ -155,6 +157,7 @@ class EpisodeIndex:
         """
         ledger, old, lanes = self._storage.ledger, self._ring, self.lanes
         length, slots = ledger.length, self.slots
+        self.rebuilt += 1
         known = self._heads() or self._saved_heads()
         was_open = old.open_lanes
         began_anew = ledger.cleared > 0 and ledger.cleared == self._noted
@@ -258,6 +261,10 @@ class EpisodeIndex:
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
 
+    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        return self._ring.lookup(time, lane)
+
     def begins(self, time: Array, lane: Array) -> Array:
         """Times at which episodes began, also where that row is stored no more."""
         return self._ring.lookup(time, lane)[0]
@@ -313,6 +320,23 @@ class EpisodeIndex:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return Windows(*self._ring.find(law, kind, number))
 
+    def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
+        """Bool ``[K]``: whether windows of a law may start with these stored rows.
+
+        It is so for the first ``law.count`` rows of an episode, those without history left out.
+        """
+        begin, last, code, head = self._ring.lookup(time, lane)
+        reset = head == int(Head.RESET)
+        base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
+        rows = last + 1 - base
+        if law.open_future or law.closed:
+            is_open = code == GOES_ON
+            rows = np.where(is_open, 0 if law.closed else rows - law.open_future, rows)
+        if law.intact:
+            rows = np.where(reset, rows, 0)
+        count = np.where(rows >= law.least, rows + law.add, np.where(rows < 1, 0, law.below))
+        return np.asarray((time >= base) & (time - base < count))
+
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
         return self._ring.table()
@@ -333,4 +357,3 @@ class EpisodeIndex:
     def nbytes(self) -> int:
         """Bytes that the index takes."""
         return self._ring.nbytes()
-

@@ -34,7 +34,7 @@ class Found(NamedTuple):
     lane: Array
     base: Array
     rows: Array
-    count: Array
+    count: Array  # type: ignore[assignment]
     rest: Array
 
 

@@ -107,9 +107,7 @@ class BoundColumns:
         codes = np.zeros(shape, np.uint8)
         for path in self.flags:
             is_set = _is_set(leaves[path], shape)
-            if self.terminal is not None:
-                codes[is_set] = TRUNCATED
-            elif path[-1] == "truncated":
+            if self.terminal is not None or path[-1] == "truncated":
                 codes[is_set] = TRUNCATED
             else:  # `done` alone is read as terminated
                 codes[is_set & (codes == GOES_ON)] = TERMINATED
@@ -130,7 +128,7 @@ class BoundColumns:
 def _is_set(tensor: torch.Tensor, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Bool ``[n, lanes]``: where any number of a cell is not zero."""
     found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, -1)
-    return found[..., 0] if found.shape[-1] == 1 else found.any(-1)
+    return np.asarray(found[..., 0] if found.shape[-1] == 1 else found.any(-1))
 
 
 def _cells(

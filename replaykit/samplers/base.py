@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from replaykit.checkpoint import Checkpoint, save_checkpoint
-from replaykit.episodes import NOTHING, Needs
+from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
@@ -99,6 +99,10 @@ class Sampler(ABC):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether ``sample`` would succeed now. Draws nothing, changes nothing, never raises."""
         return len(storage) > 0
+
+    def episodes(self, storage: Storage) -> EpisodeIndex | None:
+        """The index by which it cuts windows; None: that of the storage."""
+        return None
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         """Told what was read for a draw: adds to ``info`` what follows from it; returns the rows.

@@ -151,7 +151,7 @@ class Sequence(SampleUnit):
         Raises:
             TypeError: records that are no TensorDicts. KeyError: ``done_key`` is not stored.
         """
-        episodes = self._episodes(storage)
+        episodes = self.episodes(storage)
         lanes, count, width = storage.lanes, len(index), self.width
         flat = ravel(index, lanes) if lanes else index
         time, lane = episodes.place(flat.cpu().numpy())
@@ -192,7 +192,8 @@ class Sequence(SampleUnit):
             time = time - np.clip(beyond, 0, time - first)
         return time[:, None] + self._offsets, first[:, None], last[:, None]
 
-    def _episodes(self, storage: Storage) -> EpisodeIndex:
+    def episodes(self, storage: Storage) -> EpisodeIndex:
+        """The index by which it cuts windows. The storage's lock is held."""
         if not isinstance(storage, ColumnStorage):
             raise TypeError(
                 f"expected a tensor or memmap storage for a Sequence, got {type(storage).__name__}"

@@ -15,6 +15,7 @@ from replaykit.storages.allocation import allocate, as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
+from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -28,7 +29,6 @@ from replaykit.storages.indexing import (
     with_lanes,
     without_repeats,
 )
-from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.records import plan_records

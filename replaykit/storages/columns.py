@@ -10,7 +10,7 @@ import torch
 from replaykit.assembly import assembler
 from replaykit.schema import Schema
 from replaykit.storages.carrying import carried
-from replaykit.storages.indexing import check_range, ravel
+from replaykit.storages.indexing import check_range, ravel, unravel_index
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
@@ -129,6 +129,28 @@ class Columns:
         length = self.slots if length is None else length
         found = dict(zip(self._order, self._gather(index, length, contiguous), strict=True))
         return {path: found[path] for path in self.tensors}
+
+    def gather_keys(
+        self, paths: Sequence[Path], elements: torch.Tensor
+    ) -> dict[Path, torch.Tensor]:
+        """Copies some leaves of rows out: ``[B, *F]`` by path, each in one piece.
+
+        Args:
+            elements: int64 ``[B]``: slots, or ``slot * lanes + lane``; of stored rows.
+        """
+        if self._native is not None:
+            return self._native.gather_some(tuple(paths), elements)
+        self.follow_memory()
+        found, rows = {}, elements.to(self.device)
+        for path in paths:
+            column = self.tensors[path]
+            source = carried(column)
+            if self.ndim > 1:
+                cells = tuple(unravel_index(rows, self.lanes).unbind(-1))
+                found[path] = source[cells].view(column.dtype)
+            else:
+                found[path] = source.index_select(0, rows).view(column.dtype)
+        return found
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class EpisodeIndexes:
             root = storage.require().schema.root
             if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
                 raise RuntimeError(
-                    "expected TensorDicts, whose keys tell where episodes end, got records that are "
-                    f"{'tensors' if not isinstance(root, Branch) else root.kind + 's'}"
+                    "expected TensorDicts, whose keys tell where episodes end, got records that "
+                    f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}"
                 )
             found = EpisodeIndex(storage, rule)
             if rule == _DEFAULT:
@@ -91,7 +91,7 @@ class EpisodeIndexes:
                 index.sync()
 
     def _is_kept(self) -> bool:
-        """Whether rows are such that episodes can be told: then the index is kept from the start."""
+        """Whether episodes can be told of such rows: then they are, from the first write on."""
         root = self.storage.require().schema.root
         return isinstance(root, Branch) and root.kind == "tensordict"
 
@@ -164,8 +164,12 @@ class EpisodeIndexes:
         return fields
 
     def restore(
-        self, state: dict[str, Any] | None, old: Ledger | None, rows: torch.Tensor | None,
-        *, restarted: bool = True,
+        self,
+        state: dict[str, Any] | None,
+        old: Ledger | None,
+        rows: torch.Tensor | None,
+        *,
+        restarted: bool = True,
     ) -> None:
         """Takes a checked state over, after rows and ledger were.
 
@@ -198,11 +202,15 @@ class EpisodeIndexes:
                 oldest = before.min()
                 shift = int(now[order[0]] - oldest)
                 fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
-                heads = None if not fits else {
-                    "oldest": int(oldest) + shift,
-                    "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]],
-                    "head": heads["head"],
-                }
+                heads = (
+                    None
+                    if not fits
+                    else {
+                        "oldest": int(oldest) + shift,
+                        "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]],
+                        "head": heads["head"],
+                    }
+                )
         self._saved = heads
         if restarted and ledger.length:
             self.cut(code=RESTORED)
@@ -212,5 +220,5 @@ class EpisodeIndexes:
         return self._saved
 
 
-def _ints(values: object) -> bool:
+def _ints(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int for value in values)

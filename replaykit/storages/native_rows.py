@@ -75,6 +75,7 @@ class NativeRows:
     def point(self) -> None:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
+        self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
@@ -153,6 +154,34 @@ class NativeRows:
         self._move(self._rows, rows, count, limit, to, self._batch_strides)
         leaves = layout.split(block)
         leaves += wide
+        return leaves
+
+    def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
+        """Copies some leaves of elements ``[B]`` out, each in one piece.
+
+        Raises:
+            IndexError: an element outside the columns.
+        """
+        self._owner.follow_memory()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        known = self._some.get(paths)
+        if known is None:
+            sizes = [self._sizes[path] for path in paths]
+            known = self._some[paths] = (
+                native.Table(
+                    [self._columns[path].data_ptr() for path in paths],
+                    [self._strides[path] for path in paths],
+                    sizes,
+                    self._elements,
+                ),
+                sizes,
+            )
+        table, sizes = known
+        count = len(rows)
+        leaves = {path: self._fresh(path, count) for path in paths}
+        to = [leaf.data_ptr() for leaf in leaves.values()]
+        self._move(table, rows, count, self._elements, to, sizes)
         return leaves
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:

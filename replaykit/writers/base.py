@@ -147,7 +147,7 @@ class Writer(ABC):
             count = storage.lanes.numel()
             lanes = np.zeros(count, bool)
             chosen = np.arange(count) if lane is None else np.atleast_1d(np.asarray(lane))
-            if len(chosen) and not (0 <= chosen.min() and chosen.max() < count):
+            if len(chosen) and not (chosen.min() >= 0 and chosen.max() < count):
                 raise IndexError(f"expected lanes in [0, {count}), got {chosen.tolist()}")
             lanes[chosen] = True
             storage.cut(lanes)
