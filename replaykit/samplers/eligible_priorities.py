@@ -17,6 +17,9 @@ __all__ = ["EligiblePriorities"]
 
 Array = np.ndarray[Any, Any]
 
+_MANY = 2
+"""All rows are looked at where as many as one part in so many would have to be."""
+
 
 class _Seen(NamedTuple):
     """What the tree was derived from, and how far rows had come then; int64 ``[lanes]`` each."""
@@ -155,7 +158,7 @@ def _stale(
         cut_now = (begin < lo) & (begin >= seen.lo)
         until = np.where(cut_now, np.maximum(until, np.minimum(last + 1, first)), until)
     count = (hi - first) + (until - lo)
-    if int(count.sum()) * 2 > int((hi - lo).sum()):
+    if int(count.sum()) * _MANY > int((hi - lo).sum()):
         return None
     return _ranges(np.concatenate([lo, first]), np.concatenate([until, hi]), np.tile(lane, 2))
 
