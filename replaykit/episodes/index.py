@@ -65,6 +65,9 @@ class EpisodeIndex:
         KeyError: as ``BoundaryRule.bind``. RuntimeError: rows that are no TensorDicts.
     """
 
+    rebuilt = 0
+    """How often all rows were noted anew: times of before mean nothing after it."""
+
     def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
         self.rule = rule
@@ -74,8 +77,6 @@ class EpisodeIndex:
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
         self._last_ids: Array | None = None
-        self.rebuilt = 0
-        """How often all rows were noted anew: times of before mean nothing after it."""
         # Up to which record, and of which state of the ledger, rows have been noted.
         ledger = storage.ledger
         self._noted = ledger.next_position - before

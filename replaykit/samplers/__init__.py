@@ -2,6 +2,7 @@
 
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.prioritized import PrioritizedSampler
+from replaykit.samplers.prioritized_slices import PrioritizedSliceSampler
 from replaykit.samplers.random import RandomSampler
 from replaykit.samplers.schedulers import (
     LambdaScheduler,
@@ -19,6 +20,7 @@ __all__ = [
     "LinearScheduler",
     "ParameterScheduler",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "SampleUnit",
     "Sampler",
