@@ -12,6 +12,8 @@ from replaykit.samplers.schedulers import (
     StepScheduler,
 )
 from replaykit.samplers.sequence import Sequence
+from replaykit.samplers.slices import SliceSampler
+from replaykit.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from replaykit.samplers.units import SampleUnit, Transition
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -27,6 +29,8 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SchedulerList",
     "Sequence",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "StepScheduler",
     "Transition",
 ]

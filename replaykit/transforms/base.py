@@ -16,8 +16,8 @@ class Transform:
 
     Attributes:
         stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
-            "history" (what needs other rows of the episode), then "value" (what maps values on
-            their own); None: anywhere.
+            "episode" (what edits whole episodes), "history" (what needs other rows of the
+            episode), then "value" (what maps values on their own); None: anywhere.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ class Transform:
         return self.forward(data)
 
 
-_STAGES = {"raw": 0, "history": 1, "value": 2}
+_STAGES = {"raw": 0, "episode": 1, "history": 2, "value": 3}
 
 
 class _Entry:
@@ -171,6 +171,23 @@ class Compose(Transform):
                 return None
             data = entry.apply(data, reading=False)
         return data
+
+    def flush(self) -> Iterator[Any]:
+        """Yields what transforms hold back of the rows written, as it is to be stored.
+
+        Theirs is a method ``flush`` that gives it up; the ``inv`` of those before it follow.
+        """
+        for position in reversed(range(len(self._entries))):
+            entry = self._entries[position]
+            flush = None if entry.invert else getattr(entry.transform, "flush", None)
+            if not callable(flush):
+                continue
+            data = flush()
+            for before in reversed(self._entries[:position]):
+                if data is not None:
+                    data = before.apply(data, reading=False)
+            if data is not None:
+                yield data
 
     def __len__(self) -> int:
         return len(self._entries)
