@@ -160,7 +160,7 @@ class Priorities(BufferCore):
 
     def _only_real_rows(self, data: Any) -> Any:
         """A sample of windows as flat rows, without those that are padding."""
-        flat = data.reshape(-1)
+        flat = data if data.batch_dims == 1 else data.reshape(-1)
         mask = lookup(flat, MASK)
         return flat if mask is None or bool(mask.all()) else flat[mask]
 

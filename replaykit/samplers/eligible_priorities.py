@@ -32,7 +32,8 @@ class _Seen(NamedTuple):
     lo: Array
     hi: Array
     opened: Array
-    """First stored row of the episode that was open; ``hi`` where none was."""
+    """First stored row of the episode that was open; ``hi`` where none was. Of laws that leave
+    open episodes out."""
 
 
 class EligiblePriorities:
@@ -64,29 +65,32 @@ class EligiblePriorities:
             index: up to date.
             law: how many windows an episode has; its first rows are their starts.
         """
-        # If anything here is interrupted, all rows are looked at again.
-        seen, self._seen = self._seen, None
+        seen = self._seen
         changed = table.take_changes()
-        lane = np.arange(index.lanes)
-        lo, hi = (np.broadcast_to(bound, lane.shape) for bound in index.bounds(lane))
         known = (
-            seen is not None
+            changed is not None
+            and seen is not None
             and seen.table is table
             and seen.episodes is index
             and seen.rebuilt == index.rebuilt
             and seen.law == law
         )
+        if known and not changed and seen is not None and seen.version == index.version:
+            assert self._sums is not None
+            return self._sums
+        self._seen = None  # if this is interrupted, all rows are looked at again
+        lane = np.arange(index.lanes)
+        lo, hi = (np.full(index.lanes, bound) for bound in index.bounds(lane))
         rows = None
-        if known and seen is not None and changed is not None:
+        if known and seen is not None:
             rows = _stale(seen, index, lo, hi, lane)
         sums = self._sums
         if rows is None or changed is None or sums is None:
             sums = self._derive_all(table, index, law)
         else:
             self._derive(sums, table, index, law, rows, changed)
-        self._seen = _Seen(
-            table, index, index.rebuilt, law, index.version, lo, hi, _opened(index, lo, hi, lane)
-        )
+        opened = _opened(index, lo, hi, lane) if law.closed else hi
+        self._seen = _Seen(table, index, index.rebuilt, law, index.version, lo, hi, opened)
         return sums
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -141,14 +145,18 @@ def _stale(
         return nothing, nothing
     if not (hi > lo).all():
         return None
-    law, stored = seen.law, seen.hi > lo
+    law = seen.law
     # The newest end: rows written since, and those after which rows were missing.
     first = seen.hi - max(law.least, -law.add) - law.past - law.open_future
     if law.closed:  # episodes that have ended since, from where they begin
+        stored = seen.hi > lo
         newest = np.where(stored, seen.hi - 1, lo)
         ended = index.episodes_at(newest, lane)[2] != GOES_ON
         first = np.where(stored & ended, np.minimum(first, seen.opened), first)
     first = np.maximum(first, lo)
+    if len(lane) == 1 and law == CountLaw.strict(law.least):
+        time = np.arange(first[0], hi[0])
+        return (time, np.zeros_like(time)) if len(time) * _MANY <= hi[0] - lo[0] else None
     # The oldest end, where the begin of an episode may have been overwritten.
     until = lo
     if law.past or law.below or law.add != 1 - law.least:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
-import gc
 import sys
 from typing import Any
 

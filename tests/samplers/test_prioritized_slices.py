@@ -19,9 +19,11 @@ from replaykit import (
     PrioritizedSliceSampler,
     ReplayBuffer,
     Sequence,
+    SliceSampler,
 )
 from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
+from replaykit.transforms import NStep, StackFrames
 from replaykit.transforms.history import HistoryTransform
 
 
@@ -171,7 +173,8 @@ def test_ends_that_are_given(follows: Any) -> None:
         rb.sample(3)
 
 
-def test_the_same_ends_as_a_sequence() -> None:
+@pytest.mark.pitfall("BD5")
+def test_all_that_makes_windows_sees_the_same_ends() -> None:
     flags = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.bool)
     rows = TensorDict(
         {
@@ -190,6 +193,21 @@ def test_the_same_ends_as_a_sequence() -> None:
     both = info["validity_mask"].reshape(10, 2).all(1)
     assert pairs == {tuple(pair) for pair in index.reshape(10, 2)[both].tolist()}
     assert pairs == {(0, 1), (1, 2), (3, 4), (5, 6), (6, 7), (7, 8), (8, 9)}
+    rb.set_sampler(SliceSampler(slice_len=2))
+    assert pairs == {tuple(pair) for pair in rb.sample(400)["index"].reshape(-1, 2).tolist()}
+
+
+@pytest.mark.pitfall("BD20")
+def test_slices_from_the_beginnings_of_episodes(follows: Any) -> None:
+    rb = slices(30, 3)
+    step = torch.arange(30) % 6
+    rb.extend(steps(step == 5, td_error=(step == 0).float()))
+    assert follows(starts(rb, 4000), law_of((step == 0).double()))
+    rb.extend(steps(step[:8] == 5, td_error=(step[:8] == 0).float(), start=30))
+    expected = torch.zeros(30)
+    expected[[0, 6, 12, 18, 24]] = 1  # the episode of slot 6 has two rows so far
+    expected[6] = 0
+    assert follows(starts(rb, 4000), law_of(expected))
 
 
 # -- windows that are not full --------------------------------------------------------------------
@@ -363,6 +381,24 @@ def test_a_late_update_changes_nothing() -> None:
     assert rb.sampler.dropped_updates == 40
 
 
+def test_with_transforms_that_read_around() -> None:
+    rb = slices(40, 4)
+    rb.append_transform(NStep(2, 0.5)).append_transform(StackFrames("obs", 3))
+    done = torch.arange(40) % 10 == 9
+    obs = torch.arange(40.0)[:, None]
+    rows = steps(done, obs=obs)
+    rows["next", "obs"] = obs + 1
+    rows["next", "reward"] = torch.ones(40, 1)
+    rb.extend(rows)
+    rb.update_priority(torch.arange(40), (torch.arange(40) % 10 < 7).float())
+    data = rb.sample(400)
+    step = data["step"]
+    for back in range(3):
+        behind = torch.minimum(step % 10, torch.tensor(back))
+        assert torch.equal(data["obs"][:, 2 - back], (step - behind).float())
+    assert torch.equal(data["next", "reward"][:, 0], torch.where(step % 10 == 9, 1.0, 1.5))
+
+
 # -- updates --------------------------------------------------------------------------------------
 
 
@@ -435,6 +471,7 @@ def test_lanes_update_by_row() -> None:
 # -- what it must not do --------------------------------------------------------------------------
 
 
+@pytest.mark.pitfall("BD17")
 @pytest.mark.parametrize(
     "where",
     [

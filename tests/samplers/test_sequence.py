@@ -16,11 +16,13 @@ from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PreviousStep,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
     Sequence,
+    SliceSampler,
     TensorStorage,
     Transition,
 )
@@ -270,6 +272,16 @@ def test_generations() -> None:
     assert torch.equal(data["anchor_generation"], now[data["anchor_index"]])
 
 
+def test_with_transforms_that_read_around() -> None:
+    rb = buffer(Sequence(3, burn_in=1), TWO, transform=PreviousStep(["step"], init=-1))
+    data = rb.sample(50)
+    step = data["step"]
+    first = (step == 0) | (step == 4)
+    valid = data["validity_mask"]
+    before = torch.where(first, -1, step - 1)
+    assert torch.equal(data["previous_step"].reshape(-1)[valid], before[valid])
+
+
 def test_prefetch_and_seeds() -> None:
     def draws(prefetch: int | None) -> list[Any]:
         rb = ReplayBuffer(
@@ -347,20 +359,20 @@ def test_other_content_is_refused() -> None:
 
 
 def test_setters_keep_the_old_part() -> None:
-    class Windows(RandomSampler):
-        draws_windows = True
+    def windows() -> SliceSampler:
+        return SliceSampler(slice_len=2)
 
-    with pytest.raises(ValueError, match="Windows"):
-        buffer(Sequence(2), TWO, sampler=Windows())
+    with pytest.raises(ValueError, match="SliceSampler"):
+        buffer(Sequence(2), TWO, sampler=windows())
     rb = buffer(Sequence(2), TWO)
     before: tuple[Sampler, Any] = rb.sampler, rb.storage
-    with pytest.raises(ValueError, match="Windows"):
-        rb.set_sampler(Windows())
+    with pytest.raises(ValueError, match="SliceSampler"):
+        rb.set_sampler(windows())
     with pytest.raises(TypeError, match="ListStorage"):
         rb.set_storage(ListStorage(3))
     assert (rb.sampler, rb.storage) == before
     assert rb.sample(2).batch_size == (4,)
-    other = ReplayBuffer(sampler=Windows(), sample_unit=Transition())
+    other = ReplayBuffer(sampler=windows(), sample_unit=Transition())
     assert other.sampler.draws_windows
 
 
