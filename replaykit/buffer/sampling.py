@@ -257,8 +257,10 @@ class Sampling(BufferCore):
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
         if not told and (self._writer.tracks_generations or self._sampler.prioritized):
-            slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
-            drawn.info["index_generation"] = storage.ledger.generations(slots)
+            drawn.info["index_generation"] = _generations(storage, drawn.index)
+            if "anchor_index" in drawn.info:
+                anchors = drawn.info["anchor_index"]
+                drawn.info["anchor_generation"] = _generations(storage, anchors)
         own = self._collate_fn is not None
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
@@ -342,6 +344,10 @@ def _ended(sampler: Sampler) -> bool:
     """Whether the draw just made ended a pass, whatever ``ran_out`` shows meanwhile."""
     overridden = type(sampler).ran_out is not Sampler.ran_out
     return sampler.ran_out if overridden else sampler._ran_out
+
+
+def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:
+    return storage.ledger.generations(index[:, 0] if storage.ndim > 1 else index)
 
 
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
