@@ -121,7 +121,6 @@ class PreviousStep(HistoryTransform):
             previous = pair[:, 0]
             values[name] = self._started(name, previous, begins)
             if has_next:
-            if has_next:
                 under_next: Path = ("next", *name)
                 values[under_next] = pair[:, 1]
         set_real(data, values, around.mask)
