@@ -90,6 +90,10 @@ class EpisodeIndex:
         """Told that a column that bounds episodes was changed in place."""
         self._edited = True
 
+    def follow(self, count: int) -> None:
+        """Told of ``count`` rows that were written at the cursor."""
+        self.sync()
+
     def sync(self) -> None:
         """Takes note of all that was written. Cost: O(rows written since)."""
         ledger = self._storage.ledger
