@@ -27,6 +27,9 @@ Array = np.ndarray[Any, Any]
 _BEHIND = 256
 """Rows that may have been written and are not noted yet: small writes are noted together."""
 
+_LEAST = 16 * _BEHIND
+"""Slots from which on that is so: twice the rows behind have to fit."""
+
 _BLOCK = 2**20
 """Rows that are noted at a time when all are noted anew."""
 
@@ -63,6 +66,7 @@ class InterleavedIndex(EpisodeIndex):
         self._changes = ledger.changes
         self._edited = False
         self._in_order = True
+        self._is_ring = True
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
@@ -88,7 +92,7 @@ class InterleavedIndex(EpisodeIndex):
     def follow(self, count: int) -> None:
         """Told of ``count`` rows that were written at the cursor: notes them now or soon."""
         behind = self._storage.ledger.next_position - self._noted
-        if behind >= _BEHIND or self.slots < 16 * _BEHIND or not self._noted:
+        if behind >= _BEHIND or self.slots < _LEAST or not self._noted:
             self.sync()
 
     def sync(self) -> None:
@@ -100,8 +104,8 @@ class InterleavedIndex(EpisodeIndex):
         behind = ledger.next_position - self._noted
         if not behind:
             return
-        # Rows are gone that nobody looked at, or the cursor stands among stored ones.
-        if behind > self.slots or not self._is_ring():
+        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        if behind > self.slots or not self._is_ring:
             self._rebuild()
             return
         first = (ledger.cursor - behind) % self.slots
@@ -114,7 +118,7 @@ class InterleavedIndex(EpisodeIndex):
     def note_rows(self, rows: Rows) -> None:
         """Takes note of rows that were written last, also of those that are stored no more."""
         ledger, count = self._storage.ledger, len(rows)
-        plain = ledger.changes == self._changes and not self._edited and self._is_ring()
+        plain = ledger.changes == self._changes and not self._edited and self._is_ring
         if not plain or ledger.next_position - self._noted != count:
             self._rebuild()
             return
@@ -130,11 +134,6 @@ class InterleavedIndex(EpisodeIndex):
         """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
         self.sync()
         self._streams.close(lanes, code)
-
-    def _is_ring(self) -> bool:
-        """Whether the next write takes the place of no row, or of the oldest in ring order."""
-        ledger = self._storage.ledger
-        return ledger.length == self.slots or ledger.cursor == ledger.length
 
     def _note(self, first: int, until: int) -> None:
         ledger = self._storage.ledger
@@ -207,6 +206,8 @@ class InterleavedIndex(EpisodeIndex):
             )
             done = until
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        self._is_ring = ledger.length == slots or ledger.cursor == length
         self._restore(known)
 
     # -- state ----------------------------------------------------------------------------------
