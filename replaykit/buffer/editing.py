@@ -81,9 +81,7 @@ class Editing(BufferCore):
         at = as_index([index] if _is_single(index) else index, len(storage))
         slots = arange(len(storage))[at]
         if slots.ndim != 1:
-            raise RuntimeError(
-                "transforms that read the rows around take an index of one dimension"
-            )
+            raise RuntimeError("transforms that read the rows around take a one-dimensional index")
         return chain, fetch_all(chain, storage, slots, {}, self._generator)
 
     @staticmethod

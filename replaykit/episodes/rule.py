@@ -128,7 +128,7 @@ class BoundColumns:
 def _is_set(tensor: torch.Tensor, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Bool ``[n, lanes]``: where any number of a cell is not zero."""
     found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, -1)
-    return found[..., 0] if found.shape[-1] == 1 else found.any(-1)
+    return np.asarray(found[..., 0] if found.shape[-1] == 1 else found.any(-1))
 
 
 def _cells(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -244,5 +244,5 @@ class EpisodeIndexes:
         return [] if self._saved is None else self._saved.get("streams", [])
 
 
-def _ints(values: object) -> bool:
+def _ints(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int for value in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,8 @@ class Transform:
 
     Attributes:
         stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
-            "history" (what needs other rows of the episode), then "value" (what maps values on
-            their own); None: anywhere.
+            "episode" (what edits whole episodes), "history" (what needs other rows of the
+            episode), then "value" (what maps values on their own); None: anywhere.
 
     Example:
         >>> import torch
@@ -46,7 +47,7 @@ class Transform:
         return self.forward(data)
 
 
-_STAGES = {"raw": 0, "history": 1, "value": 2}
+_STAGES = {"raw": 0, "episode": 1, "history": 2, "value": 3}
 
 
 class _Entry:
@@ -171,6 +172,23 @@ class Compose(Transform):
             data = entry.apply(data, reading=False)
         return data
 
+    def flush(self) -> Iterator[Any]:
+        """Yields what transforms hold back of the rows written, as it is to be stored.
+
+        Theirs is a method ``flush`` that gives it up; the ``inv`` of those before it follow.
+        """
+        for position in reversed(range(len(self._entries))):
+            entry = self._entries[position]
+            flush = None if entry.invert else getattr(entry.transform, "flush", None)
+            if not callable(flush):
+                continue
+            data = flush()
+            for before in reversed(self._entries[:position]):
+                if data is not None:
+                    data = before.apply(data, reading=False)
+            if data is not None:
+                yield data
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -229,7 +247,7 @@ class Compose(Transform):
 def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:
     """The entries by their stages; ValueError where that is not the order they are in."""
     ranked = [entry for entry in entries if entry.rank is not None]
-    for before, after in zip(ranked, ranked[1:], strict=False):
+    for before, after in itertools.pairwise(ranked):
         if before.rank > after.rank:  # type: ignore[operator]
             break
     else:
