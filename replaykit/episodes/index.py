@@ -70,6 +70,8 @@ class EpisodeIndex:
         self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        self._is_ring = True
         self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
@@ -93,7 +95,8 @@ class EpisodeIndex:
         behind = ledger.next_position - self._noted
         if not behind:
             return
-        if behind > self.slots:  # rows are gone that nobody looked at
+        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        if behind > self.slots or not self._is_ring:
             self._rebuild()
             return
         first = (ledger.cursor - behind) % self.slots
@@ -111,8 +114,8 @@ class EpisodeIndex:
             start = -(-self._ring.hi // self.slots) * self.slots
             head = self._head_after_clear()
             self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
-            self._noted, self._in_order = before, True
-        elif ledger.changes != self._changes or self._noted != before:
+            self._noted, self._in_order, self._is_ring = before, True, True
+        elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
             self._rebuild()
             return
         # What was edited is stored no more, or else it is noted at the next question.
@@ -202,6 +205,7 @@ class EpisodeIndex:
                     self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self._is_ring = length == slots or ledger.cursor == length
         self.rebuilt += 1
 
     def _head_after_clear(self) -> Array:

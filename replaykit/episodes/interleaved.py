@@ -61,11 +61,11 @@ class InterleavedIndex(EpisodeIndex):
         self._id_bytes = sum(_cell_bytes(leaves[path]) for path in self.bound.ids)
         self._streams = self._new()
         self._past = 0  # versions of the streams that are gone
+        self.rebuilt = 0
         ledger = storage.ledger
         self._noted = ledger.next_position - before
         self._changes = ledger.changes
         self._edited = False
-        self._in_order = True
         self._is_ring = True
         if ledger.length and (self._noted or not before):
             self._rebuild()
@@ -173,8 +173,8 @@ class InterleavedIndex(EpisodeIndex):
         """
         ledger, old, slots = self._storage.ledger, self._streams, self.slots
         length = ledger.length
-        known = self._known_heads()
-        new = self._streams = self._new()
+        noted, new = self._noted, self._new()
+        self._streams = new
         self._past += old.version + 1
         new.joined = set(old.joined)
         if ledger.cleared > 0 and ledger.cleared == self._noted:
@@ -184,7 +184,6 @@ class InterleavedIndex(EpisodeIndex):
         order = (np.arange(length) + start) % slots
         positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
         jumps = np.diff(positions) != 1
-        self._in_order = not jumps.any()
         segments = np.concatenate([[0], np.cumsum(jumps)])
         stops = np.zeros(length, np.uint8)
         if length:
@@ -208,50 +207,62 @@ class InterleavedIndex(EpisodeIndex):
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         # Whether the next write takes the place of no row, or of the oldest in ring order.
         self._is_ring = ledger.length == slots or ledger.cursor == length
-        self._restore(known)
+        self._restore(old, noted)
+        self.rebuilt += 1
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _known_heads(self) -> Array:
-        """Of each lane that does not begin with its reset: int64 ``[m, 4]``, the position of its
-        oldest row (-1 if unknown) and of the first one of that episode, the rows between, ``Head``.
-        """
+    def _heads(self) -> Array:  # type: ignore[override]
+        """Of each lane that does not begin with its reset: int64 ``[m, 4]``, the positions of its
+        oldest row and of the first one of that episode, the rows between, ``Head``."""
         streams = self._streams
         lane, order = streams.lane, streams.order
-        if not len(order):
-            return np.array(self._storage.indexes.saved_streams(), np.int64).reshape(-1, 4)
         one = streams.at(order, lane.first[order])
+        slots = torch.from_numpy(streams.slot(lane.lo[order], order))
+        oldest = self._storage.ledger.positions(slots).numpy()
         gone = np.maximum(lane.lo[order] - streams.episode.begin[one], 0)
         head = streams.episode.head[one].astype(np.int64)
-        slots = streams.slot(lane.lo[order], order)
-        oldest = np.full(len(order), -1)
-        if self._in_order:  # rows lay as they were noted, the newest one before the cursor then
-            oldest = self._noted - 1 - (streams.newest() - slots) % self.slots
         found = np.stack([oldest, streams.episode.position[one], gone, head], 1)
-        return found[((gone > 0) | (head != int(Head.RESET))) & (oldest >= 0)]
+        return found[(gone > 0) | (head != int(Head.RESET))]
 
-    def _restore(self, known: Array) -> None:
-        """Takes over how lanes began, of those whose oldest row still is the same."""
-        streams, ledger = self._streams, self._storage.ledger
-        order = streams.order
-        if not len(order) or not len(known):
+    def _restore(self, old: StreamEpisodes, noted: int) -> None:
+        """Takes over how lanes began: from streams with which rows below a position were noted, or
+        else from what was saved."""
+        streams = self._streams
+        lane, episode, order = streams.lane, streams.episode, streams.order
+        if not len(order):
             return
-        lane, episode = streams.lane, streams.episode
-        slots = torch.from_numpy(streams.slot(lane.lo[order], order))
-        oldest = ledger.positions(slots).numpy()
-        known = known[np.argsort(known[:, 0], kind="stable")]
-        at = np.minimum(np.searchsorted(known[:, 0], oldest), len(known) - 1)
-        same = known[at, 0] == oldest
-        at, one = at[same], streams.at(order, lane.first[order])[same]
-        episode.begin[one] -= known[at, 2]
-        episode.position[one] = known[at, 1]
-        episode.head[one] = known[at, 3]
+        one = streams.at(order, lane.first[order])
+        slots = streams.slot(lane.lo[order], order)
+        position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
+        known = np.zeros((len(order), 4), np.int64)
+        if old.stored:
+            same = np.flatnonzero(position < noted)
+            time, record = old.place(slots[same])
+            same, time, record = (
+                part[old.keys[old.rank[record]] == streams.keys[same]]
+                for part in (same, time, record)
+            )
+            was = old.owner(time, record)
+            gone = time - old.episode.begin[was]
+            known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
+        elif saved := self._storage.indexes.saved_streams():
+            given = np.array(saved, np.int64)
+            given = given[np.argsort(given[:, 0], kind="stable")]
+            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+            same = np.flatnonzero(given[at, 0] == position)
+            known[same] = given[at[same]]
+        # A row that is stored as the first of its episode has nothing to be told but its head.
+        told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
+        one, known = one[told], known[told]
+        episode.begin[one] -= known[:, 2]
+        episode.position[one], episode.head[one] = known[:, 1], known[:, 3]
         streams.version += 1
 
     def state(self) -> dict[str, Any]:
         """Returns what does not follow from the rows: how lanes began."""
         self.sync()
-        streams = self._known_heads().tolist() if self.lanes else []
+        streams = self._heads().tolist() if self.lanes else []
         return {"oldest": -1, "begin": [], "head": [], "streams": streams}
 
     def newest(self, lanes: Array | None = None) -> Array:
@@ -299,6 +310,29 @@ class InterleavedIndex(EpisodeIndex):
         streams, one = self._streams, self._owner(time, lane)
         first = np.maximum(streams.episode.begin[one], streams.lane.lo[streams.order[lane]])
         return first, streams.last(one)
+
+    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        streams, one = self._streams, self._owner(time, lane)
+        episode = streams.episode
+        code = episode.code[one].astype(np.int64)
+        return episode.begin[one], streams.last(one), code, streams.heads(one)
+
+    def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
+        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
+        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        ledger, streams = self._storage.ledger, self._streams
+        slots = np.arange(ledger.length)
+        if newest < ledger.length and self._is_ring:
+            slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
+        if not len(slots):
+            return slots, slots, slots
+        time, lane = self.place(slots)
+        one = self._owner(time, lane)
+        code = streams.episode.code[one].astype(np.int64)
+        ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
+        ended &= streams.last(one) == time
+        return time[ended], lane[ended], code[ended]
 
     def begins(self, time: Array, lane: Array) -> Array:
         """Times at which episodes began, also where that row is stored no more."""

@@ -350,11 +350,6 @@ class StreamEpisodes:
         evicted = self.episode.begin[episode] < self.lane.lo[self.episode.lane[episode]]
         return np.where(evicted, int(Head.EVICTED), self.episode.head[episode]).astype(np.int64)
 
-    def newest(self) -> int:
-        """Slot of the row that was noted last; there is one."""
-        record = self.order[np.argmax(self.lane.newest[self.order])][None]
-        return int(self.slot(self.lane.hi[record] - 1, record)[0])
-
     def severed(self) -> Array:
         """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
         found = self._severed
