@@ -53,6 +53,7 @@ class ColumnStorage(Storage):
         self._columns: Columns | None = None
         self._matcher: Matcher | None = None
         self.indexes = EpisodeIndexes(self)
+        self._at_cursor = False
 
     # -- description --------------------------------------------------------------------------
 
@@ -142,11 +143,13 @@ class ColumnStorage(Storage):
             self._adopt(self._columns)
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        if self.lane_key is not None:
+        if self.lane_key is not None and not self._at_cursor:
             self.indexes.settle()
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
+        if self.lane_key is not None and 2 * len(rows) > self.ledger.slots:
+            self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
         if (
@@ -155,13 +158,15 @@ class ColumnStorage(Storage):
             and type(self).write is ColumnStorage.write
         ):
             columns = self.require()
-            if self.lane_key is not None and 2 * len(rows) > columns.slots:
-                self.indexes.settle()
             if columns.scatter_ring(
                 (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
             ):
                 return
-        super().write_ring(first, rows, skipped)
+        self._at_cursor = True
+        try:
+            super().write_ring(first, rows, skipped)
+        finally:
+            self._at_cursor = False
 
     def _adopt(self, columns: Columns) -> None:
         if self.ndim == 1:
