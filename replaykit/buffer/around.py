@@ -63,8 +63,10 @@ class StoredSurroundings(Surroundings):
         if unknown:
             known = ", ".join(map(format_key, columns.schema.leaves))
             raise KeyError(f"expected the columns {', '.join(unknown)}; there are {known}")
-        rows = torch.from_numpy(self._index.element(time.reshape(-1), lane.reshape(-1)))
+        rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
         leaves = columns.gather_keys(keys, rows)
+        if time.ndim == 1:
+            return leaves
         return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
 
 

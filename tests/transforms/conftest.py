@@ -142,7 +142,7 @@ class Streams:
         """Every row that can be drawn, once, as the buffer gives it, by lane and number."""
         found = {}
         for batch in self.buffer:
-            places = batch["place"] if "place" in batch.keys() else batch["observation"]
+            places = batch["place"] if "place" in batch else batch["observation"]
             for row, (lane, number) in zip(batch, places.tolist(), strict=True):
                 assert (lane, number) not in found
                 found[lane, number] = row

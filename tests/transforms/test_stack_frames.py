@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.episodes import Needs
 from replaykit.samplers import Sampler
+from replaykit.storages.columns import Columns
 
 
 def frames_of(streams: Any, lane: int, number: int, k: int) -> list[int]:
@@ -183,7 +184,7 @@ def test_live_numbers() -> None:
     for step in range(60):
         resets = torch.tensor([starts(lane, step) for lane in range(2)])
         found[step] = stream(rows[:, step].select("x"), resets)["x"].tolist()
-    assert found[0][0] == [0, 0, 0] and found[1][0] == [0, 0, 1] and found[2][0] == [0, 1, 2]
+    assert [found[step][0] for step in range(3)] == [[0, 0, 0], [0, 0, 1], [0, 1, 2]]
     assert found[17] == [[17, 17, 17], [15, 16, 17]]
     assert found[22] == [[20, 21, 22], [22, 22, 22]]
 
@@ -243,8 +244,6 @@ def test_rows_by_index_are_cut_short(streams: Any) -> None:
 
 
 def test_only_the_frames_are_read(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaykit.storages.columns import Columns
-
     read = []
     gather = Columns.gather_keys
 
@@ -341,7 +340,7 @@ def test_a_stream_refuses_and_stays_as_it_is() -> None:
         stream(torch.zeros(2))
     with pytest.raises(ValueError, match=r"\[lanes\], got \[\]"):
         stream(TensorDict({"x": torch.tensor(1)}, []))
-    with pytest.raises(ValueError, match="'x': expected torch.int64"):
+    with pytest.raises(ValueError, match=r"'x': expected torch\.int64"):
         stream(TensorDict({"x": torch.zeros(2)}, [2]))
     with pytest.raises(ValueError, match="'x'"):
         stream(TensorDict({"x": torch.tensor([1, 2, 3])}, [3]))
