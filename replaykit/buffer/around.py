@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel
-from replaykit.structure import Path
+from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.base import Compose
 from replaykit.transforms.history import HistoryTransform, Prepared, Surroundings
@@ -44,10 +43,15 @@ class StoredSurroundings(Surroundings):
         self.begin, self.last, code, self.head = index.episodes_at(self.time, self.lane)
         self.first = np.maximum(self.begin, index.bounds(self.lane)[0])
         self.reason = np.minimum(code, 3)
+        self.alone = window is None
         self.window = np.arange(len(self.time)) if window is None else window
         self.mask = mask
         self.generator = generator
         self.keys = storage.require().schema.leaves
+
+    @property
+    def root(self) -> Node:  # type: ignore[override]
+        return self._storage.require().schema.root
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -57,7 +61,7 @@ class StoredSurroundings(Surroundings):
         time = (found.base + found.rest).reshape(number.shape)
         return time, found.lane.reshape(number.shape)
 
-    def _read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         columns = self._storage.require()
         unknown = [format_key(key) for key in keys if key not in columns.schema.leaves]
         if unknown:
@@ -102,15 +106,21 @@ def fetch_all(
     return fetch_more(chain, Prepared(around))
 
 
-def fetch_more(chain: Sequence[Any] | Compose, prepared: Prepared) -> Prepared:
-    """Runs the first step of every history transform of a chain, in order."""
+def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
+    """Runs the first step of the history transforms of a chain from position ``start`` on, in
+    order; not of those that read what a transform before them makes of whole episodes."""
     around = prepared.around
     around.relabels = []
     for position, transform in enumerate(chain):
-        if isinstance(transform, HistoryTransform):
-            fetched = prepared.fetched[position] = transform.fetch(around)
-            if transform.relabels:
-                around.relabels.append((transform, fetched))
+        if position < start or not isinstance(transform, HistoryTransform):
+            continue
+        if transform.edits_episodes:
+            around.later = list(chain)[position + 1 :]
+        fetched = prepared.fetched[position] = transform.fetch(around)
+        if transform.edits_episodes:
+            break
+        if transform.relabels:
+            around.relabels.append((transform, fetched))
     return prepared
 
 
@@ -122,14 +132,19 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     """
     if not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
-    around = prepared.around
-    around.relabels = []
+    prepared.around.relabels = []
+    now = prepared
 
     def apply(position: int, transform: HistoryTransform, batch: Any) -> Any:
-        fetched = prepared.fetched.get(position)
-        batch = transform.apply(batch, fetched, around)
-        if transform.relabels:
-            around.relabels.append((transform, fetched))
+        nonlocal now
+        fetched = now.fetched.get(position)
+        batch = transform.apply(batch, fetched, now.around)
+        if transform.edits_episodes:
+            # Copies of the episodes are at hand: what comes after needs neither storage nor lock.
+            now = fetch_more(chain, Prepared(transform.surroundings(fetched)), position + 1)
+            now.around.relabels = []
+        elif transform.relabels:
+            now.around.relabels.append((transform, fetched))
         return batch
 
     return chain.forward(data, apply)

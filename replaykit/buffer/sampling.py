@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, as_tensor, is_tensordict, put_all
+from replaykit._compat import TensorDict, as_tensor, fields_of, is_tensordict, put_all
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
@@ -298,9 +298,12 @@ class Sampling(BufferCore):
             data = _with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
-            data = apply_all(chain, data, prepared)
-            for key in chain.changes:  # what was made of the rows, not what was read
-                info.pop(key, None)
+            # What was made of the rows, not what was read.
+            changes = chain.changes
+            markers = {
+                key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
+            }
+            data = apply_all(chain, _with_markers(data, markers), prepared)
         elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:
@@ -389,6 +392,15 @@ def _with_masks(data: Any, info: dict[Any, Any]) -> Any:
     return data
 
 
+def _with_markers(data: Any, markers: dict[Any, Any]) -> Any:
+    """Lets transforms that change what a sampler marks see what it has marked."""
+    for key, value in markers.items():
+        fits = isinstance(value, torch.Tensor) and is_tensordict(data)
+        if fits and value.shape[:1] == data.batch_size[:1]:
+            data.set(key, value)
+    return data
+
+
 def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     """The plain case of ``_merged``: one batch dimension, everything on one device."""
     if data.is_locked or data.batch_size != (rows,):
@@ -397,12 +409,28 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     if len(info) == 1 and info["index"].device == device:
         put_all(data, info)
         return True
+    plain: dict[str, torch.Tensor] = {}
+    nested: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in info.items():
-        if type(value) is not torch.Tensor or type(key) is not str or value.device != device:
+        if type(value) is not torch.Tensor or value.device != device:
             return False
-        if value.shape[:1] != (rows,):
+        if not value.ndim or value.shape[0] != rows:
             return False
-    put_all(data, info)
+        if type(key) is str:
+            plain[key] = value
+        elif type(key) is tuple and len(key) == 2:
+            nested.setdefault(key[0], {})[key[1]] = value
+        else:
+            return False
+    inner = []
+    for name, values in nested.items():
+        part = fields_of(data).get(name)
+        if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
+            return False
+        inner.append((part, values))
+    put_all(data, plain)
+    for part, values in inner:
+        put_all(part, values)
     return True
 
 

@@ -4,6 +4,7 @@ from replaykit.transforms.base import Compose, Transform
 from replaykit.transforms.bootstrap import Bootstrap
 from replaykit.transforms.cast import Cast
 from replaykit.transforms.frame_stream import FrameStream
+from replaykit.transforms.hindsight import HindsightGoal
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings
 from replaykit.transforms.images import ImageScale
 from replaykit.transforms.keys import (
@@ -16,8 +17,10 @@ from replaykit.transforms.n_step import NStep
 from replaykit.transforms.n_step_writing import NStepWriting
 from replaykit.transforms.previous_step import PreviousStep, StepCount
 from replaykit.transforms.raw import KeepRaw
+from replaykit.transforms.return_to_go import ReturnToGo
 from replaykit.transforms.rewards import RewardClip, RewardMap, RewardScale, RewardShift
 from replaykit.transforms.stack_frames import StackFrames
+from replaykit.transforms.trajectory import TrajectoryTransform
 
 __all__ = [
     "Around",
@@ -27,6 +30,7 @@ __all__ = [
     "Compose",
     "ExcludeTransform",
     "FrameStream",
+    "HindsightGoal",
     "HistoryTransform",
     "ImageScale",
     "KeepRaw",
@@ -34,6 +38,7 @@ __all__ = [
     "NStepWriting",
     "PreviousStep",
     "RenameTransform",
+    "ReturnToGo",
     "RewardClip",
     "RewardMap",
     "RewardScale",
@@ -42,5 +47,6 @@ __all__ = [
     "StackFrames",
     "StepCount",
     "Surroundings",
+    "TrajectoryTransform",
     "Transform",
 ]

@@ -16,8 +16,8 @@ class Transform:
 
     Attributes:
         stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
-            "history" (what needs other rows of the episode), then "value" (what maps values on
-            their own); None: anywhere.
+            "episode" (what edits whole episodes), "history" (what needs other rows of the
+            episode), then "value" (what maps values on their own); None: anywhere.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ class Transform:
         return self.forward(data)
 
 
-_STAGES = {"raw": 0, "history": 1, "value": 2}
+_STAGES = {"raw": 0, "episode": 1, "history": 2, "value": 3}
 
 
 class _Entry:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import NOTHING, Needs
-from replaykit.structure import Path
+from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
 
 __all__ = ["Around", "HistoryTransform", "Surroundings"]
@@ -45,12 +45,15 @@ class Surroundings:
         begin: where their episodes began; below ``first`` where that row is stored no more.
         head, reason: how the episodes begin (``Head``) and end (``EndReason``).
         window: which window of the batch a row belongs to; without windows its own number.
+        alone: whether there are no windows.
         mask: bool, True at real rows; None: all are.
         generator: where randomness comes from; None: torch's global one.
         keys: what is stored of a row.
         next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
             ``next`` from a later row sets it in ``fetch``, for those after it.
         next_made: names of transforms that have made leaves under ``next`` that are not stored.
+        root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
+        later: the transforms after the one that asks, where that edits episodes.
     """
 
     time: Array
@@ -61,15 +64,18 @@ class Surroundings:
     head: Array
     reason: Array
     window: Array
+    alone: bool = False
     mask: Array | None
     generator: torch.Generator | None
     keys: Collection[Path]
+    root: Node
 
     def __init__(self) -> None:
         self.next_time: Array | None = None
         self.next_made: list[str] = []
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
+        self.later: list[Any] = []
 
     def __len__(self) -> int:
         return len(self.time)
@@ -92,7 +98,7 @@ class Surroundings:
         for transform, _ in self.relabels:
             if not transform.changes.isdisjoint(wanted):
                 wanted.update(dict.fromkeys(transform.relabel_keys))
-        return Around(time, lane, self._read(list(wanted), time, lane))
+        return Around(time, lane, self.read(list(wanted), time, lane))
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
@@ -123,7 +129,8 @@ class Surroundings:
         count = high - low + 1
         return low + np.minimum((self.uniform(*low.shape) * count).astype(np.int64), count - 1)
 
-    def _read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+        """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
         raise NotImplementedError
 
 
@@ -140,6 +147,8 @@ class HistoryTransform(Transform):
         changes: keys that it writes.
         relabels: whether later transforms are to see rows that they fetch as it changes them.
         relabel_keys: keys that it needs for that.
+        edits_episodes: whether later transforms read other episodes than the stored ones: those
+            that ``surroundings`` gives.
     """
 
     stage = "history"
@@ -147,6 +156,7 @@ class HistoryTransform(Transform):
     changes: frozenset[Path] = frozenset()
     relabels = False
     relabel_keys: tuple[Path, ...] = ()
+    edits_episodes = False
 
     def forward(self, data: Any) -> Any:
         """Raises RuntimeError: it needs a buffer, which knows the rows around.
@@ -174,6 +184,10 @@ class HistoryTransform(Transform):
         Those of ``[b]`` belong to row b of the batch.
         """
         return leaves
+
+    def surroundings(self, fetched: Any) -> Surroundings:
+        """The rows around those of the batch as ``apply`` has left them; see ``edits_episodes``."""
+        raise NotImplementedError
 
 
 @dataclass
