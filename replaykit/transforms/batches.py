@@ -71,7 +71,10 @@ def real_of(mask: np.ndarray[Any, Any] | None, data: Any) -> torch.Tensor | None
 
 def over_features(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``[B, *k]`` with a dimension of size 1 for each further one of ``like``."""
-    return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim))
+    more = like.ndim - values.ndim
+    if more == 0:
+        return values
+    return values.unsqueeze(-1) if more == 1 else values.reshape(*values.shape, *[1] * more)
 
 
 def _kept(old: Any, new: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

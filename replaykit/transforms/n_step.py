@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,6 @@ _ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
-_SINGLE = ((), (1,))
 _TABLE_STEPS = 64
 """Up to so many steps tables of them are kept, of so many numbers squared."""
 
@@ -166,6 +166,7 @@ class NStep(HistoryTransform):
         self.one_step_key = one_step_key(self.reward_key)
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(_ENDS))
+        self._known: tuple[Collection[Path], list[Path]] | None = None
         small = self.n is not None and not per_step and self.n <= _TABLE_STEPS
         self._table = _Table.of(self.gamma, steps) if small else None
 
@@ -187,9 +188,17 @@ class NStep(HistoryTransform):
             time = time + self._table.offsets.take(steps, 0)
         steps, time = self._ended_earlier(around, steps, time)
         last = around.next_time = around.time + steps
-        keys = [key for key in around.keys if key[0] == "next" and key != self.reward_key]
+        keys = self._next_keys(around.keys)
         rewards = around.fetch([self.reward_key], time)
         return _Fetched(rewards, around.fetch(keys, last) if keys else None, steps, keys)
+
+    def _next_keys(self, keys: Collection[Path]) -> list[Path]:
+        """What comes from the last step, of the keys that are stored; worked out once for each."""
+        known = self._known
+        if known is None or known[0] is not keys:
+            found = [key for key in keys if key[0] == "next" and key != self.reward_key]
+            known = self._known = keys, found
+        return known[1]
 
     def _ended_earlier(
         self, around: Surroundings, steps: Array, time: Array
@@ -218,7 +227,7 @@ class NStep(HistoryTransform):
             seen = around.seen(fetched.last)
             last = {key: seen[key] for key in fetched.keys}
         if TERMINATED in last:
-            bootstrap = ~is_set(last[TERMINATED], 1).unsqueeze(-1)
+            bootstrap = ~_column(last[TERMINATED])
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
         sums = self._summed(rewards, steps)
@@ -244,18 +253,15 @@ class NStep(HistoryTransform):
         if width == 1 or not self.gamma:
             return rewards[:, 0]
         table = self._table
-        if table is not None and rewards.dtype is torch.float32 and rewards.shape[2:] in _SINGLE:
-            # The usual case in NumPy, which takes a third of the time for so few numbers.
-            weights = table.weights32.take(steps, 0)[:, :, None]
-            with np.errstate(invalid="ignore"):
-                sums = np.matmul(rewards.cpu().numpy().reshape(-1, 1, width), weights).reshape(-1)
-            total = sums.sum()
-            if total == total and abs(total) != np.inf:
-                found = torch.from_numpy(sums).view(rewards.shape[:1] + rewards.shape[2:])
-                return found.to(rewards.device)
+        if table is not None and rewards.dtype is torch.float32 and rewards.device.type == "cpu":
+            weights = torch.from_numpy(table.weights32.take(steps, 0))
+            sums = (rewards * over_features(weights, rewards)).sum(1)
+            # Rows beyond were read as the last one again. Where that is infinite it must not be
+            # multiplied by 0: the slow way then.
+            if sums.sum().isfinite():
+                return sums
         exact = rewards.float() if rewards.dtype.itemsize < 4 else rewards
         beyond = as_tensor_like(steps[:, None] < np.arange(width), exact)
-        # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
         exact = exact.masked_fill(over_features(beyond, exact), 0)
         factors = torch.from_numpy(np.power(self.gamma, np.arange(width))).to(exact)
         shape = (1, width, *[1] * (exact.ndim - 2))
@@ -275,7 +281,7 @@ class NStep(HistoryTransform):
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
         terminated = data.get(TERMINATED, None)
         if terminated is not None:
-            bootstrap = ~is_set(terminated, 1)[last].unsqueeze(-1)
+            bootstrap = ~_column(terminated)[last]
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
         values = {
@@ -303,6 +309,13 @@ class NStep(HistoryTransform):
         if self.reward_key != ("next", "reward"):
             parts.append(f"reward_key={format_key(self.reward_key)}")
         return f"NStep({', '.join(parts)})"
+
+
+def _column(flag: torch.Tensor) -> torch.Tensor:
+    """A flag as bool ``[B, 1]``."""
+    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
+        return flag
+    return is_set(flag, 1).unsqueeze(-1)
 
 
 def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
