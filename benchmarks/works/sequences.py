@@ -306,5 +306,3 @@ def run(setting: Setting) -> list[Line]:
         subject = Slices("replaykit", leaves, RandomSampler, transform)
         lines += _measured(setting, title, subject, [uniform])
     return lines
-
-

@@ -47,6 +47,7 @@ class StoredSurroundings(Surroundings):
         self.window = np.arange(len(self.time)) if window is None else window
         self.mask = mask
         self.generator = generator
+        self.keys = storage.require().schema.leaves
 
     @property
     def root(self) -> Node:  # type: ignore[override]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, as_tensor, is_tensordict, put_all
+from replaykit._compat import TensorDict, as_tensor, fields_of, is_tensordict, put_all
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
@@ -409,12 +409,28 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     if len(info) == 1 and info["index"].device == device:
         put_all(data, info)
         return True
+    plain: dict[str, torch.Tensor] = {}
+    nested: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in info.items():
-        if type(value) is not torch.Tensor or type(key) is not str or value.device != device:
+        if type(value) is not torch.Tensor or value.device != device:
             return False
-        if value.shape[:1] != (rows,):
+        if not value.ndim or value.shape[0] != rows:
             return False
-    put_all(data, info)
+        if type(key) is str:
+            plain[key] = value
+        elif type(key) is tuple and len(key) == 2:
+            nested.setdefault(key[0], {})[key[1]] = value
+        else:
+            return False
+    inner = []
+    for name, values in nested.items():
+        part = fields_of(data).get(name)
+        if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
+            return False
+        inner.append((part, values))
+    put_all(data, plain)
+    for part, values in inner:
+        put_all(part, values)
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ import torch
 from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
 from replaykit.episodes.kernels import new_ring
 from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
 
 if TYPE_CHECKING:
@@ -26,22 +27,8 @@ Array = np.ndarray[Any, Any]
 _ALL_ROWS = CountLaw(1, 0)
 
 
-class Windows(NamedTuple):
-    """Windows looked up by their number, int64 ``[K]`` each.
-
-    Attributes:
-        lane: the lane of the episode.
-        base: time of the first row that windows of the episode may use.
-        rows: how many such rows there are from it on.
-        count: how many windows the episode has.
-        rest: the number of this one among them.
-    """
-
-    lane: Array
-    base: Array
-    rows: Array
-    count: Array  # type: ignore[assignment]
-    rest: Array
+Windows = Found
+"""Windows looked up by their number."""
 
 
 class EpisodeIndex:
@@ -73,16 +60,17 @@ class EpisodeIndex:
         self.lanes = columns.lanes.numel()
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
-        self._last_ids: Array | None = None
         # Up to which record, and of which state of the ledger, rows have been noted.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
         self._changes = ledger.changes
         self._edited = False
+        self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
         # How often all rows were noted anew, at other times.
         self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
@@ -114,20 +102,27 @@ class EpisodeIndex:
     def note_rows(self, rows: Rows) -> None:
         """Takes note of rows that were written last, also of those that are stored no more."""
         ledger = self._storage.ledger
-        plain = ledger.changes == self._changes and not self._edited
-        if not plain or ledger.next_position - self._noted != len(rows):
+        before = ledger.next_position - len(rows)
+        if ledger.changes != self._changes and ledger.cleared == before:
+            start = -(-self._ring.hi // self.slots) * self.slots
+            head = self._head_after_clear()
+            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
+            self._noted, self._in_order = before, True
+        elif ledger.changes != self._changes or self._noted != before:
             self._rebuild()
             return
+        # What was edited is stored no more, or else it is noted at the next question.
+        self._edited &= len(rows) < self.slots
         leaves = rows.leaves
         self._append({path: leaves[path] for path in self.bound.paths} or leaves)
-        self._noted = ledger.next_position
+        self._noted, self._changes = ledger.next_position, ledger.changes
 
     def close(self, lanes: Array, code: int) -> None:
         """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
         self.sync()
         self._ring.close(lanes, code)
         if lanes.all():
-            self._forget_ids()
+            self._ring.forget_ids()
 
     def _note(self, first: int, until: int) -> None:
         columns = self._columns
@@ -142,12 +137,13 @@ class EpisodeIndex:
     def _append(self, leaves: Mapping[Path, torch.Tensor]) -> None:
         codes, ids = self.bound.codes(leaves, self._columns.ndim)
         if ids is not None:
-            if self._last_ids is not None:
-                switched = (ids[0] != self._last_ids).any(-1)
+            last = self._ring.last_ids()
+            if last is not None:
+                switched = (ids[0] != last).any(-1)
                 if switched.any():
                     self._ring.close(switched, SWITCHED)
             codes[:-1][(codes[:-1] & 7 == GOES_ON) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
-            self._last_ids = ids[-1].copy()
+            self._ring.set_last_ids(ids[-1])
         self._ring.append(codes)
 
     def _rebuild(self) -> None:
@@ -157,24 +153,25 @@ class EpisodeIndex:
         """
         ledger, old, lanes = self._storage.ledger, self._ring, self.lanes
         length, slots = ledger.length, self.slots
-        known = self._heads() or self._saved_heads()
-        was_open = old.open_lanes
-        began_anew = ledger.cleared > 0 and ledger.cleared == self._noted
         # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
         start_slot = ledger.cursor if length == slots else 0
-        start = -(-old.hi // slots) * slots + start_slot
         order = (np.arange(length) + start_slot) % slots
         positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
+        # Times of rows that are stored no more are not negative either.
+        above = max(old.hi, int(positions[0])) if length else old.hi
+        start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
-        if length and known is not None and known[0] == positions[0]:
-            began = known[1]
+        known = self._heads(start_slot, int(positions[0])) if length else None
+        if known is not None:
+            began, head = known
             begin = np.where(began >= 0, start - (positions[0] - began), -1)
-            head = known[2]
-        elif began_anew and bool((positions >= ledger.cleared).all()):
-            head = np.where(was_open, int(Head.CUT), int(Head.RESET))
+        elif not length or positions[0] == ledger.cleared:
+            head = self._head_after_clear()
+        else:  # nobody knows what came before
+            head = np.full(lanes, int(Head.CUT), np.int64)
+        self._versions += old.version + 1
         self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
-        self._last_ids = None
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
         marks, codes = self._storage.indexes.marks.among(
@@ -197,43 +194,45 @@ class EpisodeIndex:
             if row in stops:
                 for code in np.unique(stops[row][stops[row] > 0]).tolist():
                     self._ring.close(stops[row] == code, code)
-                self._forget_ids()
+                if (stops[row] > 0).all():  # elsewhere ids still tell where episodes end
+                    self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self.rebuilt += 1
 
-    def _saved_heads(self) -> tuple[int, Array, Array] | None:
-        """What ``state`` gave of the rows when they were saved."""
+    def _head_after_clear(self) -> Array:
+        """How the first episodes begin of what was written after all rows were forgotten."""
+        if self._ring.hi > self._ring.lo:
+            went_on = self._ring.open_lanes & (self._storage.ledger.cleared == self._noted)
+            self._after_clear = np.where(went_on, int(Head.CUT), int(Head.RESET))
+        return self._after_clear
+
+    def _heads(self, slot: int, position: int) -> tuple[Array, Array] | None:
+        """Where the episodes of the row in a slot began, as positions, -1 where with itself; and
+        how those that begin with it do. None: nothing was ever noted of that row."""
+        ring, lane = self._ring, np.arange(self.lanes)
+        time = ring.hi - 1 - (ring.hi - 1 - slot) % self.slots
+        if position < self._noted and time >= ring.lo:
+            begin, _, _, head = ring.lookup(np.full(self.lanes, time), lane)
+            begin = np.where(begin < time, position - (time - begin), -1)
+            return begin, np.where(head == int(Head.EVICTED), int(Head.RESET), head)
         saved = self._storage.indexes.take_heads()
-        if saved is None or saved["oldest"] < 0:
+        if saved is None or saved["oldest"] != position:
             return None
-        return saved["oldest"], np.array(saved["begin"]), np.array(saved["head"])
-
-    def _forget_ids(self) -> None:
-        self._last_ids = None
-        self._ring.forget_ids()
-
-    def _heads(self) -> tuple[int, Array, Array] | None:
-        """Position of the oldest noted row, where its episodes began, and how they did."""
-        ring = self._ring
-        if ring.hi == ring.lo or not self._in_order:
-            return None
-        shift = self._noted - ring.hi  # from times to positions, while rows lie as they were noted
-        lane = np.arange(self.lanes)
-        begin, _, _, head = ring.lookup(np.full(self.lanes, ring.lo), lane)
-        begin = np.where(begin < ring.lo, begin + shift, -1)
-        head = np.where(head == int(Head.EVICTED), int(Head.RESET), head)
-        return ring.lo + shift, begin, head
+        return np.array(saved["begin"]), np.array(saved["head"])
 
     # -- state ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns what does not follow from the rows: where headless episodes began."""
         self.sync()
-        known = self._heads()
-        if known is None:
+        ring = self._ring
+        if ring.hi == ring.lo or not self._in_order:
             return {"oldest": -1, "begin": [], "head": []}
-        return {"oldest": int(known[0]), "begin": known[1].tolist(), "head": known[2].tolist()}
+        oldest = self._noted - (ring.hi - ring.lo)
+        known = self._heads(ring.lo % self.slots, oldest)
+        assert known is not None  # the ring has a row
+        return {"oldest": oldest, "begin": known[0].tolist(), "head": known[1].tolist()}
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -328,7 +327,7 @@ class EpisodeIndex:
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
-        return Windows(*self._ring.find(law, kind, number))
+        return self._ring.find(law, kind, number)
 
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
@@ -341,7 +340,7 @@ class EpisodeIndex:
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
-        return self._ring.version
+        return self._versions + self._ring.version
 
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 __all__ = ["EPISODES", "NOTHING", "ROWS", "WINDOWS", "CountLaw", "Needs"]
 
@@ -56,7 +57,7 @@ class CountLaw:
     The first ``past`` rows are left out unless the episode begins with its reset, and the last
     ``open_future`` ones if it is open; of the m rows that remain:
 
-        m >= least:     m + add
+        m >= least:     m + add, or 0 where that is less
         1 <= m < least: below
 
     Attributes:
@@ -95,7 +96,7 @@ class CountLaw:
         rows -= self.open_future if is_open else 0
         if rows < 1:
             return 0
-        return rows + self.add if rows >= self.least else self.below
+        return max(0, rows + self.add) if rows >= self.least else self.below
 
     def needing(self, needs: Needs) -> CountLaw:
         """The law with what transforms need besides."""
@@ -109,6 +110,10 @@ class CountLaw:
 
     def key(self) -> tuple[int, int, int, int, int, int, int]:
         """The numbers that the core takes."""
+        return self._key
+
+    @cached_property
+    def _key(self) -> tuple[int, int, int, int, int, int, int]:
         return (
             self.least,
             self.add,

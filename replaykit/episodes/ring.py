@@ -27,8 +27,12 @@ _FIRST = 1024
 class Found(NamedTuple):
     """Where windows lie that were looked up by their number; int64 ``[K]`` each.
 
-    ``base``: time of the first row that windows of the episode may use. ``rows``: how many there
-    are from it on. ``count``: how many windows. ``rest``: the number inside the episode.
+    Attributes:
+        lane: the lane of the episode.
+        base: time of the first row that windows of the episode may use.
+        rows: how many such rows there are from it on.
+        count: how many windows the episode has.
+        rest: the number of this one among them.
     """
 
     lane: Array
@@ -85,6 +89,7 @@ class RingEpisodes:
         self.lo = self.hi = start
         self.version = 0
         self._severed: list[tuple[int, int]] = []
+        self._last_ids: Array | None = None
         self._link = np.zeros((0, lanes), np.int64)
         fresh = np.full(lanes, -1, np.int64)
         self._open = fresh.copy() if begin is None else np.asarray(begin, np.int64).copy()
@@ -164,7 +169,9 @@ class RingEpisodes:
         if self.hi == self.lo:
             return
         if code in (SEVERED, RESTORED):
-            self._severed += [(self.hi - 1, int(one)) for one in np.nonzero(lanes)[0]]
+            severed = [(self.hi - 1, int(one)) for one in np.nonzero(lanes)[0]]
+            known = [one for one in self._severed if one[0] >= self.lo]
+            self._severed = known + [one for one in severed if one not in known]
         self.version += 1
         lane = np.nonzero(lanes & (self._open >= 0))[0]
         if not len(lane):
@@ -214,7 +221,12 @@ class RingEpisodes:
     # -- one row --------------------------------------------------------------------------------
 
     def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns begin and last of the episodes of stored rows, the last row's code, the head."""
+        """Returns begin and last of the episodes of stored rows, the last row's code, the head.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        self._check(time, lane)
         link = self._link[time % self.slots, lane]
         target = link >> LINK_SHIFT
         is_first = target >= time
@@ -226,8 +238,24 @@ class RingEpisodes:
         head = np.where(evicted, int(Head.EVICTED), (at_begin >> HEAD_SHIFT) & 3)
         return begin, last, code, head
 
+    def _check(self, time: Array, lane: Array) -> None:
+        if len(time) != len(lane):
+            raise ValueError(f"expected {len(time)} entries in `lane`, got {len(lane)}")
+        stored = (time >= self.lo) & (time < self.hi) & (lane >= 0) & (lane < self.lanes)
+        if not stored.all():
+            at = int(np.argmin(stored))
+            raise IndexError(
+                f"expected times in [{self.lo}, {self.hi}) of lanes in [0, {self.lanes}), "
+                f"got time {time[at]} of lane {lane[at]}"
+            )
+
     def codes(self, time: Array, lane: Array) -> Array:
-        """Returns what was noted of stored rows."""
+        """Returns what was noted of stored rows.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        self._check(time, lane)
         return self._link[time % self.slots, lane] & CODE_BITS
 
     @property
@@ -245,7 +273,16 @@ class RingEpisodes:
         return False
 
     def forget_ids(self) -> None:
-        """What comes next is not compared with what came last; ids are the caller's here."""
+        """The next ids are compared with nothing."""
+        self._last_ids = None
+
+    def last_ids(self) -> Array | None:
+        """Returns the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
+        return self._last_ids
+
+    def set_last_ids(self, ids: Array) -> None:
+        """Keeps the ids of the newest row; the caller compares."""
+        self._last_ids = ids.copy()
 
     def severed(self) -> Array:
         """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
@@ -281,7 +318,7 @@ class RingEpisodes:
         skip = np.where(table.head == int(Head.RESET), 0, law.past)
         is_open = table.code == 0
         rows = table.last - table.first + 1 - skip - np.where(is_open, law.open_future, 0)
-        count = np.where(rows >= law.least, rows + law.add, law.below)
+        count = np.where(rows >= law.least, np.maximum(rows + law.add, 0), law.below)
         count = np.where(rows < 1, 0, count)
         if law.closed:
             count = np.where(is_open, 0, count)
@@ -307,8 +344,17 @@ class RingEpisodes:
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Looks windows (episodes, rows) up by their number, int64 ``[K]``: lanes in order, in each
-        lane in the order of time. Numbers are below the sum of ``totals``."""
+        lane in the order of time.
+
+        Raises:
+            IndexError: a number that is not below the sum of ``totals``.
+        """
         sums, count, rows, base = self._summed(law, kind)
+        total = int(sums[-1]) if len(sums) else 0
+        wrong = (number < 0) | (number >= total)
+        if wrong.any():
+            got = number[np.argmax(wrong)]
+            raise IndexError(f"expected numbers in [0, {total}), got {got}")
         at = np.searchsorted(sums, number, side="right")
         before = np.where(at > 0, sums[at - 1], 0)
         return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)

@@ -50,6 +50,9 @@ class Sampler(ABC):
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
 
+    needs_write_order = False
+    """Whether rows must lie in the order of time, which not every writer keeps."""
+
     needs: Needs = NOTHING
     """What the buffer's transforms need around a row; rows without it are not drawn. Set by the
     buffer."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replaykit import native
+from replaykit.native.strides import row_stride
 from replaykit.storages.carrying import carried
 from replaykit.storages.indexing import check_range
 from replaykit.storages.records import RecordLayout, alone, plan_records
@@ -44,7 +45,7 @@ class NativeRows:
         and elements at equal distances; else None."""
         if native.Table is None or columns.device.type != "cpu":
             return None
-        strides = [_row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
+        strides = [row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
         if any(stride is None for stride in strides):
             return None
         return cls(columns, dict(zip(columns.tensors, strides, strict=True)))
@@ -275,29 +276,8 @@ class NativeRows:
 def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
     """A column as elements ``[slots * lanes, *F]``, in a dtype that every operation knows."""
     plain = carried(tensor)
-    stride = _row_stride(tensor, ndim)
+    stride = row_stride(tensor, ndim)
     assert stride is not None
     return plain.as_strided(
         (elements, *plain.shape[ndim:]), (stride // plain.dtype.itemsize, *plain.stride()[ndim:])
     )
-
-
-def _row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
-    """Bytes between elements of a column, None where they are not equally far apart or where the
-    values of one do not lie in one piece."""
-    shape, strides = tensor.shape, tensor.stride()
-    step = 1
-    for size, stride in zip(reversed(shape[ndim:]), reversed(strides[ndim:]), strict=True):
-        if size > 1 and stride != step:
-            return None
-        step *= size
-    between, reach = tensor.dtype.itemsize * step, None
-    for size, stride in zip(reversed(shape[:ndim]), reversed(strides[:ndim]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            between = stride * tensor.dtype.itemsize
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return between

@@ -172,6 +172,23 @@ class Compose(Transform):
             data = entry.apply(data, reading=False)
         return data
 
+    def flush(self) -> Iterator[Any]:
+        """Yields what transforms hold back of the rows written, as it is to be stored.
+
+        Theirs is a method ``flush`` that gives it up; the ``inv`` of those before it follow.
+        """
+        for position in reversed(range(len(self._entries))):
+            entry = self._entries[position]
+            flush = None if entry.invert else getattr(entry.transform, "flush", None)
+            if not callable(flush):
+                continue
+            data = flush()
+            for before in reversed(self._entries[:position]):
+                if data is not None:
+                    data = before.apply(data, reading=False)
+            if data is not None:
+                yield data
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -46,6 +46,9 @@ class Writer(ABC):
 
     tracks_generations = False
 
+    keeps_order = True
+    """Whether rows lie in the order in which they were written, as slices of episodes need them."""
+
     _owner: weakref.ref[Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ def test_what_was_stored_is_kept_beside_what_is_made_of_it() -> None:
 
 
 def test_it_comes_before_what_changes_values() -> None:
-    with pytest.raises(ValueError, match="KeepRaw.*'raw'.*before.*RewardScale"):
+    with pytest.raises(ValueError, match=r"KeepRaw.*'raw'.*before.*RewardScale"):
         Compose(RewardScale(2.0), KeepRaw([("next", "reward")]))
     sorted_chain = Compose(RewardScale(2.0), KeepRaw([("next", "reward")]), order="auto")
     assert [type(each) for each in sorted_chain] == [KeepRaw, RewardScale]
