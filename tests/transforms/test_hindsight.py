@@ -203,7 +203,8 @@ def test_headless_episodes_and_those_of_lanes() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(lanes * 16, ndim=2),
         transform=HindsightGoal(1.0, "episode"),
-        batch_size=256,
+        batch_size=2000,
+        generator=torch.Generator().manual_seed(0),
     )
     rb.extend(torch.stack(parts))
     batch = rb.sample()
