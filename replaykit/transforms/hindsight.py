@@ -134,7 +134,8 @@ class HindsightGoal(HistoryTransform):
         written: set[Path] = {*self._goals, _REWARD}
         needed: list[Path] = [*self._goals, self.achieved, _REWARD]
         if terminated_fn is not None:
-            written |= {_TERMINATED, _DONE}
+            # `truncated` stays, but `done` follows from it, also where a sampler marks it.
+            written |= {_TERMINATED, _DONE, _TRUNCATED}
             needed.append(_TERMINATED)
         self._needed = tuple(needed)
         self.changes = frozenset(written)

@@ -18,9 +18,11 @@ from replaykit import (
     HindsightGoal,
     HistoryTransform,
     LazyTensorStorage,
+    NStep,
     ReplayBuffer,
     RewardScale,
     SampleUnit,
+    SliceSampler,
     Transition,
 )
 from replaykit.episodes import Needs
@@ -465,3 +467,81 @@ def test_the_order_of_stages() -> None:
         Compose(RewardScale(2.0), HindsightGoal())
     with pytest.raises(RuntimeError, match="give it to a ReplayBuffer"):
         HindsightGoal()(rows_of([True]))
+
+
+@pytest.mark.parametrize("scope", ["window", "step"])
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_slices(scope: str, pad_output: bool) -> None:
+    rb = buffer_of(
+        HindsightGoal(0.5, scope=scope),
+        ends_every(6, 60),
+        sampler=SliceSampler(
+            slice_len=8 if pad_output else 4,
+            strict_length=not pad_output,
+            pad_output=pad_output,
+        ),
+    )
+    batch = rb.sample(640)
+    width = 8 if pad_output else 4
+    real = batch["collector", "mask"] if pad_output else torch.ones(640, dtype=torch.bool)
+    told, row = told_by(batch), batch["row"]
+    chosen = told >= 0
+    assert not chosen[~real].any()
+    share = chosen.reshape(-1, width)[:, 0].float().mean()
+    assert 0.3 < share < 0.7
+    assert torch.equal(chosen.reshape(-1, width)[:, :4].all(1), chosen.reshape(-1, width)[:, 0])
+    assert (told[chosen] >= row[chosen]).all()
+    assert torch.equal(told[chosen] // 6, row[chosen] // 6)
+    for window in range(len(batch) // width):
+        at = slice(window * width, (window + 1) * width)
+        if scope == "window" and chosen[at].any():
+            assert len(told[at][real[at]].unique()) == 1
+            assert int(told[at][0]) >= int(row[at].max())
+    assert batch["next", "done"].reshape(-1, width)[:, 5 if pad_output else 3].all()
+
+
+def test_slices_may_end_where_the_new_goal_is_reached() -> None:
+    """A slice that is cut is marked, also where ends are rewritten."""
+
+    def reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return (achieved - goal).norm(dim=-1, keepdim=True) < 0.05
+
+    rb = buffer_of(
+        HindsightGoal(1.0, terminated_fn=reached),
+        ends_every(10, 100),
+        sampler=SliceSampler(slice_len=4),
+    )
+    batch = rb.sample(400)
+    ended = batch["next", "terminated"][:, 0]
+    assert torch.equal(ended, told_by(batch) == batch["row"])
+    last = (torch.arange(400) % 4 == 3) & (batch["row"] % 10 != 9)
+    assert torch.equal(batch["next", "truncated"][:, 0], last)
+    assert torch.equal(batch["next", "done"][:, 0], last | ended)
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_steps_that_are_summed_have_the_new_goal(terminates: bool) -> None:
+    """Sums over n steps by hand over relabelled rewards, up to where the new goal is reached."""
+
+    def reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return (achieved - goal).norm(dim=-1, keepdim=True) < 0.05
+
+    n, gamma = 3, 0.5
+    rb = buffer_of(
+        Compose(HindsightGoal(0.6, terminated_fn=reached if terminates else None), NStep(n, gamma)),
+        ends_every(6, 60),
+    )
+    batch = rb.sample(300)
+    for row, goal, total, steps in zip(
+        batch["row"].tolist(),
+        told_by(batch).tolist(),
+        batch["next", "reward"].flatten().tolist(),
+        batch["steps_used"].flatten().tolist(),
+        strict=True,
+    ):
+        others = [other for other in range(row, row + n) if other // 6 == row // 6]
+        if goal >= 0 and terminates:
+            others = [other for other in others if other <= goal]
+        rewards = [-7.0 if goal < 0 else 0.0 if other == goal else -1.0 for other in others]
+        assert steps == len(others)
+        assert total == sum(gamma**k * reward for k, reward in enumerate(rewards))

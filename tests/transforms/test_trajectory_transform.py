@@ -17,10 +17,15 @@ from replaykit import (
     HindsightGoal,
     HistoryTransform,
     LazyTensorStorage,
+    NStep,
+    PreviousStep,
     ReplayBuffer,
     ReturnToGo,
     RewardScale,
     SampleUnit,
+    SliceSampler,
+    StackFrames,
+    StepCount,
     TrajectoryTransform,
 )
 from replaykit.episodes import EndReason, Needs
@@ -493,3 +498,58 @@ def test_bad_arguments_and_orders() -> None:
     ]
     with pytest.raises(RuntimeError, match="give it to a ReplayBuffer"):
         edit(rows_of([3]))
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_slices(pad_output: bool) -> None:
+    """Markers lie where windows end now; what is missing is padding."""
+    sampler = SliceSampler(slice_len=6, strict_length=not pad_output, pad_output=pad_output)
+    rb = buffer_of(
+        TrajectoryTransform(shortened(4)), [9, 12, 7, *[5] * pad_output], sampler=sampler
+    )
+    batch = rb.sample(600)
+    row = batch["row"].reshape(-1, 6) % 100
+    assert (row == torch.tensor([0, 1, 2, 3, 3, 3])).all()
+    assert (batch[MASK].reshape(-1, 6) == torch.tensor([1, 1, 1, 1, 0, 0])).all()
+    last = torch.tensor([0, 0, 0, 1, 0, 0]).bool()
+    assert (batch["next", "done"].reshape(-1, 6) == last).all()
+    assert (batch["next", "terminated"].reshape(-1, 6) == last).all()
+    assert not batch["next", "truncated"].any()
+
+    rb = buffer_of(TrajectoryTransform(repeated(2)), [9, 12, 7], sampler=SliceSampler(slice_len=6))
+    batch = rb.sample(600)
+    row = batch["row"].reshape(-1, 6)
+    assert (row.diff(dim=1) == 1).all()
+    assert batch[MASK].all()
+    end = (row[:, -1] % 100 + 1) == torch.tensor([18, 24, 14])[row[:, -1] // 100]
+    assert 0 < end.float().mean() < 1
+    for key, expected in (
+        ("terminated", end),
+        ("truncated", ~end),
+        ("done", torch.ones_like(end)),
+    ):
+        flag = batch["next", key].reshape(-1, 6)
+        assert torch.equal(flag[:, -1], expected)
+        assert not flag[:, :-1].any()
+
+
+def test_what_comes_later_goes_by_edited_episodes() -> None:
+    chain = Compose(
+        TrajectoryTransform(repeated(2)),
+        NStep(3, 1.0),
+        StackFrames(["achieved_goal"], 2),
+        PreviousStep([("next", "row")], init=-5),
+        StepCount(),
+    )
+    rb = buffer_of(chain, [5, 3], sampler=SliceSampler(slice_len=3))
+    batch = rb.sample(300)
+    row, first = batch["row"], batch["row"] // 100 * 100
+    step, n = row - first, torch.where(row < 100, 10, 6)
+    assert torch.equal(batch["steps_used"].flatten(), (n - step).clamp(max=3))
+    assert torch.equal(batch["next", "reward"].flatten(), (n - step).clamp(max=3).float())
+    assert torch.equal(batch["step_count"].flatten(), step)
+    # Row k of the edited episode is a copy of row k // 2, and so is what it achieved.
+    stack = torch.stack([(step - 1).clamp(min=0) // 2, step // 2], 1) + first[:, None]
+    assert torch.equal(batch["achieved_goal"], stack.float())
+    before = torch.where(step == 0, -5, first + (step - 1) // 2 + 1)
+    assert torch.equal(batch["previous_row"].flatten(), before)
