@@ -106,6 +106,7 @@ class EpisodeIndex:
         if ledger.changes != self._changes and ledger.cleared == before:
             start = -(-self._ring.hi // self.slots) * self.slots
             head = self._head_after_clear()
+            self._versions += self._ring.version + 1
             self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
             self._noted, self._in_order = before, True
         elif ledger.changes != self._changes or self._noted != before:
@@ -328,6 +329,23 @@ class EpisodeIndex:
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return self._ring.find(law, kind, number)
+
+    def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
+        """Bool ``[K]``: whether windows of a law may start with these stored rows.
+
+        It is so for the first ``law.count`` rows of an episode, those without history left out.
+        """
+        begin, last, code, head = self._ring.lookup(time, lane)
+        reset = head == int(Head.RESET)
+        base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
+        rows = last + 1 - base
+        if law.open_future or law.closed:
+            is_open = code == GOES_ON
+            rows = np.where(is_open, 0 if law.closed else rows - law.open_future, rows)
+        if law.intact:
+            rows = np.where(reset, rows, 0)
+        count = np.where(rows >= law.least, rows + law.add, np.where(rows < 1, 0, law.below))
+        return np.asarray((time >= base) & (time - base < count))
 
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
