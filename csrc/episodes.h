@@ -207,6 +207,22 @@ class Episodes {
 
   // -- rows ---------------------------------------------------------------------------------------
 
+  // Time and lane of the rows in n elements; the first one that is none of the ring's, or n.
+  std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time,
+                     std::int64_t* lane) const {
+    const std::int64_t newest = hi_ - 1;
+    const auto width = static_cast<std::int64_t>(lanes_.size());
+    const std::int64_t seam = newest % slots_;  // -1 without rows: nothing is stored then anyway
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
+      if (element[i] < 0 || slot >= slots_) return i;
+      const std::int64_t back = seam - slot;
+      time[i] = newest - (back < 0 ? back + slots_ : back);
+      lane[i] = width == 1 ? 0 : element[i] % width;
+    }
+    return n;
+  }
+
   // What `RingEpisodes.lookup` says of n rows; the first one that is not stored, or n.
   std::int64_t lookup(Numbers time, Numbers lane, std::int64_t n, std::int64_t* begin,
                       std::int64_t* last, std::int64_t* code, std::int64_t* head) const {

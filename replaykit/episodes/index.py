@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
 from replaykit.episodes.kernels import new_ring
-from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.law import ROWS, WINDOWS, CountLaw
 from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
 
@@ -268,6 +268,15 @@ class EpisodeIndex:
         """First stored and last row of the episodes of stored rows, as times."""
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
+
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements, in one
+        call: int64 ``[6, K]``."""
+        return self._ring.around(element)
+
+    def rows(self, law: CountLaw, number: Array) -> Array:
+        """Elements of single rows by their number: ``find`` of a law of one row, and ``element``."""
+        return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
