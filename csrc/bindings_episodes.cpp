@@ -244,7 +244,8 @@ void replaykit::bind_episodes(nb::module_& m) {
            nb::arg("ids"))
       .def("lookup",
            [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
-             const Array times(time, "time", Array::kInt64, 1), lanes(lane, "lane", Array::kInt64, 1);
+             const Array times(time, "time", Array::kInt64, 1);
+             const Array lanes(lane, "lane", Array::kInt64, 1);
              const std::int64_t n = times.size();
              check_length("lane", lanes.size(), n);
              const Answers found(out, 4, n);
@@ -259,7 +260,8 @@ void replaykit::bind_episodes(nb::module_& m) {
            "Writes begin, last, code and head of stored rows.")
       .def("codes",
            [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
-             const Array times(time, "time", Array::kInt64, 1), lanes(lane, "lane", Array::kInt64, 1);
+             const Array times(time, "time", Array::kInt64, 1);
+             const Array lanes(lane, "lane", Array::kInt64, 1);
              const std::int64_t n = times.size();
              check_length("lane", lanes.size(), n);
              const Answers found(out, 1, n);

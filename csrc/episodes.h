@@ -182,7 +182,7 @@ class Episodes {
     for (std::int64_t at = 0; at < lanes(); ++at) {
       if (!chosen[at]) continue;
       const std::pair<std::int64_t, std::int64_t> place{time, at};
-      const bool known = again && std::find(severed_.rbegin(), severed_.rend(), place) != severed_.rend();
+      const bool known = again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
       if (severs && !known) severed_.push_back(place);
       close_lane(at, code);
     }
@@ -338,10 +338,10 @@ class Episodes {
     if (lo <= lo_) return;
     for (std::int64_t at = 0; at < lanes(); ++at) {
       Lane& lane = lanes_[static_cast<std::size_t>(at)];
-      std::int64_t begin = lane.open, last = lane.head_last;
+      std::int64_t begin = lane.open, last = lane.head_last;  // of an open one it is not asked for
       if (lo < hi_) {
         begin = std::min(lo, row_of(lo)[at] >> kLinkShift);
-        if (begin != lane.open && begin >= lo_) last = row_of(begin)[at] >> kLinkShift;
+        if (begin >= lo_) last = row_of(begin)[at] >> kLinkShift;
       }
       lane.head_begin = begin < lo ? begin : -1;
       lane.head_last = last;

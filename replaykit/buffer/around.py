@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import is_tensordict
-from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
+from replaykit.episodes import ROWS, CountLaw, EndReason, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel
@@ -40,14 +40,17 @@ class StoredSurroundings(Surroundings):
         self._storage, self._index = storage, index
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
         self.time, self.lane = index.place(cells.cpu().numpy())
-        self.begin, self.last, code, self.head = index.episodes_at(self.time, self.lane)
+        self.begin, self.last, self._code, self.head = index.episodes_at(self.time, self.lane)
         self.first = np.maximum(self.begin, index.bounds(self.lane)[0])
-        self.reason = np.minimum(code, 3)
         self.alone = window is None
         self.window = np.arange(len(self.time)) if window is None else window
         self.mask = mask
         self.generator = generator
         self.keys = storage.require().schema.leaves
+
+    @property
+    def reason(self) -> Array:  # type: ignore[override]
+        return np.minimum(self._code, int(EndReason.CUT))
 
     @property
     def root(self) -> Node:  # type: ignore[override]
@@ -67,8 +70,10 @@ class StoredSurroundings(Surroundings):
         if unknown:
             known = ", ".join(map(format_key, columns.schema.leaves))
             raise KeyError(f"expected the columns {', '.join(unknown)}; there are {known}")
-        rows = torch.from_numpy(self._index.element(time.reshape(-1), lane.reshape(-1)))
+        rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
         leaves = columns.gather_keys(keys, rows)
+        if time.ndim == 1:
+            return leaves
         return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
 
 

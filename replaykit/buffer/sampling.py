@@ -430,7 +430,7 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
             return False
     inner = []
     for name, values in nested.items():
-        part = fields_of(data).get(name)
+        part: Any = fields_of(data).get(name)
         if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
             return False
         inner.append((part, values))
