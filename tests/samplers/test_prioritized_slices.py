@@ -20,6 +20,7 @@ from replaykit import (
     ReplayBuffer,
     Sequence,
     SliceSampler,
+    TensorDictMaxValueWriter,
 )
 from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
@@ -594,6 +595,33 @@ def test_content_without_episodes() -> None:
             sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2),
             sample_unit=Sequence(2),
         )
+
+
+def test_rows_out_of_order() -> None:
+    with pytest.raises(ValueError, match="order"):
+        ReplayBuffer(
+            storage=LazyTensorStorage(3),
+            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2),
+            writer=TensorDictMaxValueWriter(rank_key="step"),
+        )
+
+
+def test_prefetched_batches_are_the_same() -> None:
+    def drawn(prefetch: int | None) -> list[Any]:
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(10),
+            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2, flat=False),
+            generator=torch.Generator().manual_seed(0),
+            batch_size=6,
+            prefetch=prefetch,
+        )
+        rb.extend(steps(TWO))
+        found = [rb.sample() for _ in range(5)]
+        rb.shutdown()
+        assert all(batch.batch_size == (3, 2) for batch in found)
+        return [(b["index"].tolist(), b["priority_weight"].tolist()) for b in found]
+
+    assert drawn(None) == drawn(2)
 
 
 # -- state ----------------------------------------------------------------------------------------
