@@ -70,6 +70,8 @@ class EpisodeIndex:
         self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        self._is_ring = True
         self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
@@ -80,6 +82,10 @@ class EpisodeIndex:
         """Told that a column that bounds episodes was changed in place."""
         self._edited = True
 
+    def follow(self, count: int) -> None:
+        """Told of ``count`` rows that were written at the cursor."""
+        self.sync()
+
     def sync(self) -> None:
         """Takes note of all that was written. Cost: O(rows written since)."""
         ledger = self._storage.ledger
@@ -89,7 +95,8 @@ class EpisodeIndex:
         behind = ledger.next_position - self._noted
         if not behind:
             return
-        if behind > self.slots:  # rows are gone that nobody looked at
+        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        if behind > self.slots or not self._is_ring:
             self._rebuild()
             return
         first = (ledger.cursor - behind) % self.slots
@@ -105,8 +112,16 @@ class EpisodeIndex:
         before = ledger.next_position - len(rows)
         if ledger.changes != self._changes and ledger.cleared == before:
             start = -(-self._ring.hi // self.slots) * self.slots
+<<<<<<< HEAD
             self._begin_ring(start, None, self._head_after_clear())
         elif ledger.changes != self._changes or self._noted != before:
+=======
+            head = self._head_after_clear()
+            self._versions += self._ring.version + 1
+            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
+            self._noted, self._in_order, self._is_ring = before, True, True
+        elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
+>>>>>>> main
             self._rebuild()
             return
         # What was edited or placed before is stored no more.
@@ -196,8 +211,12 @@ class EpisodeIndex:
                     self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+<<<<<<< HEAD
 
     def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
+=======
+        self._is_ring = length == slots or ledger.cursor == length
+>>>>>>> main
         self.rebuilt += 1
         self._versions += self._ring.version + 1
         self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
@@ -330,6 +349,23 @@ class EpisodeIndex:
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return self._ring.find(law, kind, number)
+
+    def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
+        """Bool ``[K]``: whether windows of a law may start with these stored rows.
+
+        It is so for the first ``law.count`` rows of an episode, those without history left out.
+        """
+        begin, last, code, head = self._ring.lookup(time, lane)
+        reset = head == int(Head.RESET)
+        base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
+        rows = last + 1 - base
+        if law.open_future or law.closed:
+            is_open = code == GOES_ON
+            rows = np.where(is_open, 0 if law.closed else rows - law.open_future, rows)
+        if law.intact:
+            rows = np.where(reset, rows, 0)
+        count = np.where(rows >= law.least, rows + law.add, np.where(rows < 1, 0, law.below))
+        return np.asarray((time >= base) & (time - base < count))
 
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""

@@ -12,9 +12,9 @@ from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["eligible_records", "index_for", "refuse_nothing"]
+__all__ = ["SINGLE", "eligible_records", "index_for", "refuse_nothing"]
 
-_SINGLE = CountLaw.strict(1)
+SINGLE = CountLaw.strict(1)
 
 
 def index_for(storage: Storage) -> EpisodeIndex:
@@ -34,7 +34,7 @@ def index_for(storage: Storage) -> EpisodeIndex:
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
     """The records that have around them what transforms need. Cost: O(lanes)."""
     index = index_for(storage)
-    return Eligible(index, _SINGLE.needing(needs), needs)
+    return Eligible(index, SINGLE.needing(needs), needs)
 
 
 class Eligible:

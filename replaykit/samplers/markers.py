@@ -98,12 +98,11 @@ class Markers:
             end, truncated = _any(flags, self._ends), _any(flags, self._truncated)
             terminated = _any(flags, self._terminated)
             last = _edge(number, real, last=True)
-            never = last & ~last if end is None or terminated is None else None
-            end = never if end is None else end
+            end = last & ~last if end is None else end
             done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
             # A flag of its own, not memory of the rows.
-            terminated = never | never if terminated is None else terminated | terminated
+            terminated = end & ~end if terminated is None else terminated | terminated
             if real is not None:
                 done, truncated, terminated = done & real, truncated & real, terminated & real
             done_key, truncated_key, terminated_key = self._keys

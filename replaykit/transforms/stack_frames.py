@@ -140,7 +140,8 @@ class StackFrames(HistoryTransform):
             if following is not None:
                 if real is not None:
                     before = _or_own(before, following, real)
-                values[("next", *key)] = next_stack(before, following, self)
+                under_next: Path = ("next", *key)
+                values[under_next] = next_stack(before, following, self)
             if real is not None:
                 frames = _or_own(frames, own[key], real)
             values[key] = arranged(frames, self)

@@ -166,7 +166,7 @@ def new_buffer(slots: int) -> ReplayBuffer:
 def test_a_buffer_knows_its_episodes(kernel: str, tmp_path: Path) -> None:
     """Writes of any size, flags, ids, cuts, edits, restarts and clears, in any order."""
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(slots=st.sampled_from([1, 2, 3, 5, 8, 13]), program=steps)
     def run(slots: int, program: list[Any]) -> None:
         rb, model, episode = new_buffer(slots), Model(slots), 0
@@ -212,7 +212,7 @@ def test_a_buffer_knows_its_episodes(kernel: str, tmp_path: Path) -> None:
 def test_lanes_are_streams_of_their_own(kernel: str, lanes: tuple[int, ...]) -> None:
     count = int(np.prod(lanes))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(data=st.data(), slots=st.sampled_from([1, 3, 5, 8]))
     def run(data: st.DataObject, slots: int) -> None:
         rb = ReplayBuffer(storage=LazyTensorStorage(slots * count, ndim=1 + len(lanes)))
