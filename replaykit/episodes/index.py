@@ -112,16 +112,9 @@ class EpisodeIndex:
         before = ledger.next_position - len(rows)
         if ledger.changes != self._changes and ledger.cleared == before:
             start = -(-self._ring.hi // self.slots) * self.slots
-<<<<<<< HEAD
             self._begin_ring(start, None, self._head_after_clear())
-        elif ledger.changes != self._changes or self._noted != before:
-=======
-            head = self._head_after_clear()
-            self._versions += self._ring.version + 1
-            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
-            self._noted, self._in_order, self._is_ring = before, True, True
+            self._is_ring = True
         elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
->>>>>>> main
             self._rebuild()
             return
         # What was edited or placed before is stored no more.
@@ -211,12 +204,9 @@ class EpisodeIndex:
                     self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
-<<<<<<< HEAD
+        self._is_ring = length == slots or ledger.cursor == length
 
     def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
-=======
-        self._is_ring = length == slots or ledger.cursor == length
->>>>>>> main
         self.rebuilt += 1
         self._versions += self._ring.version + 1
         self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
