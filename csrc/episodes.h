@@ -75,7 +75,7 @@ class Episodes {
     explicit Lane(std::int64_t slots) : log(slots + 2 * kGroup + 2) {}
 
     std::int64_t open = -1;        // begin of the episode that may go on, or -1
-    std::int64_t head_begin = -1;  // of the episode of the oldest row, if that one is stored no more
+    std::int64_t head_begin = -1;  // of the oldest row's episode, if it lies before lo
     std::int64_t head_last = 0;    // its last row, when it has ended
     std::int64_t first = 1;        // entry of the oldest ended episode with a stored row
     std::uint8_t open_head = kReset, next_head = kReset;
@@ -179,11 +179,13 @@ class Episodes {
     const bool severs = code == kSevered || code == kRestored;
     forget_severed();
     const bool again = !severed_.empty() && severed_.back().first == time;
+    const auto marked = [&](const auto& place) {
+      return again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
+    };
     for (std::int64_t at = 0; at < lanes(); ++at) {
       if (!chosen[at]) continue;
       const std::pair<std::int64_t, std::int64_t> place{time, at};
-      const bool known = again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
-      if (severs && !known) severed_.push_back(place);
+      if (severs && !marked(place)) severed_.push_back(place);
       close_lane(at, code);
     }
     ++version_;
