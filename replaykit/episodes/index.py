@@ -70,6 +70,8 @@ class EpisodeIndex:
         self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
         self._in_order = True
+        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        self._is_ring = True
         self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted or not before):
             self._rebuild()
@@ -80,6 +82,10 @@ class EpisodeIndex:
         """Told that a column that bounds episodes was changed in place."""
         self._edited = True
 
+    def follow(self, count: int) -> None:
+        """Told of ``count`` rows that were written at the cursor."""
+        self.sync()
+
     def sync(self) -> None:
         """Takes note of all that was written. Cost: O(rows written since)."""
         ledger = self._storage.ledger
@@ -89,7 +95,8 @@ class EpisodeIndex:
         behind = ledger.next_position - self._noted
         if not behind:
             return
-        if behind > self.slots:  # rows are gone that nobody looked at
+        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        if behind > self.slots or not self._is_ring:
             self._rebuild()
             return
         first = (ledger.cursor - behind) % self.slots
@@ -108,8 +115,8 @@ class EpisodeIndex:
             head = self._head_after_clear()
             self._versions += self._ring.version + 1
             self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
-            self._noted, self._in_order = before, True
-        elif ledger.changes != self._changes or self._noted != before:
+            self._noted, self._in_order, self._is_ring = before, True, True
+        elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
             self._rebuild()
             return
         # What was edited is stored no more, or else it is noted at the next question.
@@ -199,6 +206,7 @@ class EpisodeIndex:
                     self._ring.forget_ids()
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self._is_ring = length == slots or ledger.cursor == length
         self.rebuilt += 1
 
     def _head_after_clear(self) -> Array:

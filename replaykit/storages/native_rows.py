@@ -29,6 +29,10 @@ _COLD_BATCHES = 16
 It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
 more, and the pages that it drives out."""
 
+_MODEL_BYTES = 2**18
+"""Up to this size leaves are kept as models of the next ones: half the time of describing them."""
+
+
 _CPU = torch.device("cpu")
 """Named wherever memory is taken: a default device of the caller's has no say here."""
 
@@ -77,6 +81,7 @@ class NativeRows:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
+        self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
@@ -180,10 +185,15 @@ class NativeRows:
             )
         table, sizes = known
         count = len(rows)
-        leaves = {path: self._fresh(path, count) for path in paths}
-        to = [leaf.data_ptr() for leaf in leaves.values()]
+        models = self._models.get(paths)  # another thread may exchange them
+        if models is None or len(models[0]) != count:
+            models = [self._fresh(path, count) for path in paths]
+            if count * sum(sizes) <= _MODEL_BYTES:
+                self._models[paths] = models
+        leaves = [torch.empty_like(model) for model in models]
+        to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self._elements, to, sizes)
-        return leaves
+        return dict(zip(paths, leaves, strict=True))
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
         """What ``gather`` does, for rows that are worth several threads: by those of torch.

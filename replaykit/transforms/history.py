@@ -23,7 +23,8 @@ class Around:
     """Rows read besides those of a batch.
 
     Attributes:
-        time, lane: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
+        time: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
+        lane: the same; ``[B, 1, ...]`` will do until a relabel is asked.
         leaves: by key, ``[B, *k, *F]``, as they are stored.
     """
 
@@ -86,13 +87,13 @@ class Surroundings:
         Args:
             keys: stored keys.
             time: int64 ``[B, *k]``, each in ``[first, last]`` of its row.
-            lane: the same shape; None: that of the row.
+            lane: in a shape that goes with it; None: that of the row.
 
         Raises:
             KeyError: a key that is not stored.
         """
         if lane is None:
-            lane = self._like(self.lane, time)
+            lane = self.lane.reshape(-1, *[1] * (time.ndim - 1))
         wanted = dict.fromkeys(keys)
         for transform, _ in self.relabels:
             if not transform.changes.isdisjoint(wanted):
@@ -104,6 +105,8 @@ class Surroundings:
         leaves = around.leaves
         for transform, own in self.relabels:
             if not transform.changes.isdisjoint(leaves):
+                if around.lane.shape != around.time.shape:
+                    around.lane = np.broadcast_to(around.lane, around.time.shape)
                 leaves = transform.relabel(dict(leaves), around, own, self)
         return leaves
 
@@ -129,10 +132,6 @@ class Surroundings:
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
         raise NotImplementedError
-
-    @staticmethod
-    def _like(own: Array, time: Array) -> Array:
-        return np.broadcast_to(own.reshape(-1, *[1] * (time.ndim - 1)), time.shape)
 
 
 class HistoryTransform(Transform):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ _ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
+_TABLE_STEPS = 64
+"""Up to so many steps tables of them are kept, of so many numbers squared."""
+
+
 class _Fetched(NamedTuple):
     """Rewards of the steps ``[B, m]``, and what is under ``next`` of the last one ``[B]``."""
 
@@ -45,6 +50,30 @@ class _Fetched(NamedTuple):
     last: Around | None
     steps: Array
     keys: list[Path]
+
+
+class _Table(NamedTuple):
+    """What follows from a number of steps less one, of at most ``n`` steps; a row for each.
+
+    ``offsets`` int64 ``[n, n]``: how many rows on each step lies, the last one repeated.
+    ``weights32`` float32: the discount of each step, 0 beyond the last. ``powers32`` ``[n, 1]``:
+    the discount after them.
+    """
+
+    offsets: Array
+    weights32: Array
+    powers32: Array
+
+    @classmethod
+    def of(cls, gamma: float, n: int) -> _Table:
+        step = np.arange(n)
+        powers = np.power(gamma, np.arange(n + 1), dtype=np.float64)
+        weights = np.where(step[None] <= step[:, None], powers[None, :-1], 0)
+        return cls(
+            np.minimum(step[None], step[:, None]),
+            weights.astype(np.float32),
+            powers[1:, None].astype(np.float32),
+        )
 
 
 class NStep(HistoryTransform):
@@ -137,7 +166,9 @@ class NStep(HistoryTransform):
         self.one_step_key = one_step_key(self.reward_key)
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(_ENDS))
-        self._factors: torch.Tensor | None = None
+        self._known: tuple[Collection[Path], list[Path]] | None = None
+        small = self.n is not None and not per_step and self.n <= _TABLE_STEPS
+        self._table = _Table.of(self.gamma, steps) if small else None
 
     # -- under the lock -----------------------------------------------------------------------
 
@@ -150,15 +181,24 @@ class NStep(HistoryTransform):
                 f"expected {self!r} before {around.next_made[-1]}, whose 'next' it would replace"
             )
         steps = np.minimum(around.last - around.time, self.n - 1)
-        width = int(steps.max()) + 1 if len(steps) else 1
-        time = around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
+        time = around.time[:, None]
+        if self._table is None:
+            time = time + np.minimum(np.arange(self.n), steps[:, None])
+        else:
+            time = time + self._table.offsets.take(steps, 0)
         steps, time = self._ended_earlier(around, steps, time)
         last = around.next_time = around.time + steps
-        keys = [key for key in around.keys if key[0] == "next" and key != self.reward_key]
-        if TERMINATED not in keys and TERMINATED in around.keys:
-            keys.append(TERMINATED)
+        keys = self._next_keys(around.keys)
         rewards = around.fetch([self.reward_key], time)
         return _Fetched(rewards, around.fetch(keys, last) if keys else None, steps, keys)
+
+    def _next_keys(self, keys: Collection[Path]) -> list[Path]:
+        """What comes from the last step, of the keys that are stored; worked out once for each."""
+        known = self._known
+        if known is None or known[0] is not keys:
+            found = [key for key in keys if key[0] == "next" and key != self.reward_key]
+            known = self._known = keys, found
+        return known[1]
 
     def _ended_earlier(
         self, around: Surroundings, steps: Array, time: Array
@@ -187,7 +227,7 @@ class NStep(HistoryTransform):
             seen = around.seen(fetched.last)
             last = {key: seen[key] for key in fetched.keys}
         if TERMINATED in last:
-            bootstrap = ~is_set(last[TERMINATED], 1).unsqueeze(-1)
+            bootstrap = ~_column(last[TERMINATED])
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
         sums = self._summed(rewards, steps)
@@ -195,29 +235,35 @@ class NStep(HistoryTransform):
             **last,
             self.reward_key: sums,
             self.one_step_key: own,
-            _DISCOUNT: powers(self.gamma, steps + 1, sums),
-            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
+            _DISCOUNT: self._discounts(steps, sums),
+            _STEPS: torch.from_numpy(steps[:, None] + 1).to(sums.device),
             _BOOTSTRAP: bootstrap,
         }
         set_real(data, values, around.mask)
         return data
+
+    def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
+        if self._table is not None and sums.dtype is torch.float32:
+            return torch.from_numpy(self._table.powers32.take(steps, 0)).to(sums.device)
+        return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
         """Discounted sums of rewards ``[B, width, *F]``, of which row b has ``steps[b] + 1``."""
         width = rewards.shape[1]
         if width == 1 or not self.gamma:
             return rewards[:, 0]
+        table = self._table
+        if table is not None and rewards.dtype is torch.float32 and rewards.device.type == "cpu":
+            weights = torch.from_numpy(table.weights32.take(steps, 0))
+            sums = (rewards * over_features(weights, rewards)).sum(1)
+            # Rows beyond were read as the last one again. Where that is infinite it must not be
+            # multiplied by 0: the slow way then.
+            if sums.sum().isfinite():
+                return sums
         exact = rewards.float() if rewards.dtype.itemsize < 4 else rewards
-        factors = self._factors
-        if factors is None or factors.shape[0] != width or factors.dtype != exact.dtype:
-            with torch.inference_mode(False):
-                made = torch.from_numpy(np.power(self.gamma, np.arange(width)))
-                factors = self._factors = made.to(exact.dtype)
-        if factors.device != exact.device:
-            factors = factors.to(exact.device)
         beyond = as_tensor_like(steps[:, None] < np.arange(width), exact)
-        # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
         exact = exact.masked_fill(over_features(beyond, exact), 0)
+        factors = torch.from_numpy(np.power(self.gamma, np.arange(width))).to(exact)
         shape = (1, width, *[1] * (exact.ndim - 2))
         return (exact * factors.view(shape)).sum(1).to(rewards.dtype)
 
@@ -235,7 +281,7 @@ class NStep(HistoryTransform):
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
         terminated = data.get(TERMINATED, None)
         if terminated is not None:
-            bootstrap = ~is_set(terminated, 1)[last].unsqueeze(-1)
+            bootstrap = ~_column(terminated)[last]
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
         values = {
@@ -263,6 +309,13 @@ class NStep(HistoryTransform):
         if self.reward_key != ("next", "reward"):
             parts.append(f"reward_key={format_key(self.reward_key)}")
         return f"NStep({', '.join(parts)})"
+
+
+def _column(flag: torch.Tensor) -> torch.Tensor:
+    """A flag as bool ``[B, 1]``."""
+    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
+        return flag
+    return is_set(flag, 1).unsqueeze(-1)
 
 
 def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
