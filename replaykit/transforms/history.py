@@ -100,6 +100,12 @@ class Surroundings:
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
 
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
+        its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """
+        return None
+
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
         leaves = around.leaves
