@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,15 @@ def index_for(storage: Storage) -> EpisodeIndex:
     return storage.episodes
 
 
+@functools.lru_cache(maxsize=64)
+def _law(needs: Needs) -> CountLaw:
+    return SINGLE.needing(needs)
+
+
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
     """The records that have around them what transforms need. Cost: O(lanes)."""
     index = index_for(storage)
-    return Eligible(index, SINGLE.needing(needs), needs)
+    return Eligible(index, _law(needs), needs)
 
 
 class Eligible:

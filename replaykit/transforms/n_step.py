@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import EndReason, Needs
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
@@ -251,7 +252,7 @@ class NStep(HistoryTransform):
         steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
-        terminated = data.get(TERMINATED, None)
+        terminated = lookup(data, TERMINATED)
         if terminated is not None:
             bootstrap = ~_column(terminated)[last]
         else:
