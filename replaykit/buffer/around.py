@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import is_tensordict
-from replaykit.episodes import ROWS, CountLaw, EndReason, EpisodeIndex
+from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
@@ -41,18 +42,28 @@ class StoredSurroundings(Surroundings):
         self._storage, self._index = storage, index
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
         self._cells = cells.cpu().numpy()
-        self.time, self.lane = index.place(self._cells)
-        self.begin, self.last, self._code, self.head = index.episodes_at(self.time, self.lane)
-        self.first = np.maximum(self.begin, index.bounds(self.lane)[0])
+        found = index.around(self._cells)
+        self.time, self.lane, self.begin, self.last, self._code, self.head = found
+        self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
-        self.window = np.arange(len(self.time)) if window is None else window
+        self._window = window
         self.mask = mask
         self.generator = generator
         self.keys = storage.require().schema.leaves
 
-    @property
+    # What not every transform asks for is computed when one does.
+
+    @cached_property
+    def first(self) -> Array:  # type: ignore[override]
+        return np.maximum(self.begin, self._lowest)
+
+    @cached_property
     def reason(self) -> Array:  # type: ignore[override]
-        return np.minimum(self._code, int(EndReason.CUT))
+        return np.minimum(self._code, 3)
+
+    @cached_property
+    def window(self) -> Array:  # type: ignore[override]
+        return np.arange(len(self.time)) if self._window is None else self._window
 
     @property
     def root(self) -> Node:  # type: ignore[override]
@@ -75,14 +86,14 @@ class StoredSurroundings(Surroundings):
 
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         columns = self._storage.require()
-        unknown = [format_key(key) for key in keys if key not in columns.schema.leaves]
-        if unknown:
-            known = ", ".join(map(format_key, columns.schema.leaves))
-            raise KeyError(f"expected the columns {', '.join(unknown)}; there are {known}")
+        if not all(key in self.keys for key in keys):
+            unknown = ", ".join(format_key(key) for key in keys if key not in self.keys)
+            known = ", ".join(map(format_key, self.keys))
+            raise KeyError(f"expected the columns {unknown}; there are {known}")
+        if time.ndim == 1:
+            return columns.gather_keys(keys, torch.from_numpy(self._index.element(time, lane)))
         rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
         leaves = columns.gather_keys(keys, rows)
-        if time.ndim == 1:
-            return leaves
         return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
 
 

@@ -134,19 +134,17 @@ class Priorities(BufferCore):
         """Sets the priorities of the rows that were drawn for the windows of a sample."""
         key, sampler = self._priority_key, self._sampler
         flat = data.reshape(-1)
-        anchor, value = lookup(flat, ("anchor_index",)), lookup(flat, key)
+        value, anchor = lookup(flat, key), lookup(flat, ("anchor_index",))
+        needed = {format_key(key): value, "anchor_index": anchor}
         if isinstance(self._sample_unit, Sequence):
-            valid = lookup(flat, ("validity_mask",))
+            valid = needed["validity_mask"] = lookup(flat, ("validity_mask",))
         else:
             valid = lookup(flat, MASK)
-            valid = torch.ones(flat.batch_size, dtype=torch.bool) if valid is None else valid
-        for name, item in (
-            (format_key(key), value),
-            ("anchor_index", anchor),
-            ("validity_mask", valid),
-        ):
+        for name, item in needed.items():
             if item is None:
                 raise KeyError(f"expected {name} in the data; got none")
+        if valid is None:  # slices without padding
+            valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
         with self._locked() as storage:
             # What a learner computes for rows that fill a gap need not be a number.
             mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))

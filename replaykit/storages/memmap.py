@@ -60,9 +60,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: number of leading dimensions that count as rows: time, then lanes.
         existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
             is never visible.
+        lane_key: as for LazyTensorStorage.
 
     Raises:
-        ValueError: another device.
+        ValueError: another device, or ``lane_key`` with ``ndim > 1``.
+        KeyError: at the first write, where the data has no column ``lane_key``.
         RuntimeError: at the first write, where the files exist and ``existsok`` is false.
         OSError: at the first write, where the disk has too little room.
 
@@ -85,10 +87,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: int = 1,
         existsok: bool = False,
         compilable: bool = False,
+        lane_key: Any = None,
     ) -> None:
         if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
-        ColumnStorage.__init__(self, max_size, device="cpu", ndim=ndim)
+        ColumnStorage.__init__(self, max_size, device="cpu", ndim=ndim, lane_key=lane_key)
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok
 
