@@ -250,7 +250,7 @@ class EpisodeIndex:
     def place(self, element: Array) -> tuple[Array, Array]:
         """Time and lane of stored elements."""
         if self.lanes == 1:
-            slot, lane = element, np.zeros_like(element)
+            slot, lane = element, np.zeros(element.shape, np.int64)
         else:
             slot, lane = np.divmod(element, self.lanes)
         newest = self._ring.hi - 1
