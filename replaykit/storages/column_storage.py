@@ -26,11 +26,15 @@ from replaykit.storages.indexing import (
     with_lanes,
 )
 from replaykit.storages.matching import MatchedRows, Matcher
+from replaykit.storages.once import OnceColumns
 from replaykit.storages.records import plan_records
 from replaykit.structure import Leaf, Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 
-__all__ = ["ColumnStorage"]
+__all__ = ["AnyColumns", "ColumnStorage"]
+
+AnyColumns = Columns | OnceColumns
+"""How rows lie: all leaves of each, or those that follow in the next row only there."""
 
 
 class ColumnStorage(Storage):
@@ -39,7 +43,7 @@ class ColumnStorage(Storage):
     def __init__(self, max_size: int, *, device: Any, ndim: int) -> None:
         super().__init__(max_size, ndim=ndim)
         self._device = device if device == "auto" else as_device(device)
-        self._columns: Columns | None = None
+        self._columns: AnyColumns | None = None
         self._matcher: Matcher | None = None
 
     # -- description --------------------------------------------------------------------------
@@ -140,13 +144,17 @@ class ColumnStorage(Storage):
         columns = self.require()
         columns.note_newest((first + len(rows) - 1) % columns.slots)
 
-    def _adopt(self, columns: Columns) -> None:
+    def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:
             self._matcher = Matcher(columns.schema)
         self.ledger.slots = columns.slots
         self.max_size = columns.slots * columns.lanes.numel()
 
-    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
+        """Takes memory for rows of that schema."""
+        return self._take_memory(schema, lanes, rows)
+
+    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         device = self._device
         if device == "auto":
             device = torch.device("cpu")
@@ -287,7 +295,7 @@ class ColumnStorage(Storage):
 
     # -- reading ------------------------------------------------------------------------------
 
-    def require(self) -> Columns:
+    def require(self) -> AnyColumns:
         """Returns the columns; RuntimeError before the first write."""
         if self._columns is None:
             raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
@@ -315,7 +323,7 @@ class ColumnStorage(Storage):
             leaves = columns.view(self.ledger.length, at)
             return self._build(leaves, indexed_shape(self.visible_shape(), at))
 
-    def _get_cells(self, columns: Columns, index: Any) -> Any:
+    def _get_cells(self, columns: AnyColumns, index: Any) -> Any:
         if (
             isinstance(index, torch.Tensor)
             and index.ndim > 1

@@ -17,7 +17,7 @@ from replaykit.storages.runs import runs_of
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "picked"]
 
 
 class Columns:
@@ -235,7 +235,7 @@ class Columns:
         self.follow_memory()
         # All values are at hand, in memory of their own, before the first one is written: what can
         # fail, fails here, and rows that are views of these columns are not overwritten on the way.
-        sources = {path: self.own(_picked(leaves[path], kept)) for path in self.tensors}
+        sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
         if self._native is not None and self._native.scatter(slots, sources):
             return
         runs = runs_of(slots)
@@ -372,7 +372,8 @@ def _reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize
 
 
-def _picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+    """Returns some of the rows of a tensor or of what reads like one, in a dtype that moves."""
     if isinstance(rows, torch.Tensor):
         whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
         return carried(rows) if whole else carried(rows)[kept]

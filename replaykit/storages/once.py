@@ -1,0 +1,364 @@
+"""Columns in which what follows a row is stored once: as the row that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from replaykit._compat import arange
+from replaykit.assembly import assembler
+from replaykit.storages.beside import Beside, Grow
+from replaykit.storages.bits import any_differing
+from replaykit.storages.carrying import carried
+from replaykit.storages.columns import Columns, picked
+from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
+from replaykit.storages.neighbours import neighbours
+from replaykit.storages.pairs import Pairs
+from replaykit.structure import Path
+
+__all__ = ["OnceColumns"]
+
+_Leaves = dict[Path, torch.Tensor]
+
+
+class OnceColumns:
+    """Columns of which some leaves under ``next`` are those of the following row at the root.
+
+    Has the face of ``Columns``. A row whose follower does not hold the same bits, or is not there,
+    has its counterparts beside. So every row comes back as it was written, bit for bit, whatever
+    is written, edited or displaced around it: whoever changes a root value settles the row before.
+
+    Rows are elements here, counted through time slots and lanes; the one that follows an element
+    lies one time slot further, round the ring, in the same lane.
+
+    Args:
+        pairs: which leaves.
+        rows: columns of the leaves that every row has.
+        grow: takes memory for the rows beside.
+
+    Attributes:
+        newest: the slot of the newest row, where the next one written at the cursor follows it in
+            time; None where nobody can tell.
+
+    Cost of a read: that of a dense one, and a few operations on int64 ``[B]``. Of a write: one
+    more pass over the leaves in pairs.
+    """
+
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow) -> None:
+        self.pairs = pairs
+        self.schema = pairs.schema
+        self.rows = rows
+        self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
+        self.device = rows.device
+        self._cells = rows.lanes.numel()
+        self._elements = rows.slots * self._cells
+        self._roots = rows.part(list(pairs.root_of.values()))
+        next_of = {root: path for path, root in pairs.root_of.items()}
+        # The counterparts come out in the order of the roots.
+        self._nexts = [next_of[root] for root in self._roots.order]
+        self._beside = Beside(pairs.beside, self._elements, self.device, grow)
+        self._stored = 0
+        self.newest: int | None = None
+        self.order = [*rows.order, *self._nexts]
+        self._assemble = assembler(self.schema.root, self.order)
+
+    @property
+    def advise(self) -> bool:
+        """Whether the kernel is told which pages of mapped files a batch will touch."""
+        return self.rows.advise
+
+    @property
+    def kept_beside(self) -> int:
+        """Number of rows (elements, for ``ndim > 1``) that have their counterparts beside."""
+        return len(self._beside)
+
+    def nbytes(self) -> int:
+        """Bytes of memory, or of files, that the rows take, those beside among them."""
+        return self.rows.nbytes() + self._beside.nbytes()
+
+    def note_newest(self, slot: int) -> None:
+        """Told which slot the last of the rows written at the cursor lies in."""
+        self.newest = slot
+
+    def newest_rows(self) -> _Leaves | None:
+        """Returns the newest time slot, leaves ``[lanes, *F]``; None where nothing follows it."""
+        if self.newest is None:
+            return None
+        elements = arange(self.newest * self._cells, (self.newest + 1) * self._cells)
+        elements = elements.to(self.device)
+        leaves = self.rows.gather_elements(elements, self._elements)
+        found = dict(zip(self.rows.order, leaves, strict=True))
+        return {**found, **self._following(elements)}
+
+    def clear(self) -> None:
+        """Told that no row is stored any more; memory stays."""
+        self._beside.clear(self._stored * self._cells)
+        self._stored = 0
+        self.newest = None
+
+    def check_writable(self) -> None:
+        """Rows here have memory of their own."""
+
+    # -- out ----------------------------------------------------------------------------------
+
+    def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
+        """Reads the rows at slots ``[B]`` (coordinates ``[B, ndim]``) into a fresh container.
+
+        Raises:
+            IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
+        """
+        leaves = self._gather(index, length, contiguous)
+        return self._assemble(leaves, index.shape[:1], self.device)
+
+    def gather(
+        self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
+    ) -> _Leaves:
+        """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
+        length = self.slots if length is None else length
+        found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
+        return {path: found[path] for path in self.schema.leaves}
+
+    def gather_keys(
+        self, paths: Sequence[Path], index: torch.Tensor, length: int | None = None
+    ) -> _Leaves:
+        """Copies some leaves of rows out, as ``gather`` does all of them."""
+        length = self.slots if length is None else length
+        elements = self._elements_of(index)
+        stored = [path for path in paths if path not in self.pairs.root_of]
+        found: _Leaves = {}
+        part = self.rows.part(stored) if stored else self._roots
+        leaves = part.gather_elements(elements, length * self._cells)  # also checks the index
+        if stored:
+            found.update(zip(part.order, leaves, strict=True))
+        if len(stored) < len(paths):
+            found.update(self._following(elements))
+        return {path: found[path] for path in paths}
+
+    def _elements_of(self, index: torch.Tensor) -> torch.Tensor:
+        elements = index if self.ndim == 1 else ravel(index, self.lanes)
+        if elements.dtype is not torch.int64 or elements.device != self.device:
+            elements = elements.to(self.device, torch.int64)
+        return elements
+
+    def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> list[torch.Tensor]:
+        elements = self._elements_of(index)
+        limit = length * self._cells
+        leaves = list(self.rows.gather_elements(elements, limit, contiguous=contiguous))
+        following = self._following(elements, contiguous)
+        leaves.extend(following[path] for path in self._nexts)
+        return leaves
+
+    def _following(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
+        """The counterparts of elements ``[B]``: ``[B, *F]``, in fresh memory."""
+        # The slot after the newest row may never have been written; what it holds is replaced.
+        after = (elements + self._cells).remainder_(self._elements)
+        leaves = self._roots.gather_elements(after, self._elements, contiguous=contiguous)
+        return self._beside.patch(elements, dict(zip(self._nexts, leaves, strict=True)))
+
+    def column(self, path: Path, stop: int) -> torch.Tensor:
+        """Returns the first ``stop`` slots of a leaf: a copy where it is one of a pair."""
+        if path not in self.pairs.root_of and path not in self.pairs.root_of.values():
+            return self.rows.column(path, stop)
+        elements = arange(stop * self._cells).to(self.device)
+        if path in self.pairs.root_of:
+            found = self._following(elements, contiguous=True)
+        else:
+            found = self._at_root(elements, contiguous=True)
+        return found[path].view(stop, *self.lanes, *self.schema.leaves[path].shape)
+
+    def _at_root(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
+        """The root values in pairs of elements ``[B]``, in fresh memory."""
+        part = self._roots
+        leaves = part.gather_elements(elements, self._elements, contiguous=contiguous)
+        return dict(zip(part.order, leaves, strict=True))
+
+    def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> _Leaves:
+        """Indexes the first ``stop`` slots: copies of leaves in pairs, else as ``Columns.view``.
+
+        A view of a root value would let it be changed without the row before.
+        """
+        leaves = self.rows.view(stop, index, time_dim=time_dim)
+        numbers = self._selected(stop, slice(None) if index is None else index, time_dim)
+        elements = numbers.reshape(-1)
+        for found in (self._at_root(elements, True), self._following(elements, True)):
+            for path, leaf in found.items():
+                leaves[path] = leaf.view(*numbers.shape, *leaf.shape[1:])
+        return {path: leaves[path] for path in self.schema.leaves}
+
+    def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:
+        """Numbers of the elements that an index selects of the first ``stop`` slots."""
+        shape, strides, step = [stop, *self.lanes], [], self._cells
+        for size in (1, *self.lanes):
+            step //= size
+            strides.append(step)
+        for grid in (shape, strides):
+            grid[0], grid[time_dim] = grid[time_dim], grid[0]
+        return selected_elements(index, torch.Size(shape), strides).to(self.device)
+
+    def own_following(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
+        """What is needed beside the root values of the first ``stop`` slots to rebuild them all.
+
+        Returns:
+            Elements, rising, int64 ``[K]``, and their counterparts ``[K, *F]``: those that do not
+            follow from the row behind them, which is the first one for the last of a full ring.
+        """
+        elements = self._beside.elements_with(stop * self._cells)
+        if stop and stop < self.slots:
+            last = arange((stop - 1) * self._cells, stop * self._cells).to(self.device)
+            elements = torch.cat([elements[elements < last[0]], last])
+        return elements, self._following(elements, True)
+
+    # -- in -----------------------------------------------------------------------------------
+
+    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
+        """False: rows have to be compared, which ``scatter`` does."""
+        return False
+
+    def scatter(
+        self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
+    ) -> None:
+        """Writes rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
+
+        An interrupt from the keyboard is passed on when all is written.
+        """
+        if not len(slots):
+            return
+        self.newest = None
+        sources = {path: self.rows.own(picked(leaves[path], kept)) for path in self.schema.leaves}
+        elements = slots.to(self.device)
+        if self._cells > 1:
+            cells = arange(self._cells).to(self.device)
+            elements = (elements[:, None] * self._cells + cells).reshape(-1)
+        flat = {
+            path: sources[path].reshape(len(elements), *sources[path].shape[self.ndim :])
+            for path in (*self._nexts, *self._roots.order)
+        }
+
+        def write() -> None:
+            self.rows.scatter(slots, sources, slice(None))
+
+        self._settle(elements, flat, write, at_cursor=True)
+        self._stored = max(self._stored, int(slots.max()) + 1)
+
+    def assign(
+        self,
+        stop: int,
+        leaves: Mapping[Path, torch.Tensor],
+        at: Any,
+        batch: torch.Size,
+        *,
+        time_dim: int = 0,
+    ) -> None:
+        """Writes leaves ``[*batch, *F]`` into rows; see ``Columns.assign``."""
+        stored = {path: leaf for path, leaf in leaves.items() if path not in self.pairs.root_of}
+
+        def write() -> None:
+            if stored:
+                self.rows.assign(stop, stored, at, batch, time_dim=time_dim)
+
+        paired = {path: leaf for path, leaf in leaves.items() if self._in_pair(path)}
+        if not paired:
+            write()
+            return
+        elements = self._selected(stop, at, time_dim).reshape(-1)
+        last = last_occurrences(elements.cpu())
+        if not isinstance(last, slice):
+            last = last.to(self.device)
+        flat = {
+            path: carried(leaf).reshape(len(elements), *self.schema.leaves[path].shape)[last]
+            for path, leaf in paired.items()
+        }
+        flat = {path: self.rows.own(leaf) for path, leaf in flat.items()}
+        self._edit(elements[last], flat, write)
+
+    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
+        """Writes leaves ``[K, *F]`` into distinct cells, int64 ``[K]`` for each dimension."""
+        stored = {path: leaf for path, leaf in leaves.items() if path not in self.pairs.root_of}
+
+        def write() -> None:
+            self.rows.put(cells, stored)
+
+        flat = {path: self.rows.own(leaf) for path, leaf in leaves.items() if self._in_pair(path)}
+        if not flat:
+            write()
+            return
+        elements = ravel(torch.stack(list(cells), -1), self.lanes).to(self.device)
+        self._edit(elements, flat, write)
+
+    def _in_pair(self, path: Path) -> bool:
+        return path in self.pairs.root_of or path in self._roots.tensors
+
+    def _edit(self, elements: torch.Tensor, flat: _Leaves, write: Callable[[], None]) -> None:
+        """Replaces some values in pairs of stored elements; the others are as they are stored."""
+        if not len(elements):
+            return
+        self.newest = None
+        known = dict(flat)
+        for path, leaf in (*self._at_root(elements).items(), *self._following(elements).items()):
+            known.setdefault(path, leaf)
+        self._settle(elements, known, write)
+
+    def _settle(
+        self,
+        elements: torch.Tensor,
+        flat: _Leaves,
+        write: Callable[[], None],
+        *,
+        at_cursor: bool = False,
+    ) -> None:
+        """Has distinct elements ``[K]`` written, and puts beside what does not follow any more.
+
+        Args:
+            flat: all leaves in pairs that the elements have afterwards, ``[K, *F]``.
+            write: writes them, but for the counterparts; called again after an interrupt.
+        """
+        near = neighbours(
+            elements, self._cells, self._elements, self._stored * self._cells, at_cursor=at_cursor
+        )
+        nexts = {path: flat[path] for path in self._nexts}
+        roots = {path: flat[root] for path, root in self.pairs.root_of.items()}
+        alone = torch.ones(len(elements), dtype=torch.bool, device=self.device)
+        for rows, followers in near.inside:
+            alone[rows] = any_differing(_rows(nexts, rows), _rows(roots, followers))
+        if len(near.outside):
+            after = (elements[near.outside] + self._cells) % self._elements
+            held = self._at_root(after)
+            held = {path: held[root] for path, root in self.pairs.root_of.items()}
+            alone[near.outside] = any_differing(_rows(nexts, near.outside), held)
+        places = alone.nonzero().flatten()
+        holders, values = elements[places], _rows(nexts, places)
+        entries = self._beside.entries(elements)
+        cleared, back = elements, entries[entries > 0]
+        if len(near.before):
+            # The rows before keep what they have, wherever it has to be.
+            current, entries = self._following(near.before), self._beside.entries(near.before)
+            differs = any_differing(current, _rows(roots, near.after_before))
+            freed, lost = ~differs & (entries > 0), differs & (entries == 0)
+            cleared, back = (
+                torch.cat([cleared, near.before[freed]]),
+                torch.cat([back, entries[freed]]),
+            )
+            if bool(lost.any()):
+                holders = torch.cat([holders, near.before[lost]])
+                values = {
+                    p: torch.cat([leaf, carried(current[p])[lost]]) for p, leaf in values.items()
+                }
+        change = self._beside.plan(back.to(torch.int64) - 1, len(holders))
+
+        def commit() -> None:
+            self._beside.commit(change, values)
+            write()
+            self._beside.assign(cleared, None)
+            self._beside.assign(holders, change.numbers)
+
+        try:
+            commit()
+        except KeyboardInterrupt:
+            commit()
+            raise
+
+
+def _rows(leaves: Mapping[Path, torch.Tensor], at: slice | torch.Tensor) -> _Leaves:
+    return {path: carried(leaf)[at] for path, leaf in leaves.items()}
