@@ -143,7 +143,10 @@ class Columns:
 
         Cost: that of these leaves alone. Where they lie is worked out once for each ``paths``.
         """
-        return self.part(paths).gather(index, length)
+        part = self.part(paths)
+        leaves = part._gather(index, self.slots if length is None else length, False)
+        found = dict(zip(part.order, leaves, strict=True))
+        return {path: found[path] for path in paths}
 
     def part(self, paths: Sequence[Path]) -> Columns:
         """Returns columns of some leaves over the same memory; made once for each ``paths``."""
