@@ -27,14 +27,14 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         >>> differing(a, torch.tensor([[1.0, float("nan")], [-0.0, 2.0]]))
         tensor([False,  True])
     """
-    count = len(a)
+    count = a.shape[0]
     if not a.numel():
         return torch.zeros(count, dtype=torch.bool, device=a.device)
     a, b = _raw(a), _raw(b)
     row_bytes = a.shape[1] * a.dtype.itemsize
-    offsets = [x.storage_offset() * x.dtype.itemsize for x in (a, b)]
+    offsets = (int(a.storage_offset()) | int(b.storage_offset())) * a.dtype.itemsize | row_bytes
     for word in _WORDS:
-        if not any(size % word.itemsize for size in (row_bytes, *offsets)):
+        if not offsets % word.itemsize:
             break
     a, b = a.view(word), b.view(word)
     if a.shape[1] == 1:
@@ -61,5 +61,7 @@ def any_differing(a: Mapping[Any, torch.Tensor], b: Mapping[Any, torch.Tensor]) 
 
 def _raw(rows: torch.Tensor) -> torch.Tensor:
     """Rows in one piece each, ``[n, bytes]`` or ``[n, words]``, in a dtype without a NaN."""
-    flat = rows.detach().resolve_conj().resolve_neg().reshape(len(rows), -1).contiguous()
+    if rows.is_conj() or rows.is_neg():
+        rows = rows.resolve_conj().resolve_neg()
+    flat = rows.reshape(rows.shape[0], -1).contiguous()
     return flat if flat.dtype in _WORDS else flat.view(torch.uint8)

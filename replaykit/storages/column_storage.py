@@ -140,9 +140,12 @@ class ColumnStorage(Storage):
                 (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
             ):
                 return
+        once = self._columns
+        if isinstance(once, OnceColumns) and type(self).write is ColumnStorage.write:
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            once.write_ring(first, rows, skipped, matched=matched)
+            return
         super().write_ring(first, rows, skipped)
-        columns = self.require()
-        columns.note_newest((first + len(rows) - 1) % columns.slots)
 
     def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:

@@ -275,9 +275,6 @@ class Columns:
         )
         return True
 
-    def note_newest(self, slot: int) -> None:
-        """Told which slot the last of the rows written at the cursor lies in."""
-
     def clear(self) -> None:
         """Told that no row is stored any more; memory stays."""
 

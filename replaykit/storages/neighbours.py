@@ -79,7 +79,8 @@ def _of_run(
     if count > cells:
         inside.append((slice(0, count - cells), slice(cells, count)))
     if count == total:
-        inside.append((slice(count - cells, count), slice(0, cells)))
+        if not at_cursor:
+            inside.append((slice(count - cells, count), slice(0, cells)))
         return Neighbours(inside, none, none, slice(0, 0))
     ends = min(count, cells)
     outside = none

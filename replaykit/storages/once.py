@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replaykit._compat import arange
 from replaykit.assembly import assembler
-from replaykit.storages.beside import Beside, Grow
+from replaykit.schema import Rows
+from replaykit.storages.beside import Beside, Change, Grow
 from replaykit.storages.bits import any_differing
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns, picked
@@ -21,6 +23,33 @@ from replaykit.structure import Path
 __all__ = ["OnceColumns"]
 
 _Leaves = dict[Path, torch.Tensor]
+
+
+@dataclass
+class Compared:
+    """Rows about to be written at the cursor, compared with those before them.
+
+    Attributes:
+        nexts: their counterparts, ``[n, *F]``, counted through rows and lanes.
+        inside: which of them, but for the last time slot, the next row of the batch does not
+            follow; None where there is one time slot.
+        newest: which lanes of the newest time slot the first row does not follow; None where
+            nothing is known to go on.
+    """
+
+    nexts: dict[Path, torch.Tensor]
+    inside: torch.Tensor | None = None
+    newest: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """The time slot that was written last: its elements, all of them beside: where, and what."""
+
+    slot: int
+    elements: torch.Tensor
+    numbers: torch.Tensor
+    values: dict[Path, torch.Tensor]
 
 
 class OnceColumns:
@@ -38,10 +67,6 @@ class OnceColumns:
         rows: columns of the leaves that every row has.
         grow: takes memory for the rows beside.
 
-    Attributes:
-        newest: the slot of the newest row, where the next one written at the cursor follows it in
-            time; None where nobody can tell.
-
     Cost of a read: that of a dense one, and a few operations on int64 ``[B]``. Of a write: one
     more pass over the leaves in pairs.
     """
@@ -52,6 +77,7 @@ class OnceColumns:
         self.rows = rows
         self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
         self.device = rows.device
+        self.advise = rows.advise
         self._cells = rows.lanes.numel()
         self._elements = rows.slots * self._cells
         self._roots = rows.part(list(pairs.root_of.values()))
@@ -60,14 +86,14 @@ class OnceColumns:
         self._nexts = [next_of[root] for root in self._roots.order]
         self._beside = Beside(pairs.beside, self._elements, self.device, grow)
         self._stored = 0
-        self.newest: int | None = None
+        # Known as long as the next row at the cursor follows it in time.
+        self._newest: _Newest | None = None
+        self._compared: tuple[Rows, Compared] | None = None
+        # Where the leaves of every row are among all.
+        places = {path: place for place, path in enumerate(pairs.schema.leaves)}
+        self._places = [places[path] for path in rows.tensors]
         self.order = [*rows.order, *self._nexts]
         self._assemble = assembler(self.schema.root, self.order)
-
-    @property
-    def advise(self) -> bool:
-        """Whether the kernel is told which pages of mapped files a batch will touch."""
-        return self.rows.advise
 
     @property
     def kept_beside(self) -> int:
@@ -78,16 +104,11 @@ class OnceColumns:
         """Bytes of memory, or of files, that the rows take, those beside among them."""
         return self.rows.nbytes() + self._beside.nbytes()
 
-    def note_newest(self, slot: int) -> None:
-        """Told which slot the last of the rows written at the cursor lies in."""
-        self.newest = slot
-
-    def newest_rows(self) -> _Leaves | None:
-        """Returns the newest time slot, leaves ``[lanes, *F]``; None where nothing follows it."""
-        if self.newest is None:
-            return None
-        elements = arange(self.newest * self._cells, (self.newest + 1) * self._cells)
-        elements = elements.to(self.device)
+    def newest_rows(self) -> _Leaves:
+        """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
+        assert self._newest is not None
+        first = self._newest.slot * self._cells
+        elements = arange(first, first + self._cells).to(self.device)
         leaves = self.rows.gather_elements(elements, self._elements)
         found = dict(zip(self.rows.order, leaves, strict=True))
         return {**found, **self._following(elements)}
@@ -96,7 +117,7 @@ class OnceColumns:
         """Told that no row is stored any more; memory stays."""
         self._beside.clear(self._stored * self._cells)
         self._stored = 0
-        self.newest = None
+        self._newest = None
 
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
@@ -213,8 +234,104 @@ class OnceColumns:
     # -- in -----------------------------------------------------------------------------------
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
-        """False: rows have to be compared, which ``scatter`` does."""
+        """False: rows have to be compared, which ``write_ring`` does."""
         return False
+
+    def compare(self, rows: Rows, first: int) -> Compared:
+        """Compares rows that will be written from slot ``first`` on with those before them.
+
+        What was found is kept for ``write_ring`` of the same rows.
+        """
+        if self._compared is not None and self._compared[0] is rows:
+            return self._compared[1]
+        leaves, cells = rows.leaves, self._cells
+        count, lead = rows.batch.numel(), len(rows.batch)
+        flat: _Leaves = {}
+        for path in (*self._nexts, *self._roots.order):
+            leaf = leaves[path].to(self.device)
+            flat[path] = leaf if lead == 1 else leaf.reshape(count, *leaf.shape[lead:])
+        nexts = {path: flat[path] for path in self._nexts}
+        roots = {path: flat[root] for path, root in self.pairs.root_of.items()}
+        compared = Compared(nexts)
+        if count > cells:
+            compared.inside = any_differing(
+                {path: leaf[:-cells] for path, leaf in nexts.items()},
+                {path: leaf[cells:] for path, leaf in roots.items()},
+            )
+        newest = self._newest
+        if newest is not None and newest.slot == (first - 1) % self.slots:
+            compared.newest = any_differing(
+                newest.values, {path: leaf[:cells] for path, leaf in roots.items()}
+            )
+        self._compared = rows, compared
+        return compared
+
+    def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
+        """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
+
+        They are the newest rows, which those written at the cursor next follow in time.
+
+        Args:
+            matched: the rows have addresses, in the order of the schema.
+        """
+        count, cells, slots = len(rows), self._cells, self.slots
+        compared = self.compare(rows, first)
+        self._compared = None
+        if skipped or compared.newest is None or count >= slots:
+            self.scatter(
+                (arange(skipped, count) + first) % slots, rows.leaves, slice(skipped, None)
+            )
+            last = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
+            elements = self._of_slot((first + count - 1) % slots)
+            numbers = self._beside.entries(elements).to(torch.int64) - 1
+            self._newest = _Newest((first + count - 1) % slots, elements, numbers, last)
+            return
+        newest = self._newest
+        assert newest is not None
+        size = count * cells
+        elements = arange(first * cells, first * cells + size).to(self.device)
+        if first + count > slots:
+            elements %= self._elements
+        # Beside lie the last rows, and those inside that the next one does not follow.
+        holders = elements[-cells:]
+        values = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
+        tail = values
+        if compared.inside is not None:
+            places = compared.inside.nonzero().squeeze(1)
+            if places.shape[0]:
+                holders = torch.cat([elements[places], holders])
+                values = {
+                    path: torch.cat([carried(leaf)[places], values[path]])
+                    for path, leaf in compared.nexts.items()
+                }
+        entries = self._beside.entries(elements)
+        places = entries.nonzero().squeeze(1)
+        back, cleared = newest.numbers, newest.elements
+        if bool(compared.newest.any()):
+            fits = ~compared.newest
+            back, cleared = back[fits], cleared[fits]
+        if places.shape[0]:
+            back = torch.cat([back, entries[places].to(torch.int64) - 1])
+            cleared = torch.cat([cleared, elements[places]])
+        change = self._beside.plan(back, holders.shape[0])
+        numbers = change.numbers[-cells:]
+
+        def write() -> None:
+            if matched:
+                addresses = rows.addresses  # type: ignore[attr-defined]
+                mine = [addresses[place] for place in self._places]
+                if self.rows.scatter_ring(first, count, mine, 0):
+                    return
+            at = arange(first, first + count)
+            self.rows.scatter(at % slots, rows.leaves, slice(None))
+
+        self._newest = None
+        self._stored = max(self._stored, min(first + count, slots))
+        self._commit(change, values, cleared, holders, write)
+        self._newest = _Newest((first + count - 1) % slots, elements[-cells:], numbers, tail)
+
+    def _of_slot(self, slot: int) -> torch.Tensor:
+        return arange(slot * self._cells, (slot + 1) * self._cells).to(self.device)
 
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
@@ -225,7 +342,7 @@ class OnceColumns:
         """
         if not len(slots):
             return
-        self.newest = None
+        self._newest = None
         sources = {path: self.rows.own(picked(leaves[path], kept)) for path in self.schema.leaves}
         elements = slots.to(self.device)
         if self._cells > 1:
@@ -239,8 +356,9 @@ class OnceColumns:
         def write() -> None:
             self.rows.scatter(slots, sources, slice(None))
 
-        self._settle(elements, flat, write, at_cursor=True)
-        self._stored = max(self._stored, int(slots.max()) + 1)
+        stored = self._stored
+        self._stored = max(stored, int(slots.max()) + 1)
+        self._settle(elements, flat, write, stored, at_cursor=True)
 
     def assign(
         self,
@@ -294,17 +412,18 @@ class OnceColumns:
         """Replaces some values in pairs of stored elements; the others are as they are stored."""
         if not len(elements):
             return
-        self.newest = None
+        self._newest = None
         known = dict(flat)
         for path, leaf in (*self._at_root(elements).items(), *self._following(elements).items()):
             known.setdefault(path, leaf)
-        self._settle(elements, known, write)
+        self._settle(elements, known, write, self._stored)
 
     def _settle(
         self,
         elements: torch.Tensor,
         flat: _Leaves,
         write: Callable[[], None],
+        stored: int,
         *,
         at_cursor: bool = False,
     ) -> None:
@@ -313,9 +432,10 @@ class OnceColumns:
         Args:
             flat: all leaves in pairs that the elements have afterwards, ``[K, *F]``.
             write: writes them, but for the counterparts; called again after an interrupt.
+            stored: how many time slots held rows before.
         """
         near = neighbours(
-            elements, self._cells, self._elements, self._stored * self._cells, at_cursor=at_cursor
+            elements, self._cells, self._elements, stored * self._cells, at_cursor=at_cursor
         )
         nexts = {path: flat[path] for path in self._nexts}
         roots = {path: flat[root] for path, root in self.pairs.root_of.items()}
@@ -347,9 +467,21 @@ class OnceColumns:
                 }
         change = self._beside.plan(back.to(torch.int64) - 1, len(holders))
 
+        self._commit(change, values, cleared, holders, write)
+
+    def _commit(
+        self,
+        change: Change,
+        values: _Leaves,
+        cleared: torch.Tensor,
+        holders: torch.Tensor,
+        write: Callable[[], None],
+    ) -> None:
+        """Makes a change: rows are written, ``cleared`` have no entry, ``holders`` new ones."""
+
         def commit() -> None:
-            self._beside.commit(change, values)
             write()
+            self._beside.commit(change, values)
             self._beside.assign(cleared, None)
             self._beside.assign(holders, change.numbers)
 

@@ -85,6 +85,7 @@ class RestorableStorage(ColumnStorage):
         Takes memory first, if there is none yet: what can fail, fails before anything changes.
         """
         if not content.groups:
+            self.clear()
             return
         group = content.single_group()
         leaves = group.leaves

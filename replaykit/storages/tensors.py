@@ -175,14 +175,15 @@ class LazyTensorStorage(TensorStorage):
         if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):
             return
         self._check(rows)
-        columns, leaves = self._columns, rows.leaves
+        columns = self._columns
         if not isinstance(columns, OnceColumns):
-            check_batch(leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
+            check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
             return
-        newest = columns.newest_rows()
-        if newest is not None:
-            check_newest(newest, leaves, rows.batch, columns.pairs)
-        check_batch(leaves, rows.batch, columns.pairs)
+        compared = columns.compare(rows, self.ledger.cursor)
+        if compared.newest is not None and bool(compared.newest.any()):
+            check_newest(columns.newest_rows(), rows.leaves, rows.batch, columns.pairs)
+        if compared.inside is not None and bool(compared.inside.any()):
+            check_batch(rows.leaves, rows.batch, columns.pairs)
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:

@@ -377,15 +377,20 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     for rb in (dense, once):
         rb.extend(rows)
     columns = once.storage.require().rows
-    original, calls = columns.scatter, []
+    calls: list[Any] = []
 
-    def scatter(*args: Any) -> None:
-        original(*args)
-        calls.append(args)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
+    def interrupted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any) -> Any:
+            result = original(*args)
+            calls.append(args)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return result
 
-    monkeypatch.setattr(columns, "scatter", scatter)
+        return write
+
+    for name in ("scatter", "scatter_ring"):
+        monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
     row = stream.steps(4)
     with pytest.raises(KeyboardInterrupt):
         once.extend(row)
