@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from replaykit._compat import arange
-from replaykit.assembly import assembler
 from replaykit.schema import Rows
-from replaykit.storages.beside import Beside, Change, Grow
+from replaykit.storages.beside import Change, Grow
 from replaykit.storages.bits import any_differing
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns, picked
-from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
+from replaykit.storages.indexing import last_occurrences, ravel
 from replaykit.storages.neighbours import neighbours
+from replaykit.storages.once_reading import FollowedRows
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
 
-__all__ = ["OnceColumns"]
+__all__ = ["Compared", "OnceColumns"]
 
 _Leaves = dict[Path, torch.Tensor]
 
@@ -52,66 +52,26 @@ class _Newest:
     values: dict[Path, torch.Tensor]
 
 
-class OnceColumns:
+class OnceColumns(FollowedRows):
     """Columns of which some leaves under ``next`` are those of the following row at the root.
 
     Has the face of ``Columns``. A row whose follower does not hold the same bits, or is not there,
     has its counterparts beside. So every row comes back as it was written, bit for bit, whatever
     is written, edited or displaced around it: whoever changes a root value settles the row before.
 
-    Rows are elements here, counted through time slots and lanes; the one that follows an element
-    lies one time slot further, round the ring, in the same lane.
-
-    Args:
-        pairs: which leaves.
-        rows: columns of the leaves that every row has.
-        grow: takes memory for the rows beside.
-
-    Cost of a read: that of a dense one, and a few operations on int64 ``[B]``. Of a write: one
-    more pass over the leaves in pairs.
+    Cost of a write: that of a dense one, one more pass over the leaves in pairs, and some forty
+    operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow) -> None:
-        self.pairs = pairs
-        self.schema = pairs.schema
-        self.rows = rows
-        self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
-        self.device = rows.device
-        self.advise = rows.advise
-        self._cells = rows.lanes.numel()
-        self._elements = rows.slots * self._cells
-        self._roots = rows.part(list(pairs.root_of.values()))
-        next_of = {root: path for path, root in pairs.root_of.items()}
-        # The counterparts come out in the order of the roots.
-        self._nexts = [next_of[root] for root in self._roots.order]
-        self._beside = Beside(pairs.beside, self._elements, self.device, grow)
-        self._stored = 0
+        super().__init__(pairs, rows, grow)
+        self._stored = 0  # time slots that hold rows, or held some
         # Known as long as the next row at the cursor follows it in time.
         self._newest: _Newest | None = None
         self._compared: tuple[Rows, Compared] | None = None
         # Where the leaves of every row are among all.
         places = {path: place for place, path in enumerate(pairs.schema.leaves)}
         self._places = [places[path] for path in rows.tensors]
-        self.order = [*rows.order, *self._nexts]
-        self._assemble = assembler(self.schema.root, self.order)
-
-    @property
-    def kept_beside(self) -> int:
-        """Number of rows (elements, for ``ndim > 1``) that have their counterparts beside."""
-        return len(self._beside)
-
-    def nbytes(self) -> int:
-        """Bytes of memory, or of files, that the rows take, those beside among them."""
-        return self.rows.nbytes() + self._beside.nbytes()
-
-    def newest_rows(self) -> _Leaves:
-        """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
-        assert self._newest is not None
-        first = self._newest.slot * self._cells
-        elements = arange(first, first + self._cells).to(self.device)
-        leaves = self.rows.gather_elements(elements, self._elements)
-        found = dict(zip(self.rows.order, leaves, strict=True))
-        return {**found, **self._following(elements)}
 
     def clear(self) -> None:
         """Told that no row is stored any more; memory stays."""
@@ -122,116 +82,7 @@ class OnceColumns:
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
 
-    # -- out ----------------------------------------------------------------------------------
-
-    def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
-        """Reads the rows at slots ``[B]`` (coordinates ``[B, ndim]``) into a fresh container.
-
-        Raises:
-            IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
-        """
-        leaves = self._gather(index, length, contiguous)
-        return self._assemble(leaves, index.shape[:1], self.device)
-
-    def gather(
-        self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
-    ) -> _Leaves:
-        """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
-        length = self.slots if length is None else length
-        found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
-        return {path: found[path] for path in self.schema.leaves}
-
-    def gather_keys(
-        self, paths: Sequence[Path], index: torch.Tensor, length: int | None = None
-    ) -> _Leaves:
-        """Copies some leaves of rows out, as ``gather`` does all of them."""
-        length = self.slots if length is None else length
-        elements = self._elements_of(index)
-        stored = [path for path in paths if path not in self.pairs.root_of]
-        found: _Leaves = {}
-        part = self.rows.part(stored) if stored else self._roots
-        leaves = part.gather_elements(elements, length * self._cells)  # also checks the index
-        if stored:
-            found.update(zip(part.order, leaves, strict=True))
-        if len(stored) < len(paths):
-            found.update(self._following(elements))
-        return {path: found[path] for path in paths}
-
-    def _elements_of(self, index: torch.Tensor) -> torch.Tensor:
-        elements = index if self.ndim == 1 else ravel(index, self.lanes)
-        if elements.dtype is not torch.int64 or elements.device != self.device:
-            elements = elements.to(self.device, torch.int64)
-        return elements
-
-    def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> list[torch.Tensor]:
-        elements = self._elements_of(index)
-        limit = length * self._cells
-        leaves = list(self.rows.gather_elements(elements, limit, contiguous=contiguous))
-        following = self._following(elements, contiguous)
-        leaves.extend(following[path] for path in self._nexts)
-        return leaves
-
-    def _following(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
-        """The counterparts of elements ``[B]``: ``[B, *F]``, in fresh memory."""
-        # The slot after the newest row may never have been written; what it holds is replaced.
-        after = (elements + self._cells).remainder_(self._elements)
-        leaves = self._roots.gather_elements(after, self._elements, contiguous=contiguous)
-        return self._beside.patch(elements, dict(zip(self._nexts, leaves, strict=True)))
-
-    def column(self, path: Path, stop: int) -> torch.Tensor:
-        """Returns the first ``stop`` slots of a leaf: a copy where it is one of a pair."""
-        if path not in self.pairs.root_of and path not in self.pairs.root_of.values():
-            return self.rows.column(path, stop)
-        elements = arange(stop * self._cells).to(self.device)
-        if path in self.pairs.root_of:
-            found = self._following(elements, contiguous=True)
-        else:
-            found = self._at_root(elements, contiguous=True)
-        return found[path].view(stop, *self.lanes, *self.schema.leaves[path].shape)
-
-    def _at_root(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
-        """The root values in pairs of elements ``[B]``, in fresh memory."""
-        part = self._roots
-        leaves = part.gather_elements(elements, self._elements, contiguous=contiguous)
-        return dict(zip(part.order, leaves, strict=True))
-
-    def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> _Leaves:
-        """Indexes the first ``stop`` slots: copies of leaves in pairs, else as ``Columns.view``.
-
-        A view of a root value would let it be changed without the row before.
-        """
-        leaves = self.rows.view(stop, index, time_dim=time_dim)
-        numbers = self._selected(stop, slice(None) if index is None else index, time_dim)
-        elements = numbers.reshape(-1)
-        for found in (self._at_root(elements, True), self._following(elements, True)):
-            for path, leaf in found.items():
-                leaves[path] = leaf.view(*numbers.shape, *leaf.shape[1:])
-        return {path: leaves[path] for path in self.schema.leaves}
-
-    def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:
-        """Numbers of the elements that an index selects of the first ``stop`` slots."""
-        shape, strides, step = [stop, *self.lanes], [], self._cells
-        for size in (1, *self.lanes):
-            step //= size
-            strides.append(step)
-        for grid in (shape, strides):
-            grid[0], grid[time_dim] = grid[time_dim], grid[0]
-        return selected_elements(index, torch.Size(shape), strides).to(self.device)
-
-    def own_following(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
-        """What is needed beside the root values of the first ``stop`` slots to rebuild them all.
-
-        Returns:
-            Elements, rising, int64 ``[K]``, and their counterparts ``[K, *F]``: those that do not
-            follow from the row behind them, which is the first one for the last of a full ring.
-        """
-        elements = self._beside.elements_with(stop * self._cells)
-        if stop and stop < self.slots:
-            last = arange((stop - 1) * self._cells, stop * self._cells).to(self.device)
-            elements = torch.cat([elements[elements < last[0]], last])
-        return elements, self._following(elements, True)
-
-    # -- in -----------------------------------------------------------------------------------
+    # -- at the cursor ------------------------------------------------------------------------
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """False: rows have to be compared, which ``write_ring`` does."""
@@ -240,10 +91,17 @@ class OnceColumns:
     def compare(self, rows: Rows, first: int) -> Compared:
         """Compares rows that will be written from slot ``first`` on with those before them.
 
-        What was found is kept for ``write_ring`` of the same rows.
+        What was found is kept for ``write_ring`` of the same rows, which has to come next.
         """
-        if self._compared is not None and self._compared[0] is rows:
-            return self._compared[1]
+        compared = self._comparison(rows, first)
+        self._compared = rows, compared
+        return compared
+
+    def forget(self) -> None:
+        """Told that the rows compared last will not be written."""
+        self._compared = None
+
+    def _comparison(self, rows: Rows, first: int) -> Compared:
         leaves, cells = rows.leaves, self._cells
         count, lead = rows.batch.numel(), len(rows.batch)
         flat: _Leaves = {}
@@ -263,7 +121,6 @@ class OnceColumns:
             compared.newest = any_differing(
                 newest.values, {path: leaf[:cells] for path, leaf in roots.items()}
             )
-        self._compared = rows, compared
         return compared
 
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
@@ -275,33 +132,29 @@ class OnceColumns:
             matched: the rows have addresses, in the order of the schema.
         """
         count, cells, slots = len(rows), self._cells, self.slots
-        compared = self.compare(rows, first)
-        self._compared = None
-        if skipped or compared.newest is None or count >= slots:
-            self.scatter(
-                (arange(skipped, count) + first) % slots, rows.leaves, slice(skipped, None)
-            )
-            last = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
-            elements = self._of_slot((first + count - 1) % slots)
+        known, self._compared = self._compared, None
+        compared = known[1] if known and known[0] is rows else self._comparison(rows, first)
+        newest, last = self._newest, (first + count - 1) % slots
+        tail = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
+        if skipped or newest is None or compared.newest is None or count >= slots:
+            at = (arange(skipped, count) + first) % slots
+            self.scatter(at, rows.leaves, slice(skipped, None))
+            elements = arange(last * cells, (last + 1) * cells).to(self.device)
             numbers = self._beside.entries(elements).to(torch.int64) - 1
-            self._newest = _Newest((first + count - 1) % slots, elements, numbers, last)
+            self._newest = _Newest(last, elements, numbers, tail)
             return
-        newest = self._newest
-        assert newest is not None
         size = count * cells
         elements = arange(first * cells, first * cells + size).to(self.device)
         if first + count > slots:
             elements %= self._elements
         # Beside lie the last rows, and those inside that the next one does not follow.
-        holders = elements[-cells:]
-        values = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
-        tail = values
+        holders, values = elements[-cells:], tail
         if compared.inside is not None:
             places = compared.inside.nonzero().squeeze(1)
             if places.shape[0]:
                 holders = torch.cat([elements[places], holders])
                 values = {
-                    path: torch.cat([carried(leaf)[places], values[path]])
+                    path: torch.cat([carried(leaf)[places], tail[path]])
                     for path, leaf in compared.nexts.items()
                 }
         entries = self._beside.entries(elements)
@@ -328,10 +181,17 @@ class OnceColumns:
         self._newest = None
         self._stored = max(self._stored, min(first + count, slots))
         self._commit(change, values, cleared, holders, write)
-        self._newest = _Newest((first + count - 1) % slots, elements[-cells:], numbers, tail)
+        self._newest = _Newest(last, elements[-cells:], numbers, tail)
 
-    def _of_slot(self, slot: int) -> torch.Tensor:
-        return arange(slot * self._cells, (slot + 1) * self._cells).to(self.device)
+    def newest_rows(self) -> _Leaves:
+        """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
+        assert self._newest is not None
+        elements = self._newest.elements
+        leaves = self.rows.gather_elements(elements, self._elements)
+        found = dict(zip(self.rows.order, leaves, strict=True))
+        return {**found, **self._following(elements)}
+
+    # -- anywhere -----------------------------------------------------------------------------
 
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice

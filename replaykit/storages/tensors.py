@@ -180,10 +180,14 @@ class LazyTensorStorage(TensorStorage):
             check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
             return
         compared = columns.compare(rows, self.ledger.cursor)
-        if compared.newest is not None and bool(compared.newest.any()):
-            check_newest(columns.newest_rows(), rows.leaves, rows.batch, columns.pairs)
-        if compared.inside is not None and bool(compared.inside.any()):
-            check_batch(rows.leaves, rows.batch, columns.pairs)
+        try:
+            if compared.newest is not None and bool(compared.newest.any()):
+                check_newest(columns.newest_rows(), rows.leaves, rows.batch, columns.pairs)
+            if compared.inside is not None and bool(compared.inside.any()):
+                check_batch(rows.leaves, rows.batch, columns.pairs)
+        except BaseException:
+            columns.forget()
+            raise
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:
