@@ -54,7 +54,9 @@ def neighbours(
     """
     count, device = len(elements), elements.device
     first = int(elements[0])
-    if torch.equal(elements, ((arange(count) + first) % total).to(device)):
+    # A run of some lanes that is longer may have followers at its own beginning.
+    short = count <= total - cells or count == total
+    if short and torch.equal(elements, ((arange(count) + first) % total).to(device)):
         return _of_run(elements, cells, total, stored, at_cursor)
     rising, order = elements.sort()
     after, before = (elements + cells) % total, (elements - cells) % total

@@ -68,7 +68,7 @@ class Twins:
 
 def _operations(lanes: tuple[int, ...]) -> st.SearchStrategy[list[tuple[str, int, int]]]:
     kinds = ["extend", "extend", "extend", "noise", "add", "edit", "column", "cell", "patch"]
-    kinds += ["empty", "load", "pickle", "write_at"]
+    kinds += ["empty", "load", "pickle", "write_at", "lane"]
     return st.lists(
         st.tuples(st.sampled_from(kinds), st.integers(0, 17), st.integers(0, 3)), max_size=12
     )
@@ -117,6 +117,11 @@ def _apply(twins: Twins, stream: Any, kind: str, size: int, which: int) -> None:
         values = lanes_last(stream.noise(1), lanes)[(*last, 0)][key]
         index = (*last, size % stored) if lanes else size % stored
         twins.both(lambda b: b.set_at_(key, values, index))
+    elif kind == "lane":
+        first = (0,) * len(lanes)
+        steps = slice(size % stored, min(size % stored + 2, stored))
+        values = lanes_last(stream.noise(len(range(stored)[steps])), lanes)[first][key]
+        twins.both(lambda b: b.set_at_(key, values, (*first, steps) if lanes else steps))
     elif kind == "patch":
         slots = torch.tensor([size, which, 0]) % stored
         index = slots
@@ -183,3 +188,29 @@ def test_a_seam_that_happens_to_fit_is_no_mistake(transitions: Any, same_rows: A
     other = transitions(1).noise(1)
     twins.both(lambda b: b.extend(other))
     twins.check(same_rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
+def test_on_another_device(lanes: tuple[int, ...], transitions: Any, same_rows: Any) -> None:
+    twins = Twins(9, lanes)
+    cuda = LazyTensorStorage(
+        twins.storages[0].max_size,
+        ndim=1 + len(lanes),
+        device="cuda",
+        dedup_next=True,
+        on_mismatch="dense",
+    )
+    twins.buffers[1] = ReplayBuffer(storage=cuda, writer=RoundRobinWriter(track_generations=True))
+    stream = transitions(0, lanes)
+    kinds = ["extend", "add", "edit", "noise", "column", "cell", "write_at", "patch", "extend"]
+    for turn in range(60):
+        _apply(twins, stream, kinds[turn % len(kinds)], turn % 13, turn % 4)
+        dense, once = (buffer[:].cpu() for buffer in twins.buffers)
+        assert same_rows(dense, once)
+        index = torch.arange(twins.storages[0].ledger.length)
+        if lanes:
+            index = torch.stack([index, index % lanes[0]], -1)
+        rows = [buffer.storage.read(index).cpu() for buffer in twins.buffers]
+        assert same_rows(*rows)
