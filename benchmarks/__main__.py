@@ -33,6 +33,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Contenders in one process and in turn, on equal work, checked before timed.",
     )
+    parser.add_argument(
+        "works", nargs="*", metavar="NAME", help=f"which works: of {', '.join(WORKS)}; all"
+    )
     parser.add_argument("--rows", type=int, default=ASKED[0], help="transitions in a buffer")
     parser.add_argument("--images", type=int, default=ASKED[1], help="rows of two images")
     parser.add_argument("--rounds", type=int, default=200, help="turns that each contender takes")
@@ -53,6 +56,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.rows, options.images = options.rows // 10, options.images // 10
         options.rounds = min(options.rounds, 20)
+    unknown = [name for name in options.works if name not in WORKS]
+    if unknown:
+        parser.error(f"no work {', '.join(unknown)}; there are {', '.join(WORKS)}")
+    options.only = [*options.works, *(options.only or [])]
     if min(options.rows, options.images, options.rounds, options.threads) < 1:
         parser.error("rows, images, rounds and threads are at least 1")
     return options

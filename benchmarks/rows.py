@@ -10,6 +10,7 @@ from replaykit.ted import DEFAULT_DONE_KEYS
 __all__ = [
     "Leaves",
     "as_tensordict",
+    "make_episodes",
     "make_images",
     "make_transitions",
     "row_bytes",
@@ -33,6 +34,22 @@ def make_transitions(rows: int) -> Leaves:
     for name in DEFAULT_DONE_KEYS:
         leaves[(name,)] = torch.rand(rows, 1, generator=draw) < 0.5
         leaves["next", name] = torch.rand(rows, 1, generator=draw) < 0.01
+    return leaves
+
+
+def make_episodes(rows: int, length: int) -> Leaves:
+    """Returns the columns of ``make_transitions`` and goals of 3 numbers, 218 bytes a row, in
+    episodes of ``length`` rows that are truncated. The reward of a row is its number."""
+    leaves = make_transitions(rows)
+    draw = torch.Generator().manual_seed(1)
+    for name in DEFAULT_DONE_KEYS:
+        leaves[(name,)] = torch.zeros(rows, 1, dtype=torch.bool)
+        leaves["next", name] = torch.zeros(rows, 1, dtype=torch.bool)
+    for name in ("done", "truncated"):
+        leaves["next", name][length - 1 :: length] = True
+    for name in ("achieved_goal", "desired_goal"):
+        leaves[(name,)] = torch.randn(rows, 3, generator=draw)
+        leaves["next", name] = torch.randn(rows, 3, generator=draw)
     return leaves
 
 

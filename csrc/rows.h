@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "pages.h"
 #include "pool.h"
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -118,20 +119,6 @@ inline void will_need(const char* address, std::int64_t bytes, std::uintptr_t pa
 #endif
 
 }  // namespace detail
-
-// Asks for large pages for fresh memory: fewer misses of the address cache in random reads. Only
-// whole aligned large pages inside the range; a hint that may be refused.
-inline void ask_for_large_pages(char* address, std::int64_t bytes) {
-#if defined(REPLAYKIT_PAGES) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t large = std::uintptr_t{1} << 21;
-  const std::uintptr_t start = (reinterpret_cast<std::uintptr_t>(address) + large - 1) & ~(large - 1);
-  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(address) + bytes) & ~(large - 1);
-  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#else
-  (void)address;
-  (void)bytes;
-#endif
-}
 
 class Table {
  public:

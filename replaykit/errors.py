@@ -15,6 +15,7 @@ __all__ = [
     "EmptyDistributionError",
     "NotEnoughData",
     "SchemaError",
+    "StaleAddress",
 ]
 
 
@@ -28,6 +29,10 @@ class EmptyDistributionError(ValueError):
 
 class NotEnoughData(RuntimeError):
     """Fewer rows are eligible than the request needs."""
+
+
+class StaleAddress(LookupError):
+    """The rows that were asked for have been overwritten or forgotten since."""
 
 
 class CheckpointError(RuntimeError):

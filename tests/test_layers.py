@@ -17,10 +17,10 @@ ABOVE_ONE_ANOTHER = [
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"priorities", "storages"},
-    {"checkpoint"},
+    {"checkpoint", "episodes"},
     {"schema"},
     {"transfer"},
-    {"assembly", "leafwise"},
+    {"assembly", "leafwise", "trajectories"},
     {"structure"},
     {"_compat", "_ray", "errors", "filesystem", "native", "reductions", "ted", "_version"},
 ]

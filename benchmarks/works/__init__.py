@@ -14,6 +14,7 @@ from benchmarks.works import (
     memmap_warm,
     memory,
     prioritized,
+    sequences,
     transitions,
     trees,
     writes,
@@ -41,6 +42,7 @@ WORKS = {
         memmap_warm,
         memmap_cold,
         memory,
+        sequences,
     )
 }
 

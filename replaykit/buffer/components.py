@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from replaykit.buffer.core import BufferCore
+from replaykit.buffer.core import BufferCore, check_order
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
 from replaykit.writers import Writer
@@ -88,7 +88,8 @@ class Components(BufferCore):
         """Takes another sampler, which sees the stored rows at once; returns the previous one.
 
         Raises:
-            TypeError: not a Sampler. ValueError: ``drop_last`` without a batch size.
+            TypeError: not a Sampler. ValueError: ``drop_last`` without a batch size; slices with a
+                writer that does not keep the order of rows.
 
         Example:
             >>> from replaykit import ReplayBuffer, SamplerWithoutReplacement
@@ -100,6 +101,7 @@ class Components(BufferCore):
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
+            check_order(sampler, self._writer)
             self._claim(sampler)
             sampler.attach(storage)
             sampler.generator = self._generator
@@ -112,7 +114,8 @@ class Components(BufferCore):
         """Takes another writer, which goes on at the storage's cursor; returns the previous one.
 
         Raises:
-            TypeError: not a Writer. ValueError: it cannot work with the storage.
+            TypeError: not a Writer. ValueError: it cannot work with the storage, or the sampler not
+                with it.
 
         Example:
             >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer
@@ -122,6 +125,7 @@ class Components(BufferCore):
         """
         _check_type("writer", writer, Writer)
         with self._locked() as storage:
+            check_order(self._sampler, writer)
             self._claim(writer)
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
@@ -173,7 +177,7 @@ class Components(BufferCore):
         with self._locked():
             chain = self._chain.copy()
             chain.insert(len(chain) if index is None else index, transform, invert=invert)
-            self._chain = chain
+            self._take_chain(chain)
             # The rows are read again: the old chain may have edited what was read.
             self._pending.extend(self._take_prepared())
         return self

@@ -16,9 +16,10 @@ from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.ted import unravel
 from replaykit.transforms import Compose
+from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
 
-__all__ = ["BufferCore"]
+__all__ = ["BufferCore", "check_order", "checked_batch_size"]
 
 
 class BufferCore:
@@ -102,6 +103,7 @@ class BufferCore:
         writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
         if getattr(sampler, "drop_last", False) and self._batch_size is None:
             raise ValueError("a sampler with drop_last=True needs the buffer to have a batch_size")
+        check_order(sampler, writer)
         # Last, since making a storage may be long work: all else has been checked by then.
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
@@ -111,12 +113,18 @@ class BufferCore:
         sampler.attach(storage)
         self._dim_extend = writer.time_dim = dim_extend
         self._storage, self._sampler, self._writer = storage, sampler, writer
-        self._chain = chain
+        self._take_chain(chain)
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         storage.attach(cast(Any, self))
         self._makers = (None, None, None, None, None)
         self._initialized = True
+
+    def _take_chain(self, chain: Compose) -> None:
+        """Transforms by these from now on; what they need around a row follows."""
+        self._chain = chain
+        self._needs = needs_of(list(chain))
+        self._listening = chain.told_of_writes
 
     def _ready(self) -> None:
         if not self._initialized:
@@ -315,6 +323,15 @@ def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(made, kind):
         raise TypeError(f"expected a callable that returns a {kind.__name__}, got {made!r}")
     return made
+
+
+def check_order(sampler: Sampler, writer: Writer) -> None:
+    """Raises ValueError where a sampler reads rows in an order that the writer does not keep."""
+    if sampler.needs_write_order and not writer.keeps_order:
+        raise ValueError(
+            f"{type(sampler).__name__} needs rows in the order in which they were written, which "
+            f"{type(writer).__name__} does not keep"
+        )
 
 
 def _class_of(given: object) -> str:

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import LazyStackedTensorDict, as_tensor, is_tensordict
+from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tensordict
+from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore
 from replaykit.storages import Storage, TensorStorage
+from replaykit.storages.indexing import as_index
 from replaykit.structure import flatten, map_leaves
 from replaykit.ted import RESERVED_KEYS, format_key, unravel
 
@@ -47,13 +49,40 @@ class Editing(BufferCore):
             else:
                 rows = storage.get(index)
             single = storage.ndim == 1 and _is_single(index)
+            prepared = self._fetched_at(index, storage)
             collate = storage.collate if self._collate_fn is None else self._collate_fn
             if not single and isinstance(rows, list) and not rows and self._collate_fn is None:
                 rows = storage.get(slice(0, 1)) if len(storage) else None
                 collate = _nothing_of(collate, storage.stack_dim)
         if not single:
             rows = collate(rows)
-        return self._chain.forward(_own(rows)) if len(self._chain) else rows
+        if not len(self._chain):
+            return rows
+        if prepared is None:
+            return self._chain.forward(_own(rows))
+        chain, found = prepared
+        if single:
+            return apply_all(chain, _own(rows).unsqueeze(0), found)[0]
+        return apply_all(chain, _own(rows), found)
+
+    def _fetched_at(self, index: Any, storage: Storage) -> tuple[Any, Any] | None:
+        """What transforms that read the rows around need for an index; None without any.
+
+        Rows without all that they need are cut short as they are at the beginning of an episode.
+        """
+        chain = self._chain
+        if not chain.reads_around:
+            return None
+        if storage.ndim > 1:
+            raise RuntimeError(
+                "transforms that read the rows around work on samples; with lanes rb[...] has no "
+                "order of rows for them, read rb.storage[...] instead"
+            )
+        at = as_index([index] if _is_single(index) else index, len(storage))
+        slots = arange(len(storage))[at]
+        if slots.ndim != 1:
+            raise RuntimeError("transforms that read the rows around take a one-dimensional index")
+        return chain, fetch_all(chain, storage, slots, {}, self._generator)
 
     @staticmethod
     def _column(rows: Any, key: Any) -> Any:

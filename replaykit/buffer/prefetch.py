@@ -37,7 +37,8 @@ class Drawn:
     """A draw: the index, what is known of it, whether it ended a pass, and the rows read.
 
     ``anchors`` is the index as the sampler gave it, before the sample unit. ``collate`` and
-    ``stack_dim`` belong to the storage that the rows were read from.
+    ``stack_dim`` belong to the storage that the rows were read from. ``sampler`` is who drew it;
+    ``fetched`` is what the transforms have read besides.
     """
 
     index: torch.Tensor
@@ -48,6 +49,8 @@ class Drawn:
     collate: Callable[[Any], Any] | None = None
     stack_dim: int = 0
     origin: Origin | None = None
+    sampler: Any = None
+    fetched: Any = None
 
 
 @dataclass

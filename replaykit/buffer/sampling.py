@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, as_tensor, is_tensordict, put_all
+from replaykit._compat import TensorDict, as_tensor, fields_of, is_tensordict, put_all
+from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.leafwise import contiguous
@@ -19,6 +20,9 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.transfer import pin
 
 __all__ = ["Sampling"]
+
+
+_MASKS = ("validity_mask", ("collector", "mask"))
 
 
 class Sampling(BufferCore):
@@ -78,6 +82,7 @@ class Sampling(BufferCore):
         """
         size = self._size_of(batch_size)
         with self._locked() as storage:
+            self._sampler.needs = self._needs
             return bool(self._pending) or self._sampler.can_sample(storage, size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,6 +162,9 @@ class Sampling(BufferCore):
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = _merged(data, info, drawn.stack_dim, needed=needed)
+            shape = None if drawn.sampler is None else drawn.sampler.shape_of(len(drawn.index))
+            if shape is not None and is_tensordict(data):
+                data = _shaped(data, len(drawn.index), shape)
         except BaseException:
             self._give_back(drawn)
             raise
@@ -234,7 +242,8 @@ class Sampling(BufferCore):
             drawn = self._kept(storage)
         if drawn is None:
             sampler = self._sampler
-            sampler.generator = self._generator  # it may serve other buffers too
+            # It may serve other buffers too.
+            sampler.generator, sampler.needs = self._generator, self._needs
             anchors, info = sampler.sample(storage, size)
             if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
                 anchors = _as_index(anchors, storage.ndim)
@@ -256,6 +265,14 @@ class Sampling(BufferCore):
             drawn.rows = storage.read_held(drawn.index, self._contiguous)
         else:
             drawn.rows = storage.read(drawn.index, own=own)
+        drawn.sampler = self._sampler
+        chain = self._chain
+        if chain.reads_around:
+            known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
+            drawn.fetched = (
+                chain,
+                fetch_all(chain, storage, drawn.index, drawn.info, self._generator, known),
+            )
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
@@ -272,13 +289,25 @@ class Sampling(BufferCore):
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
         """Collates, transforms and pins; no lock is held."""
         data, drawn.rows = drawn.rows, None
+        info = {**drawn.info, "index": drawn.index}
+        if drawn.sampler is not None:
+            data = drawn.sampler.complete(data, info)
         if drawn.collate is not None:
             data = drawn.collate(data)
         if len(self._chain):
+            data = _with_masks(data, info)
+        if drawn.fetched is not None:
+            (chain, prepared), drawn.fetched = drawn.fetched, None
+            # What was made of the rows, not what was read.
+            changes = chain.changes
+            markers = {
+                key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
+            }
+            data = apply_all(chain, _with_markers(data, markers), prepared)
+        elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:
             data = contiguous(data)  # what a list, a transform or a storage of one's own made
-        info = {**drawn.info, "index": drawn.index}
         if self._pin_memory and torch.cuda.is_available():
             data, info = pin((data, info))
         return data, info
@@ -349,6 +378,29 @@ def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -
     return data
 
 
+def _shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:
+    """A flat batch in another batch shape, where it still has its rows."""
+    return data.reshape(shape) if data.batch_size == (rows,) else data
+
+
+def _with_masks(data: Any, info: dict[Any, Any]) -> Any:
+    """Lets transforms see which rows are padding."""
+    for key in _MASKS:
+        mask = info.get(key)
+        if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
+            data.set(key, mask)
+    return data
+
+
+def _with_markers(data: Any, markers: dict[Any, Any]) -> Any:
+    """Lets transforms that change what a sampler marks see what it has marked."""
+    for key, value in markers.items():
+        fits = isinstance(value, torch.Tensor) and is_tensordict(data)
+        if fits and value.shape[:1] == data.batch_size[:1]:
+            data.set(key, value)
+    return data
+
+
 def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     """The plain case of ``_merged``: one batch dimension, everything on one device."""
     if data.is_locked or data.batch_size != (rows,):
@@ -357,12 +409,28 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     if len(info) == 1 and info["index"].device == device:
         put_all(data, info)
         return True
+    plain: dict[str, torch.Tensor] = {}
+    nested: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in info.items():
-        if type(value) is not torch.Tensor or type(key) is not str or value.device != device:
+        if type(value) is not torch.Tensor or value.device != device:
             return False
-        if value.shape[:1] != (rows,):
+        if not value.ndim or value.shape[0] != rows:
             return False
-    put_all(data, info)
+        if type(key) is str:
+            plain[key] = value
+        elif type(key) is tuple and len(key) == 2:
+            nested.setdefault(key[0], {})[key[1]] = value
+        else:
+            return False
+    inner = []
+    for name, values in nested.items():
+        part = fields_of(data).get(name)
+        if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
+            return False
+        inner.append((part, values))
+    put_all(data, plain)
+    for part, values in inner:
+        put_all(part, values)
     return True
 
 

@@ -92,6 +92,26 @@ class Writing(BufferCore):
                 return self._nothing()
         return self._store(data, update_priority=update_priority)
 
+    def flush(self) -> torch.Tensor:
+        """Stores the rows that transforms hold back, as ``NStep(..., when="write")`` does: what
+        was written until now is all there is.
+
+        Returns:
+            The slot of each row, as ``extend``.
+
+        Raises:
+            As ``extend``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> rb.flush()
+            tensor([], dtype=torch.int64)
+        """
+        written = [self._store(data) for data in self.transform.flush()]
+        return torch.cat(written) if written else self._nothing()
+
     def _store(
         self, data: Any, *, single: bool = False, update_priority: bool | None = None
     ) -> torch.Tensor:
@@ -120,6 +140,9 @@ class Writing(BufferCore):
                     self._sampler.mark_update(index, storage=storage)
                 else:
                     self._sampler.update_priority(index, priorities, storage=storage)
+            if self._listening:
+                for transform in self._listening:
+                    transform.written(storage)
             storage.notify(index, source=self)
         return index
 

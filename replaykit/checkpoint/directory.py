@@ -214,6 +214,9 @@ class Checkpoint:
                     f"{self.folder / name} is damaged: expected crc32 {expected}, got {found}"
                 )
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest["parts"]
+
     def part(self, name: str, *, mapped: Collection[str] = ()) -> Any:
         """Returns the state of a part.
 

@@ -10,6 +10,8 @@ from replaykit.samplers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
+from replaykit.samplers.slices import SliceSampler
+from replaykit.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from replaykit.samplers.units import SampleUnit, Transition
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -23,6 +25,8 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SchedulerList",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "StepScheduler",
     "Transition",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
@@ -48,6 +49,13 @@ class Sampler(ABC):
 
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
+
+    needs_write_order = False
+    """Whether rows must lie in the order of time, which not every writer keeps."""
+
+    needs: Needs = NOTHING
+    """What the buffer's transforms need around a row; rows without it are not drawn. Set by the
+    buffer."""
 
     _owner: weakref.ref[Any] | None = None
 
@@ -91,6 +99,21 @@ class Sampler(ABC):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether ``sample`` would succeed now. Draws nothing, changes nothing, never raises."""
         return len(storage) > 0
+
+    def episodes(self, storage: Storage) -> EpisodeIndex | None:
+        """The index by which it cuts windows; None: that of the storage."""
+        return None
+
+    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
+        """Told what was read for a draw: adds to ``info`` what follows from it; returns the rows.
+
+        Called once a draw, without a lock; depends on its arguments only.
+        """
+        return rows
+
+    def shape_of(self, rows: int) -> tuple[int, ...] | None:
+        """Batch shape in which ``rows`` rows are delivered; None: flat."""
+        return None
 
     @property
     def ran_out(self) -> bool:

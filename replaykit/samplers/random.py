@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from replaykit.samplers.base import Sampler, as_drawn, require_rows
+from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
+from replaykit.samplers.eligible import eligible_records
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 from replaykit.storages import Storage
 
@@ -46,9 +47,26 @@ class RandomSampler(Sampler):
         """Draws each record anew out of all; returns the index, and no info."""
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
+        if self.needs:
+            return self._eligible(storage, batch_size), {}
         generator, home = self.generator, storage.device
         device = home if generator is None else generator.device
         flat = torch.randint(count, (batch_size,), generator=generator, device=device)
         if storage.ndim == 1 and device == home:
             return flat, {}
         return as_drawn(flat, storage), {}
+
+    def _eligible(self, storage: Storage, batch_size: int) -> torch.Tensor:
+        """Draws among the records that have around them what the transforms need."""
+        records = eligible_records(storage, self.needs)
+        device = drawing_device(storage, self.generator)
+        number = torch.randint(
+            records.require(), (batch_size,), generator=self.generator, device=device
+        )
+        return as_drawn(records.elements(number.cpu().numpy()), storage)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        if not len(storage) or not self.needs:
+            return len(storage) > 0
+        with storage.lock:
+            return eligible_records(storage, self.needs).count > 0

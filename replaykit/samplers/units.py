@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replaykit.episodes import EpisodeIndex
 from replaykit.storages import Storage
 
 __all__ = ["SampleUnit", "Transition"]
@@ -35,6 +36,10 @@ class SampleUnit(ABC):
 
         Called with the storage's lock held; must not change the storage.
         """
+
+    def episodes(self, storage: Storage) -> EpisodeIndex | None:
+        """The index by which it cuts windows; None: that of the sampler."""
+        return None
 
 
 class Transition(SampleUnit):

@@ -8,6 +8,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
+from replaykit.samplers.eligible import eligible_records
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
@@ -64,14 +65,18 @@ class SamplerWithoutReplacement(Sampler):
             ValueError: ``drop_last`` and fewer rows than ``batch_size``.
         """
         count = require_rows(storage)
-        if self.drop_last and batch_size > count:
+        eligible = eligible_records(storage, self.needs) if self.needs else None
+        known = count if eligible is None else eligible.require()
+        if self.drop_last and batch_size > known:
             raise ValueError(
-                f"expected a batch size of at most the {count} stored rows with drop_last, "
+                f"expected a batch size of at most the {known} stored rows with drop_last, "
                 f"got {batch_size}"
             )
         remaining = self._remaining
         if remaining is None or self._length != count or self._too_few(remaining, batch_size):
-            remaining = self._new_pass(count, drawing_device(storage, self.generator))
+            remaining = self._new_pass(known, drawing_device(storage, self.generator))
+            if eligible is not None:
+                remaining = eligible.elements(remaining.cpu().numpy())
         index, rest = remaining[:batch_size], remaining[batch_size:]
         self._length = count
         self._ran_out = not len(rest) or self._too_few(rest, batch_size)
@@ -87,7 +92,11 @@ class SamplerWithoutReplacement(Sampler):
         return torch.arange(count, device=device)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        return len(storage) >= (batch_size if self.drop_last else 1)
+        count = len(storage)
+        if count and self.needs:
+            with storage.lock:
+                count = eligible_records(storage, self.needs).count
+        return count >= (batch_size if self.drop_last else 1)
 
     def empty(self) -> None:
         super().empty()

@@ -17,6 +17,7 @@ from replaykit._compat import arange, is_tensordict
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
+from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.saved import content_after_load, content_to_save
 from replaykit.structure import Path, map_leaves
@@ -176,6 +177,10 @@ class Storage(ABC):
         for slot, row in zip(slots.tolist(), kept.tolist(), strict=True):
             self.set(slot, rows[row])
 
+    def commit(self, rows: Any) -> None:
+        """Makes rows count as stored that were written at the cursor."""
+        self.ledger.advance(len(rows))
+
     def write_ring(self, first: int, rows: Any, skipped: int) -> None:
         """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
 
@@ -248,6 +253,32 @@ class Storage(ABC):
         for slot, item in enumerate(picked):
             self.set(slot, item)
 
+    # -- episodes -----------------------------------------------------------------------------
+
+    def cut(self, lanes: Any) -> None:
+        """Ends the open episodes of lanes, bool ``[lanes]``; the lock is held.
+
+        Raises:
+            RuntimeError: a storage that does not know where episodes end.
+        """
+        raise RuntimeError(
+            f"a {type(self).__name__} does not know where episodes end; use a tensor or memmap "
+            "storage"
+        )
+
+    def episode_state(self) -> dict[str, Any] | None:
+        """What is known of episodes and does not follow from the rows; None: nothing."""
+        return None
+
+    def restore_episodes(
+        self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
+    ) -> None:
+        """Takes over a checked state, after rows and ledger; ``rows`` as for ``Ledger.restore``.
+
+        Args:
+            old: the ledger as it was when the state was taken.
+        """
+
     # -- listeners ----------------------------------------------------------------------------
 
     def attach(self, buffer: Listener) -> None:
@@ -284,7 +315,11 @@ class Storage(ABC):
         """
         with self.lock:
             content = content_to_save(self, path)
-            parts = {"storage": content.to_state(), "ledger": self.ledger.state()}
+            parts = {
+                "storage": content.to_state(),
+                "ledger": self.ledger.state(),
+                "episodes": self.episode_state(),
+            }
             save_checkpoint(path, parts, {"storage": type(self).__name__, "len": len(self)})
 
     def loads(self, path: str | os.PathLike[str]) -> None:
@@ -301,7 +336,9 @@ class Storage(ABC):
             saved.verify()
             content = Content.from_state(saved.part("storage", mapped=["groups"]))
             content = content_after_load(self, content)
-            restore_rows(self, content, Ledger.check(saved.part("ledger")))
+            ledger = Ledger.check(saved.part("ledger"))
+            episodes = EpisodeIndexes.check(saved.part("episodes") if "episodes" in saved else None)
+            restore_rows(self, content, ledger, episodes)
 
     dump = save = dumps
     load = loads
@@ -332,20 +369,26 @@ class Storage(ABC):
         self.__dict__.update(state)
 
 
-def restore_rows(storage: Storage, content: Content, state: dict[str, Any]) -> None:
+def restore_rows(
+    storage: Storage,
+    content: Content,
+    state: dict[str, Any],
+    episodes: dict[str, Any] | None = None,
+) -> None:
     """Brings rows and a ledger's state in; the lock is held and the state is checked."""
     if content.rows != state["length"]:
         raise ValueError(f"expected {state['length']} rows, got {content.rows}")
     target = storage.check_content(content)
     slots = getattr(target, "slots", storage.ledger.slots)
     rows = None
+    saved = Ledger(state["slots"])
+    saved.restore(state, None)
     if slots != state["slots"]:
-        saved = Ledger(state["slots"])
-        saved.restore(state, None)
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))
     storage.load_content(content, target, rows)
     storage.ledger.restore(state, rows)
+    storage.restore_episodes(episodes, saved, rows)
     storage.edits += 1
 
 

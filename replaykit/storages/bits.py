@@ -63,5 +63,7 @@ def _raw(rows: torch.Tensor) -> torch.Tensor:
     """Rows in one piece each, ``[n, bytes]`` or ``[n, words]``, in a dtype without a NaN."""
     if rows.is_conj() or rows.is_neg():
         rows = rows.resolve_conj().resolve_neg()
-    flat = rows.reshape(rows.shape[0], -1).contiguous()
+    # Not reshape: what has a single value counts as contiguous whatever its strides.
+    size = rows.numel() // rows.shape[0]
+    flat = rows.contiguous().as_strided((rows.shape[0], size), (size, 1))
     return flat if flat.dtype in _WORDS else flat.view(torch.uint8)

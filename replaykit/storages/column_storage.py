@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from replaykit._compat import dtype_name
+from replaykit.episodes import EpisodeIndex
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.columns import Columns
+from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -25,6 +27,7 @@ from replaykit.storages.indexing import (
     unravel_index,
     with_lanes,
 )
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.records import plan_records
@@ -45,6 +48,7 @@ class ColumnStorage(Storage):
         self._device = device if device == "auto" else as_device(device)
         self._columns: AnyColumns | None = None
         self._matcher: Matcher | None = None
+        self.indexes = EpisodeIndexes(self)
 
     # -- description --------------------------------------------------------------------------
 
@@ -168,6 +172,32 @@ class ColumnStorage(Storage):
         tensors, records = allocate(schema, slots, lanes, device, layout)
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
+    def commit(self, rows: Rows) -> None:
+        self.ledger.advance(len(rows))
+        self.indexes.note(rows)
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """Where the stored episodes begin and end; hold the lock while asking.
+
+        Raises:
+            RuntimeError: nothing was written yet, or records are no TensorDicts.
+        """
+        return self.indexes.of()
+
+    def cut(self, lanes: Any) -> None:
+        self.indexes.cut(lanes)
+        if isinstance(self._columns, OnceColumns):
+            self._columns.sever(lanes)
+
+    def episode_state(self) -> dict[str, Any] | None:
+        return self.indexes.state()
+
+    def restore_episodes(
+        self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
+    ) -> None:
+        self.indexes.restore(state, old, rows)
+
     def slots_for(self, rows: Rows) -> int:
         return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])
 
@@ -205,6 +235,8 @@ class ColumnStorage(Storage):
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
+            else:
+                self.indexes.edited(self.require().schema.leaves)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
@@ -230,6 +262,7 @@ class ColumnStorage(Storage):
         columns = self.require()
         columns.check_writable()
         self.edits += 1
+        self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
@@ -240,6 +273,7 @@ class ColumnStorage(Storage):
             leaves: ``[K, *F]`` by path.
         """
         self.edits += 1
+        self.indexes.edited(leaves)
         self.require().put(cells, leaves)
 
     def leaf(self, key: Any) -> Leaf:

@@ -137,16 +137,26 @@ class Columns:
         return {path: found[path] for path in self.tensors}
 
     def gather_keys(
-        self, paths: Sequence[Path], index: torch.Tensor, length: int | None = None
+        self, paths: Sequence[Path], elements: torch.Tensor
     ) -> dict[Path, torch.Tensor]:
-        """Copies some leaves of rows out, as ``gather`` does all of them.
+        """Copies some leaves of rows out: ``[B, *F]`` by path, each in one piece.
 
-        Cost: that of these leaves alone. Where they lie is worked out once for each ``paths``.
+        Args:
+            elements: int64 ``[B]``: slots, or ``slot * lanes + lane``; of stored rows.
         """
-        part = self.part(paths)
-        leaves = part._gather(index, self.slots if length is None else length, False)
-        found = dict(zip(part.order, leaves, strict=True))
-        return {path: found[path] for path in paths}
+        if self._native is not None:
+            return self._native.gather_some(tuple(paths), elements)
+        self.follow_memory()
+        found, rows = {}, elements.to(self.device)
+        for path in paths:
+            column = self.tensors[path]
+            source = carried(column)
+            if self.ndim > 1:
+                cells = tuple(unravel_index(rows, self.lanes).unbind(-1))
+                found[path] = source[cells].view(column.dtype)
+            else:
+                found[path] = source.index_select(0, rows).view(column.dtype)
+        return found
 
     def part(self, paths: Sequence[Path]) -> Columns:
         """Returns columns of some leaves over the same memory; made once for each ``paths``."""

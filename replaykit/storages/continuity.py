@@ -18,12 +18,15 @@ _Leaves = Mapping[Path, torch.Tensor]
 _END_KEYS: tuple[Key, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 
 
-def mismatch(earlier: _Leaves, later: _Leaves, pairs: Pairs) -> tuple[Path, int] | None:
+def mismatch(
+    earlier: _Leaves, later: _Leaves, pairs: Pairs, severed: torch.Tensor | None = None
+) -> tuple[Path, int] | None:
     """Returns a counterpart and the first row whose next one has another value, in one episode.
 
     Args:
         earlier, later: rows ``[n, *F]`` by path, each of which the other's follows in time. Where
             a flag under ``next`` of the earlier one is set, or an id differs, an episode ends.
+        severed: where one ends without a flag, bool ``[n]``.
 
     Cost: one pass over the leaves in pairs; flags and ids are looked at only where rows differ.
     """
@@ -34,7 +37,8 @@ def mismatch(earlier: _Leaves, later: _Leaves, pairs: Pairs) -> tuple[Path, int]
         if not bool(differs.any()):
             continue
         if open_rows is None:
-            open_rows = ~_ended(earlier, later)
+            ended = _ended(earlier, later)
+            open_rows = ~(ended if severed is None else ended | severed)
         wrong = (differs & open_rows).nonzero()
         if len(wrong) and (first is None or int(wrong[0]) < first[1]):
             first = path, int(wrong[0])
@@ -77,8 +81,16 @@ def check_batch(leaves: _Leaves, batch: torch.Size, pairs: Pairs) -> None:
         _refuse(path, pairs, f"row {row + 1}", f"row {row} has", lane, cells)
 
 
-def check_newest(earlier: _Leaves, leaves: _Leaves, batch: torch.Size, pairs: Pairs) -> None:
+def check_newest(
+    earlier: _Leaves,
+    leaves: _Leaves,
+    batch: torch.Size,
+    pairs: Pairs,
+    severed: torch.Tensor | None = None,
+) -> None:
     """Checks the first row of a batch against the newest stored one, leaves ``[lanes, *F]``.
+
+    ``severed``: lanes of which the newest row is not gone on from, bool ``[lanes]``.
 
     Raises:
         ValueError: as ``check_batch``.
@@ -91,7 +103,7 @@ def check_newest(earlier: _Leaves, leaves: _Leaves, batch: torch.Size, pairs: Pa
     }
     device = next(iter(earlier.values())).device
     later = {path: leaf.to(device) for path, leaf in later.items()}
-    found = mismatch(earlier, later, pairs)
+    found = mismatch(earlier, later, pairs, severed)
     if found is not None:
         _refuse(found[0], pairs, "row 0", "the newest stored row has", found[1], cells)
 

@@ -35,6 +35,9 @@ class Ledger:
         self.cursor = 0
         self.length = 0
         self.next_position = 0
+        # Grows with everything but writes at the cursor: what was derived from the order is old.
+        self.changes = 0
+        self.cleared = 0
         self._positions: torch.Tensor | None = None
         self._generations: torch.Tensor | None = None
 
@@ -84,6 +87,11 @@ class Ledger:
         """Whether generations follow from the counters, without a table."""
         return self._generations is None
 
+    @property
+    def in_order(self) -> bool:
+        """Whether positions follow from the counters: records were only written at the cursor."""
+        return self._positions is None
+
     # -- writing ------------------------------------------------------------------------------
 
     def advance(self, count: int) -> None:
@@ -111,6 +119,7 @@ class Ledger:
         """
         if not len(slots):
             return
+        self.changes += 1
         top = max(self.length, int(slots.max()) + 1)
         self._make_positions(top)
         self._make_generations(top)
@@ -133,6 +142,8 @@ class Ledger:
         self._positions = None
         self.cursor = 0
         self.length = 0
+        self.changes += 1
+        self.cleared = self.next_position
 
     # -- state --------------------------------------------------------------------------------
 
@@ -194,6 +205,7 @@ class Ledger:
         A ledger that was in use keeps its promise: positions go on above those it gave out, and
         no slot and generation that it gave out name another record now.
         """
+        self.changes += 1
         used, old = self.next_position, self._generation_table()
         source = Ledger(state["slots"])
         source.cursor, source.length = state["cursor"], state["length"]

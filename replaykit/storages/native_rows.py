@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replaykit import native
+from replaykit.native.strides import row_stride
 from replaykit.storages.carrying import carried
 from replaykit.storages.indexing import check_range
 from replaykit.storages.records import RecordLayout, alone, plan_records
@@ -44,7 +45,7 @@ class NativeRows:
         and elements at equal distances; else None."""
         if native.Table is None or columns.device.type != "cpu":
             return None
-        strides = [_row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
+        strides = [row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
         if any(stride is None for stride in strides):
             return None
         return cls(columns, dict(zip(columns.tensors, strides, strict=True)))
@@ -75,6 +76,7 @@ class NativeRows:
     def point(self) -> None:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
+        self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
@@ -153,6 +155,34 @@ class NativeRows:
         self._move(self._rows, rows, count, limit, to, self._batch_strides)
         leaves = layout.split(block)
         leaves += wide
+        return leaves
+
+    def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
+        """Copies some leaves of elements ``[B]`` out, each in one piece.
+
+        Raises:
+            IndexError: an element outside the columns.
+        """
+        self._owner.follow_memory()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        known = self._some.get(paths)
+        if known is None:
+            sizes = [self._sizes[path] for path in paths]
+            known = self._some[paths] = (
+                native.Table(
+                    [self._columns[path].data_ptr() for path in paths],
+                    [self._strides[path] for path in paths],
+                    sizes,
+                    self._elements,
+                ),
+                sizes,
+            )
+        table, sizes = known
+        count = len(rows)
+        leaves = {path: self._fresh(path, count) for path in paths}
+        to = [leaf.data_ptr() for leaf in leaves.values()]
+        self._move(table, rows, count, self._elements, to, sizes)
         return leaves
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
@@ -246,29 +276,8 @@ class NativeRows:
 def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
     """A column as elements ``[slots * lanes, *F]``, in a dtype that every operation knows."""
     plain = carried(tensor)
-    stride = _row_stride(tensor, ndim)
+    stride = row_stride(tensor, ndim)
     assert stride is not None
     return plain.as_strided(
         (elements, *plain.shape[ndim:]), (stride // plain.dtype.itemsize, *plain.stride()[ndim:])
     )
-
-
-def _row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
-    """Bytes between elements of a column, None where they are not equally far apart or where the
-    values of one do not lie in one piece."""
-    shape, strides = tensor.shape, tensor.stride()
-    step = 1
-    for size, stride in zip(reversed(shape[ndim:]), reversed(strides[ndim:]), strict=True):
-        if size > 1 and stride != step:
-            return None
-        step *= size
-    between, reach = tensor.dtype.itemsize * step, None
-    for size, stride in zip(reversed(shape[:ndim]), reversed(strides[:ndim]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            between = stride * tensor.dtype.itemsize
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return between

@@ -69,6 +69,8 @@ class OnceColumns(FollowedRows):
         # Known as long as the next row at the cursor follows it in time.
         self._newest: _Newest | None = None
         self._compared: tuple[Rows, Compared] | None = None
+        # Of which lanes the newest row is the last of its episode, whatever it says.
+        self.severed: torch.Tensor | None = None
         # Where the leaves of every row are among all.
         places = {path: place for place, path in enumerate(pairs.schema.leaves)}
         self._places = [places[path] for path in rows.tensors]
@@ -77,7 +79,7 @@ class OnceColumns(FollowedRows):
         """Told that no row is stored any more; memory stays."""
         self._beside.clear(self._stored * self._cells)
         self._stored = 0
-        self._newest = None
+        self._newest = self.severed = None
 
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
@@ -96,6 +98,11 @@ class OnceColumns(FollowedRows):
         compared = self._comparison(rows, first)
         self._compared = rows, compared
         return compared
+
+    def sever(self, lanes: Any) -> None:
+        """Told that nothing follows the newest row of some lanes, bool ``[lanes]``."""
+        severed = torch.as_tensor(lanes, device=self.device)
+        self.severed = severed if self.severed is None else self.severed | severed
 
     def forget(self) -> None:
         """Told that the rows compared last will not be written."""
@@ -132,7 +139,7 @@ class OnceColumns(FollowedRows):
             matched: the rows have addresses, in the order of the schema.
         """
         count, cells, slots = len(rows), self._cells, self.slots
-        known, self._compared = self._compared, None
+        known, self._compared, self.severed = self._compared, None, None
         compared = known[1] if known and known[0] is rows else self._comparison(rows, first)
         newest, last = self._newest, (first + count - 1) % slots
         tail = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}

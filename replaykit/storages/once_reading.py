@@ -14,6 +14,7 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel, selected_elements
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
+from replaykit.ted import format_key
 
 __all__ = ["FollowedRows"]
 
@@ -55,6 +56,19 @@ class FollowedRows:
         self.order = [*rows.order, *self._nexts]
         self._assemble = assembler(self.schema.root, self.order)
 
+    def __getitem__(self, path: Path) -> torch.Tensor:
+        """A leaf as it lies, to look at; KeyError for what is rebuilt and lies nowhere."""
+        if path in self.pairs.root_of:
+            raise KeyError(
+                f"{format_key(path)} is stored once, under {format_key(self.pairs.root_of[path])}, "
+                "and cannot tell where episodes end; give dedup_next the other keys"
+            )
+        return self.rows[path]
+
+    def follow_memory(self) -> None:
+        """Looks where the columns lie: whoever holds a view may have had the memory moved."""
+        self.rows.follow_memory()
+
     @property
     def kept_beside(self) -> int:
         """Number of rows (elements, for ``ndim > 1``) that have their counterparts beside."""
@@ -81,20 +95,13 @@ class FollowedRows:
         found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
         return {path: found[path] for path in self.schema.leaves}
 
-    def gather_keys(
-        self, paths: Sequence[Path], index: torch.Tensor, length: int | None = None
-    ) -> _Leaves:
-        """Copies some leaves of rows out, as ``gather`` does all of them."""
-        length = self.slots if length is None else length
-        elements = self._elements_of(index)
+    def gather_keys(self, paths: Sequence[Path], elements: torch.Tensor) -> _Leaves:
+        """Copies some leaves of rows out: ``[B, *F]`` by path; see ``Columns.gather_keys``."""
         stored = [path for path in paths if path not in self.pairs.root_of]
-        found: _Leaves = {}
-        part = self.rows.part(stored) if stored else self._roots
-        leaves = part.gather_elements(elements, length * self._cells)  # also checks the index
-        if stored:
-            found.update(zip(part.order, leaves, strict=True))
+        found = self.rows.gather_keys(stored, elements) if stored else {}
         if len(stored) < len(paths):
-            found.update(self._following(elements))
+            following = self._following(elements.to(self.device, torch.int64), contiguous=True)
+            found.update(following)
         return {path: found[path] for path in paths}
 
     def _elements_of(self, index: torch.Tensor) -> torch.Tensor:

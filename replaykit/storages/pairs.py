@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from replaykit.schema import Schema
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, Key, format_key, unravel
+from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, Key, format_key, unravel
 
 __all__ = ["DedupNext", "Mismatch", "Pairs", "checked_keys", "checked_mismatch", "pairs_of"]
 
@@ -68,11 +68,16 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
 
     Raises:
         ValueError: a key does not occur at the root and under ``next`` with one shape and dtype,
-            or with ``True`` none does.
+            with ``True`` none does, or a key is a flag.
     """
     leaves = schema.leaves
     if isinstance(keys, tuple):
         for key in keys:
+            if key in FLAG_KEYS:
+                raise ValueError(
+                    f"dedup_next: expected no flag, got {format_key(key)}: under 'next' it says "
+                    "where episodes end, at the root it never does"
+                )
             if leaves.get(key) is None or leaves.get(key) != leaves.get(("next", *key)):
                 raise ValueError(
                     f"dedup_next: expected {format_key(key)} at the root and under 'next' with "

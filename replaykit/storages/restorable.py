@@ -15,6 +15,7 @@ from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.content import Content, Group
 from replaykit.storages.followed import FollowedColumn, rebuilt_column
+from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.plain_state import from_plain, to_plain
@@ -131,6 +132,7 @@ class RestorableStorage(ColumnStorage):
             self.edits += 1
             self.ledger.clear()
             self.ledger.advance(content.rows)
+            self.indexes.restore(None, None, None)
 
     def content_of(self, state_dict: Mapping[str, Any]) -> Content:
         """Reads a storage's state dict.
@@ -159,12 +161,15 @@ class RestorableStorage(ColumnStorage):
             columns = [by_value(group.plain_columns()) for group in content.groups]
             state["ledger"] = by_value(self.ledger.state())
             state["_matcher"] = None
+            state["indexes"] = self.indexes.state()
             state["_columns"] = (self.schema, self.lanes, columns[0]) if columns else None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         stored, ledger = state["_columns"], from_value(state["ledger"])
+        episodes = state["indexes"]
         super().__setstate__({**state, "_columns": None, "ledger": Ledger(ledger["slots"])})
+        self.indexes = EpisodeIndexes(self)
         self.ledger.restore(ledger, None)
         if stored is not None:
             schema, lanes, columns = from_value(stored)
@@ -173,6 +178,7 @@ class RestorableStorage(ColumnStorage):
             self._columns = self._allocate(schema, lanes, rows)
             self._adopt(self._columns)
             _fill(self._columns, rows.leaves, self.ledger.length, None)
+            self.indexes.restore(episodes, self.ledger, None, restarted=False)
 
 
 def _fill(

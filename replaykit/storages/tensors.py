@@ -120,9 +120,10 @@ class LazyTensorStorage(TensorStorage):
             of these keys (``storage[a:b]``, ``rb[i]``, ``column``) are copies. Takes half the
             memory where observations are most of a row. With ``False`` it costs nothing.
         on_mismatch: of a row written at the cursor that goes on an episode (no flag under ``next``
-            is set, no id column of ``ted.EPISODE_KEYS`` changes) with another observation than the
-            row before led to: ``"error"`` refuses the batch, ``"dense"`` stores both. Rows after
-            ``write_at``, an edit of these keys, ``empty`` or a load go on from nothing.
+            is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
+            observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
+            stores both. Nothing is expected of the first row written after ``write_at``, an edit
+            of these keys, ``empty`` or a load.
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
@@ -182,7 +183,8 @@ class LazyTensorStorage(TensorStorage):
         compared = columns.compare(rows, self.ledger.cursor)
         try:
             if compared.newest is not None and bool(compared.newest.any()):
-                check_newest(columns.newest_rows(), rows.leaves, rows.batch, columns.pairs)
+                newest, severed = columns.newest_rows(), columns.severed
+                check_newest(newest, rows.leaves, rows.batch, columns.pairs, severed)
             if compared.inside is not None and bool(compared.inside.any()):
                 check_batch(rows.leaves, rows.batch, columns.pairs)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ class Transform:
     """A transform with both ways: ``forward`` on reading, ``inv`` on writing.
 
     Subclassing is not needed: any callable, and any object with ``forward`` or ``inv``, is taken.
+
+    Attributes:
+        stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
+            "episode" (what edits whole episodes), "history" (what needs other rows of the
+            episode), then "value" (what maps values on their own); None: anywhere.
 
     Example:
         >>> import torch
@@ -27,6 +33,8 @@ class Transform:
         (tensor([1., 2.]), tensor([2., 4.]))
     """
 
+    stage: str | None = None
+
     def forward(self, data: Any) -> Any:
         """Maps a batch on its way out; may edit it in place."""
         return data
@@ -39,12 +47,19 @@ class Transform:
         return self.forward(data)
 
 
+_STAGES = {"raw": 0, "episode": 1, "history": 2, "value": 3}
+
+
 class _Entry:
     """A transform with the way it is used."""
 
     def __init__(self, transform: Any, invert: bool) -> None:
         self.transform = transform
         self.invert = invert
+        # On read only: turned round it works on what is written, like any other.
+        self.reads_around = not invert and callable(getattr(transform, "fetch", None))
+        stage = None if invert else getattr(transform, "stage", None)
+        self.rank = _STAGES.get(stage) if isinstance(stage, str) else None
 
     def apply(self, data: Any, *, reading: bool) -> Any:
         if reading != self.invert:
@@ -62,9 +77,13 @@ class Compose(Transform):
 
     Args:
         transforms: callables, or objects with ``forward`` or ``inv``.
+        order: what to do where transforms with a ``stage`` come before one of an earlier stage,
+            which reads rows as they are stored and would mix units: "strict": refuse; "auto": sort
+            them, those of one stage staying in their order.
 
     Raises:
-        RuntimeError: something that is neither.
+        RuntimeError: something that is neither. ValueError: stages out of order, or an unknown
+            ``order``.
 
     Example:
         >>> from replaykit import Compose
@@ -73,8 +92,11 @@ class Compose(Transform):
         (30, 2)
     """
 
-    def __init__(self, *transforms: Any) -> None:
+    def __init__(self, *transforms: Any, order: str = "strict") -> None:
+        if order not in ("strict", "auto"):
+            raise ValueError(f"expected order as 'strict' or 'auto', got {order!r}")
         self._entries: list[_Entry] = []
+        self.order = order
         for transform in transforms:
             self.append(transform)
 
@@ -95,21 +117,52 @@ class Compose(Transform):
         _check_transform(transform)
         if not -len(self) <= index <= len(self):
             raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
+        entries = self._entries.copy()
+        entries.insert(index, _Entry(transform, invert))
+        self._entries = _in_order(entries, self.order)
         if callable(getattr(transform, "eval", None)):
             transform.eval()
-        self._entries.insert(index, _Entry(transform, invert))
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: Any, history: Any = None) -> Any:
         """Applies all transforms, first to last.
+
+        Args:
+            history: called with position, transform and batch in the place of transforms that
+                read the rows around; a buffer brings it.
 
         Raises:
             TypeError: one of them returned None.
         """
-        for entry in self._entries:
-            given, data = data, entry.apply(data, reading=True)
+        for position, entry in enumerate(self._entries):
+            given = data
+            if history is not None and entry.reads_around:
+                data = history(position, entry.transform, data)
+            else:
+                data = entry.apply(data, reading=True)
             if data is None and given is not None:
                 raise TypeError(f"the transform {entry.transform!r} returned None; return the data")
         return data
+
+    @property
+    def changes(self) -> frozenset[Any]:
+        """Keys that transforms which read the rows around write: those of a draw give way."""
+        found: frozenset[Any] = frozenset()
+        for entry in self._entries:
+            if entry.reads_around:
+                found |= entry.transform.changes
+        return found
+
+    @property
+    def told_of_writes(self) -> list[Any]:
+        """Transforms with a ``written``, which a buffer calls after every write."""
+        return [
+            e.transform for e in self._entries if callable(getattr(e.transform, "written", None))
+        ]
+
+    @property
+    def reads_around(self) -> bool:
+        """Whether any of them reads other rows than those of the batch."""
+        return any(entry.reads_around for entry in self._entries)
 
     def inv(self, data: Any) -> Any:
         """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
@@ -119,6 +172,23 @@ class Compose(Transform):
             data = entry.apply(data, reading=False)
         return data
 
+    def flush(self) -> Iterator[Any]:
+        """Yields what transforms hold back of the rows written, as it is to be stored.
+
+        Theirs is a method ``flush`` that gives it up; the ``inv`` of those before it follow.
+        """
+        for position in reversed(range(len(self._entries))):
+            entry = self._entries[position]
+            flush = None if entry.invert else getattr(entry.transform, "flush", None)
+            if not callable(flush):
+                continue
+            data = flush()
+            for before in reversed(self._entries[:position]):
+                if data is not None:
+                    data = before.apply(data, reading=False)
+            if data is not None:
+                yield data
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -126,7 +196,7 @@ class Compose(Transform):
         """Returns the transform at an int, a chain of those in a slice."""
         if not isinstance(index, slice):
             return self._entries[index].transform
-        chain = Compose()
+        chain = Compose(order=self.order)
         chain._entries = self._entries[index]
         return chain
 
@@ -135,7 +205,7 @@ class Compose(Transform):
 
     def copy(self) -> Compose:
         """Returns a chain of the same transforms."""
-        chain = Compose()
+        chain = Compose(order=self.order)
         chain._entries = list(self._entries)
         return chain
 
@@ -172,6 +242,24 @@ class Compose(Transform):
             f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self._entries
         )
         return f"Compose({inside})"
+
+
+def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:
+    """The entries by their stages; ValueError where that is not the order they are in."""
+    ranked = [entry for entry in entries if entry.rank is not None]
+    for before, after in itertools.pairwise(ranked):
+        if before.rank > after.rank:  # type: ignore[operator]
+            break
+    else:
+        return entries
+    if order == "strict":
+        raise ValueError(
+            f"expected {after.transform!r} (stage {after.transform.stage!r}) before "
+            f"{before.transform!r} (stage {before.transform.stage!r}): it reads rows as they are "
+            "stored; Compose(..., order='auto') sorts them"
+        )
+    placed = iter(sorted(ranked, key=lambda entry: entry.rank or 0))
+    return [entry if entry.rank is None else next(placed) for entry in entries]
 
 
 def _check_transform(transform: Any) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.storages import Storage
+from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Path
@@ -43,6 +45,9 @@ class Writer(ABC):
     """Writers of one kind take each other's saved state; one's own class is a kind of its own."""
 
     tracks_generations = False
+
+    keeps_order = True
+    """Whether rows lie in the order in which they were written, as slices of episodes need them."""
 
     _owner: weakref.ref[Any] | None = None
 
@@ -128,6 +133,28 @@ class Writer(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} chooses the slots of its records itself")
 
+    def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
+        """Ends the episodes that are being written, without a flag: the stream is severed there.
+
+        What is written next belongs to another episode, which begins in the middle: no window,
+        n-step sum, stack of frames or relabelling goes across.
+
+        Args:
+            lane: number of a lane, or several; None: all.
+
+        Raises:
+            IndexError: no such lane. RuntimeError: a storage without an episode index.
+        """
+        storage = self.storage
+        with storage.lock:
+            count = storage.lanes.numel()
+            lanes = np.zeros(count, bool)
+            chosen = np.arange(count) if lane is None else np.atleast_1d(np.asarray(lane))
+            if len(chosen) and not (chosen.min() >= 0 and chosen.max() < count):
+                raise IndexError(f"expected lanes in [0, {count}), got {chosen.tolist()}")
+            lanes[chosen] = True
+            storage.cut(lanes)
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all records; the storage's lock is held."""
         storage = self.storage
@@ -171,6 +198,7 @@ class Writer(ABC):
                 "_write_count": self._write_count,
                 "_cursor": self.storage.ledger.cursor,
                 "_ledger": self.storage.ledger.state(),
+                "_episodes": self.storage.episode_state(),
             }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
@@ -185,6 +213,7 @@ class Writer(ABC):
         if type(count) is not int or count < 0:
             raise ValueError(f"expected a write count, got {count!r}")
         Ledger.check(state_dict["_ledger"])
+        EpisodeIndexes.check(state_dict.get("_episodes"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state of a writer of the same kind on a storage of the same capacity.
@@ -224,6 +253,7 @@ class Writer(ABC):
         """Takes over a checked state; ``rows`` as for ``Ledger.restore``."""
         self._write_count = state_dict["_write_count"]
         self.storage.ledger.restore(state_dict["_ledger"], rows)
+        self.storage.restore_episodes(state_dict.get("_episodes"), ledger_of(state_dict), rows)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(write_count={self.write_count})"

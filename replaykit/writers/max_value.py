@@ -49,6 +49,7 @@ class TensorDictMaxValueWriter(Writer):
     """
 
     kind = "max_value"
+    keeps_order = False
 
     def __init__(
         self,

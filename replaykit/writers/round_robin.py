@@ -46,7 +46,7 @@ class RoundRobinWriter(Writer):
         ledger = storage.ledger
         slots = ledger.next_slots(count)
         storage.write_ring(ledger.cursor, rows, max(0, count - ledger.slots))
-        ledger.advance(count)
+        storage.commit(rows)
         self._count(count)
         return full_index(slots, storage)
 

@@ -87,7 +87,6 @@ def _record() -> TensorDict:
         (["observation"], {("observation",)}),
         ([("agents", "observation")], {("agents", "observation")}),
         ([("agents", ("observation",))], {("agents", "observation")}),
-        (["done"], {("done",)}),
         (False, set()),
     ],
 )  # fmt: skip
@@ -135,6 +134,7 @@ def test_on_mismatch_is_one_of_two_words() -> None:
         (["only"], "'only'.*got nothing and float32"),
         (["agents"], "'agents'.*got nothing and nothing"),
         ([("next", "observation")], "'next', 'observation'"),
+        (["done"], "expected no flag, got 'done'"),
     ],
 )
 def test_keys_that_are_not_in_both_places(make: Any, keys: Any, message: str) -> None:
@@ -319,3 +319,19 @@ def test_no_room_for_what_lies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
         rb.extend(rows)
     assert bool((before[0] == rb[:]).all())
     assert before[1:] == _snapshot(rb)[1:]
+
+
+@pytest.mark.parametrize("lane", [None, 1])
+def test_after_a_cut_another_episode_begins(lane: int | None) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2, dedup_next=True))
+    rows = torch.stack([_steps([0, 1, 2]), _steps([0, 1, 2])])
+    rb.extend(rows)
+    rb.writer.cut(lane)
+    if lane is not None:
+        _refused(rb, rows, r"row 0 \(lane 0\): .*newest")
+        rows[0] = _steps([2, 1, 0])
+    rb.extend(rows)
+    assert bool((rb[:, 2:] == rows).all())
+    # The cut was behind that row, and is no more.
+    other = torch.stack([_steps([5, 6, 7]), _steps([5, 6, 7])])
+    _refused(rb, other, r"row 0 \(lane 0\): .*newest")

@@ -1,0 +1,331 @@
+// The Python face of the episode index: arrays and ranges are checked here. A storage's lock orders
+// the calls, as it does those of everything else that a write changes.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "episode_columns.h"
+#include "episode_sums.h"
+#include "episodes.h"
+
+namespace nb = nanobind;
+using replaykit::CountLaw;
+using replaykit::EpisodeColumns;
+using replaykit::Episodes;
+using replaykit::EpisodeSums;
+using replaykit::FlagColumn;
+using replaykit::Numbers;
+
+namespace {
+
+// Up to so many steps the work is shorter than handing the interpreter lock over and back.
+constexpr std::int64_t kReleaseAbove = 1024;
+
+template <typename Work>
+auto unlocked(std::int64_t steps, const Work& work) {
+  if (steps <= kReleaseAbove) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
+
+// An array of the caller's, held while it is used. By the buffer protocol itself: a tenth of a
+// microsecond each.
+class Array {
+ public:
+  enum Kind { kInt64, kUint8, kBool };
+
+  Array(nb::handle array, const char* name, Kind kind, int dimensions, bool written = false) {
+    int flags = PyBUF_FORMAT | (written ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS : PyBUF_STRIDES);
+    if (kind != kInt64) flags |= PyBUF_C_CONTIGUOUS;
+    if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) {
+      PyErr_Clear();
+      refuse(name, kind, dimensions);
+    }
+    const char* format = view_.format == nullptr ? "B" : view_.format;
+    const bool one = format[0] != 0 && format[1] == 0;
+    const bool fits = kind == kInt64 ? (*format == 'l' || *format == 'q') && view_.itemsize == 8
+                                     : *format == (kind == kUint8 ? 'B' : '?');
+    if (!one || !fits || view_.ndim != dimensions) {
+      PyBuffer_Release(&view_);
+      refuse(name, kind, dimensions);
+    }
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() { PyBuffer_Release(&view_); }
+
+  std::int64_t size(int dimension = 0) const { return view_.shape[dimension]; }
+  Numbers numbers() const { return {static_cast<const char*>(view_.buf), view_.strides[0]}; }
+  const std::uint8_t* bytes() const { return static_cast<const std::uint8_t*>(view_.buf); }
+  std::int64_t* out() const { return static_cast<std::int64_t*>(view_.buf); }
+
+ private:
+  [[noreturn]] static void refuse(const char* name, Kind kind, int dimensions) {
+    const char* kinds[] = {"an int64", "a contiguous uint8", "a contiguous bool"};
+    throw nb::type_error((std::string("expected `") + name + "` as " + kinds[kind] + " array of " +
+                          std::to_string(dimensions) + " dimension(s)").c_str());
+  }
+
+  Py_buffer view_;
+};
+
+void check_length(const char* name, std::int64_t got, std::int64_t expected) {
+  if (got != expected) {
+    throw nb::value_error(("expected " + std::to_string(expected) + " entries in `" + name +
+                           "`, got " + std::to_string(got)).c_str());
+  }
+}
+
+// Memory for `rows` columns of n answers.
+struct Answers : Array {
+  Answers(nb::handle out, std::int64_t rows, std::int64_t n) : Array(out, "out", kInt64, 2, true) {
+    check_length("out", size(0), rows);
+    check_length("out", size(1), n);
+  }
+};
+
+struct Index {
+  Index(std::int64_t slots, std::int64_t lanes, std::int64_t start, const std::int64_t* begin,
+        const std::int64_t* head)
+      : episodes(slots, lanes, start, begin, head) {}
+
+  EpisodeSums& sums(std::int64_t least, std::int64_t add, std::int64_t below, std::int64_t past,
+                    std::int64_t open_future, int closed, int intact, int kind) {
+    constexpr std::int64_t limit = std::int64_t{1} << 31;  // sums of them stay in 64 bits
+    for (const std::int64_t one : {least, add, below, past, open_future}) {
+      if (one < -limit || one > limit) {
+        throw nb::value_error(("expected numbers of a law up to 2**31, got " +
+                               std::to_string(one)).c_str());
+      }
+    }
+    if (below < 0 || past < 0 || open_future < 0 || kind < 0 || kind > 2) {
+      throw nb::value_error("expected below, past and open_future of at least 0, and a kind");
+    }
+    EpisodeSums& found =
+        laws.of(episodes, {least, add, below, past, open_future, closed != 0, intact != 0, kind});
+    unlocked(found.behind(episodes), [&] { found.refresh(episodes); });
+    return found;
+  }
+
+  [[noreturn]] void not_stored(Numbers time, Numbers lane, std::int64_t at) const {
+    throw nb::index_error(
+        ("expected times in [" + std::to_string(episodes.lo()) + ", " +
+         std::to_string(episodes.hi()) + ") of lanes in [0, " + std::to_string(episodes.lanes()) +
+         "), got time " + std::to_string(time[at]) + " of lane " + std::to_string(lane[at])).c_str());
+  }
+
+  Episodes episodes;
+  replaykit::EpisodeLaws laws;
+  replaykit::LastIds ids;
+};
+
+using Flag = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, int, bool, int>;
+using Id = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+
+void bind_columns(nb::module_& m) {
+  nb::class_<EpisodeColumns>(m, "EpisodeColumns", "Columns that tell where episodes end.")
+      .def("__init__",
+           [](EpisodeColumns* self, const std::vector<Flag>& flags, const std::vector<Id>& ids,
+              std::int64_t slots, std::int64_t lanes) {
+             std::vector<FlagColumn> own;
+             for (const auto& [base, stride, values, bytes, sign, role] : flags) {
+               if (values < 0 || (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) ||
+                   role < 0 || role > 3) {
+                 throw nb::value_error("expected flags of 1, 2, 4 or 8 bytes and a role");
+               }
+               own.push_back({reinterpret_cast<const char*>(base), stride, values, bytes, sign, role});
+             }
+             std::vector<replaykit::IdColumn> names;
+             for (const auto& [base, stride, bytes] : ids) {
+               if (bytes < 0) throw nb::value_error("expected ids of at least 0 bytes");
+               names.push_back({reinterpret_cast<const char*>(base), stride, bytes});
+             }
+             new (self) EpisodeColumns(std::move(own), std::move(names), slots, lanes);
+           },
+           nb::arg("flags"), nb::arg("ids"), nb::arg("slots"), nb::arg("lanes"));
+}
+
+}  // namespace
+
+void replaykit::bind_episodes(nb::module_& m) {
+  bind_columns(m);
+
+  nb::class_<Index>(m, "Episodes", "Where episodes begin and end among the rows of a ring.")
+      .def("__init__",
+           [](Index* self, std::int64_t slots, std::int64_t lanes, std::int64_t start,
+              nb::object begin, nb::object head) {
+             constexpr std::int64_t most = std::int64_t{1} << 56;
+             if (slots < 1 || lanes < 1 || slots > most / lanes || start < 0 || start > most) {
+               throw nb::value_error("expected at least one slot and lane, and a start");
+             }
+             std::vector<std::int64_t> begins, heads;
+             if (!begin.is_none()) {
+               const Array given(begin, "begin", Array::kInt64, 1);
+               check_length("begin", given.size(), lanes);
+               for (std::int64_t at = 0; at < lanes; ++at) begins.push_back(given.numbers()[at]);
+             }
+             if (!head.is_none()) {
+               const Array given(head, "head", Array::kInt64, 1);
+               check_length("head", given.size(), lanes);
+               for (std::int64_t at = 0; at < lanes; ++at) heads.push_back(given.numbers()[at]);
+             }
+             for (const std::int64_t one : begins) {
+               if (one < -1 || (one >= start && one != -1)) {
+                 throw nb::value_error("expected begins before the start, or -1");
+               }
+             }
+             for (const std::int64_t one : heads) {
+               if (one < 1 || one > 3) throw nb::value_error("expected heads of 1, 2 or 3");
+             }
+             new (self) Index(slots, lanes, start, begins.empty() ? nullptr : begins.data(),
+                              heads.empty() ? nullptr : heads.data());
+           },
+           nb::arg("slots"), nb::arg("lanes"), nb::arg("start"), nb::arg("begin").none(),
+           nb::arg("head").none())
+      .def_prop_ro("slots", [](const Index& self) { return self.episodes.slots(); })
+      .def_prop_ro("lanes", [](const Index& self) { return self.episodes.lanes(); })
+      .def_prop_ro("lo", [](const Index& self) { return self.episodes.lo(); })
+      .def_prop_ro("hi", [](const Index& self) { return self.episodes.hi(); })
+      .def_prop_ro("version", [](const Index& self) { return self.episodes.version(); })
+      .def("append",
+           [](Index& self, nb::handle codes) {
+             const Array given(codes, "codes", Array::kUint8, 2);
+             check_length("codes", given.size(1), self.episodes.lanes());
+             unlocked(given.size(0) * given.size(1),
+                      [&] { self.episodes.append(given.bytes(), given.size(0)); });
+           },
+           nb::arg("codes"), "Notes rows uint8 [n, lanes] written after the newest one.")
+      .def("append_columns",
+           [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t until) {
+             check_length("lanes", columns.lanes(), self.episodes.lanes());
+             if (first < 0 || first > until || until > columns.slots()) {
+               throw nb::index_error(("expected rows in [0, " + std::to_string(columns.slots()) +
+                                      "), got " + std::to_string(first) + " to " +
+                                      std::to_string(until)).c_str());
+             }
+             if (self.ids.known() && columns.has_ids()) {
+               check_length("ids", static_cast<std::int64_t>(self.ids.bytes().size()),
+                            columns.id_bytes() * columns.lanes());
+             }
+             unlocked((until - first) * columns.lanes(), [&] {
+               self.ids.append(self.episodes, columns, first, until);
+             });
+           },
+           nb::arg("columns"), nb::arg("first"), nb::arg("until"),
+           "Notes rows from where they are stored.")
+      .def("close",
+           [](Index& self, nb::handle lanes, int code) {
+             const Array given(lanes, "lanes", Array::kBool, 1);
+             check_length("lanes", given.size(), self.episodes.lanes());
+             if (code < 1 || code > kRestored) throw nb::value_error("expected a code from 1 to 5");
+             self.episodes.close(given.bytes(), code);
+           },
+           nb::arg("lanes"), nb::arg("code"), "Ends the open episodes of lanes, bool [lanes].")
+      .def("forget_ids", [](Index& self) { self.ids.forget(); })
+      .def("last_ids",
+           [](const Index& self) -> nb::object {
+             if (!self.ids.known()) return nb::none();
+             const auto& bytes = self.ids.bytes();
+             return nb::bytes(bytes.data(), bytes.size());
+           },
+           "The ids of the newest row, those of one lane after the other; None: not known.")
+      .def("set_last_ids",
+           [](Index& self, nb::bytes ids) {
+             const auto* from = static_cast<const std::uint8_t*>(ids.data());
+             self.ids.set(std::vector<std::uint8_t>(from, from + ids.size()));
+           },
+           nb::arg("ids"))
+      .def("lookup",
+           [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
+             const Array times(time, "time", Array::kInt64, 1), lanes(lane, "lane", Array::kInt64, 1);
+             const std::int64_t n = times.size();
+             check_length("lane", lanes.size(), n);
+             const Answers found(out, 4, n);
+             std::int64_t* to = found.out();
+             const std::int64_t wrong = unlocked(n, [&] {
+               return self.episodes.lookup(times.numbers(), lanes.numbers(), n, to, to + n,
+                                           to + 2 * n, to + 3 * n);
+             });
+             if (wrong != n) self.not_stored(times.numbers(), lanes.numbers(), wrong);
+           },
+           nb::arg("time"), nb::arg("lane"), nb::arg("out"),
+           "Writes begin, last, code and head of stored rows.")
+      .def("codes",
+           [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
+             const Array times(time, "time", Array::kInt64, 1), lanes(lane, "lane", Array::kInt64, 1);
+             const std::int64_t n = times.size();
+             check_length("lane", lanes.size(), n);
+             const Answers found(out, 1, n);
+             const std::int64_t wrong = unlocked(n, [&] {
+               return self.episodes.codes(times.numbers(), lanes.numbers(), n, found.out());
+             });
+             if (wrong != n) self.not_stored(times.numbers(), lanes.numbers(), wrong);
+           },
+           nb::arg("time"), nb::arg("lane"), nb::arg("out"), "Writes what was noted of stored rows.")
+      .def("per_lane",
+           [](const Index& self, nb::handle out) {
+             const Episodes& episodes = self.episodes;
+             const Answers found(out, 2, episodes.lanes());
+             for (std::int64_t at = 0; at < episodes.lanes(); ++at) {
+               found.out()[at] = episodes.is_open(episodes.lane(at));
+               found.out()[episodes.lanes() + at] = episodes.lane(at).head_begin;
+             }
+           },
+           nb::arg("out"), "Writes which lanes are open, and where headless episodes began.")
+      .def("severed",
+           [](Index& self) {
+             const auto& found = self.episodes.severed();
+             return std::vector<std::pair<std::int64_t, std::int64_t>>(found.begin(), found.end());
+           },
+           "Time and lane of the rows that were severed from what follows.")
+      .def("count", [](const Index& self) { return self.episodes.count(); }, "Stored episodes.")
+      .def("table",
+           [](const Index& self, nb::handle out) {
+             const std::int64_t n = self.episodes.count();
+             const Answers found(out, 6, n);
+             unlocked(n, [&] { self.episodes.table(found.out()); });
+           },
+           nb::arg("out"), "Writes lane, begin, first, last, code and head of all episodes.")
+      .def("longest",
+           [](const Index& self) {
+             return unlocked(self.episodes.count(), [&] { return self.episodes.longest(); });
+           },
+           "Rows of the longest stored part of an episode.")
+      .def("totals",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
+              nb::handle out) {
+             const Answers found(out, 1, self.episodes.lanes());
+             self.sums(least, add, below, past, open_future, closed, intact, kind)
+                 .totals(found.out());
+           },
+           "Writes how many windows, episodes or rows each lane has.")
+      .def("find",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
+              nb::handle number, nb::handle out) {
+             const Array numbers(number, "number", Array::kInt64, 1);
+             const std::int64_t n = numbers.size();
+             const Answers found(out, 5, n);
+             const EpisodeSums& sums =
+                 self.sums(least, add, below, past, open_future, closed, intact, kind);
+             const std::int64_t wrong = unlocked(4 * n, [&] {
+               return sums.find(self.episodes, numbers.numbers(), n, found.out());
+             });
+             if (wrong != n) {
+               throw nb::index_error(("expected numbers in [0, " + std::to_string(sums.total()) +
+                                      "), got " + std::to_string(numbers.numbers()[wrong])).c_str());
+             }
+           },
+           "Writes lane, base, rows, count and rest of windows by their number.")
+      .def("nbytes",
+           [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
+           "Bytes that the index takes.");
+}

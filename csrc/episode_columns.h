@@ -1,0 +1,174 @@
+// What stored columns say of where episodes end: replaykit/episodes/rule.py, which has the same in
+// torch. The caller has checked that the memory behind every address is there.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "episodes.h"
+
+namespace replaykit {
+
+// Cells (row by row, in a row lane by lane) at base + cell * stride.
+struct FlagColumn {
+  enum Role : int { kTruncated = 0, kDone = 1, kTerminal = 2, kInit = 3 };
+  const char* base;
+  std::int64_t stride;
+  std::int64_t values;  // of a cell; any that is not zero sets it
+  int bytes;            // of a value: 1, 2, 4 or 8
+  bool sign;            // whether the highest bit alone makes no difference, as of floats
+  int role;             // in the order in which they have a say
+};
+
+struct IdColumn {
+  const char* base;
+  std::int64_t stride;
+  std::int64_t bytes;
+};
+
+class EpisodeColumns {
+ public:
+  EpisodeColumns(std::vector<FlagColumn> flags, std::vector<IdColumn> ids, std::int64_t slots,
+                 std::int64_t lanes)
+      : flags_(std::move(flags)), ids_(std::move(ids)), slots_(slots), lanes_(lanes) {
+    for (const IdColumn& column : ids_) id_bytes_ += column.bytes;
+  }
+
+  std::int64_t slots() const { return slots_; }
+  std::int64_t lanes() const { return lanes_; }
+  bool has_ids() const { return !ids_.empty(); }
+  std::int64_t id_bytes() const { return id_bytes_; }
+
+  // Codes of n cells, without the ends that ids make.
+  void codes(std::int64_t cell, std::int64_t n, std::uint8_t* out) const {
+    std::memset(out, 0, static_cast<std::size_t>(n));
+    for (const FlagColumn& column : flags_) {
+      switch (column.bytes) {
+        case 1: codes_of<std::uint8_t>(column, cell, n, out); break;
+        case 2: codes_of<std::uint16_t>(column, cell, n, out); break;
+        case 4: codes_of<std::uint32_t>(column, cell, n, out); break;
+        default: codes_of<std::uint64_t>(column, cell, n, out);
+      }
+    }
+  }
+
+  // Ends what goes on at cells whose ids differ from those of the next row's cell.
+  void switches(std::int64_t cell, std::int64_t n, std::uint8_t* codes) const {
+    for (const IdColumn& column : ids_) {
+      const std::int64_t next = column.stride * lanes_;
+      const char* at = column.base + cell * column.stride;
+      for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+        if (differ(at, at + next, column.bytes) && !(codes[i] & kCodeBits)) codes[i] |= kSwitched;
+      }
+    }
+  }
+
+  // The ids of a cell, one after the other.
+  bool same_ids(std::int64_t cell, const std::uint8_t* ids) const {
+    for (const IdColumn& column : ids_) {
+      if (differ(column.base + cell * column.stride, ids, column.bytes)) return false;
+      ids += column.bytes;
+    }
+    return true;
+  }
+
+  void copy_ids(std::int64_t cell, std::uint8_t* ids) const {
+    for (const IdColumn& column : ids_) {
+      if (column.bytes == 0) continue;
+      std::memcpy(ids, column.base + cell * column.stride, static_cast<std::size_t>(column.bytes));
+      ids += column.bytes;
+    }
+  }
+
+ private:
+  static bool differ(const void* one, const void* other, std::int64_t bytes) {
+    if (bytes == 8) return std::memcmp(one, other, 8) != 0;  // two loads
+    if (bytes == 4) return std::memcmp(one, other, 4) != 0;
+    return bytes > 0 && std::memcmp(one, other, static_cast<std::size_t>(bytes)) != 0;
+  }
+
+  template <typename Word>
+  static bool is_set(const char* at, const FlagColumn& column) {
+    bool found = false;
+    for (std::int64_t i = 0; i < column.values; ++i, at += sizeof(Word)) {
+      Word word;
+      std::memcpy(&word, at, sizeof(Word));
+      found |= (column.sign ? static_cast<Word>(word << 1) : word) != 0;
+    }
+    return found;
+  }
+
+  template <typename Word>
+  static void codes_of(const FlagColumn& column, std::int64_t cell, std::int64_t n,
+                       std::uint8_t* out) {
+    const char* at = column.base + cell * column.stride;
+    for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+      const bool set = is_set<Word>(at, column);
+      switch (column.role) {
+        case FlagColumn::kTruncated: out[i] = set ? 2 : out[i]; break;
+        case FlagColumn::kDone: out[i] = set && out[i] == 0 ? 1 : out[i]; break;
+        case FlagColumn::kTerminal: out[i] = set && out[i] != 0 ? 1 : out[i]; break;
+        default: out[i] |= set ? 0 : kNotInit;
+      }
+    }
+  }
+
+  std::vector<FlagColumn> flags_;
+  std::vector<IdColumn> ids_;
+  std::int64_t slots_, lanes_, id_bytes_ = 0;
+};
+
+// The ids of the newest row of every lane, to compare the next one with.
+class LastIds {
+ public:
+  bool known() const { return known_; }
+  const std::vector<std::uint8_t>& bytes() const { return bytes_; }
+  void forget() { known_ = false; }
+  void set(std::vector<std::uint8_t> bytes) {
+    bytes_ = std::move(bytes);
+    known_ = true;
+  }
+
+  // Notes rows [first, until) of the columns. What is known has as many bytes as the columns' ids.
+  void append(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
+              std::int64_t until) {
+    if (first == until) return;
+    const std::int64_t lanes = columns.lanes(), bytes = columns.id_bytes();
+    const std::int64_t piece = std::min(until - first, episodes.piece());
+    std::vector<std::uint8_t>& codes = codes_;
+    codes.resize(static_cast<std::size_t>(piece * lanes));
+    if (columns.has_ids()) bytes_.resize(static_cast<std::size_t>(bytes * lanes));
+    episodes.reserve(until - first);
+    if (columns.has_ids() && known_ && episodes.hi() > episodes.lo()) {
+      for (std::int64_t at = 0; at < lanes; ++at) {
+        if (!columns.same_ids(first * lanes + at, bytes_.data() + at * bytes)) {
+          episodes.close_lane(at, kSwitched);
+        }
+      }
+    }
+    for (std::int64_t row = first; row < until; row += piece) {
+      const std::int64_t rows = std::min(piece, until - row);
+      columns.codes(row * lanes, rows * lanes, codes.data());
+      // The last row of all has none after it yet.
+      const std::int64_t followed = std::min(rows, until - 1 - row);
+      columns.switches(row * lanes, followed * lanes, codes.data());
+      episodes.append_piece(codes.data(), rows);
+    }
+    if (columns.has_ids()) {
+      for (std::int64_t at = 0; at < lanes; ++at) {
+        columns.copy_ids((until - 1) * lanes + at, bytes_.data() + at * bytes);
+      }
+      known_ = true;
+    }
+  }
+
+ private:
+  bool known_ = false;
+  std::vector<std::uint8_t> bytes_;
+  std::vector<std::uint8_t> codes_;
+};
+
+}  // namespace replaykit

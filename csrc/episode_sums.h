@@ -1,0 +1,276 @@
+// How many windows a law counts in all episodes, and in which one a number of them lies. Kept up with
+// an `Episodes`: what was asked before costs O(new episodes + lanes) after a write, and a search
+// O(log episodes). No Python, no global state.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "count_law.h"
+#include "episodes.h"
+#include "numbered_ring.h"
+
+namespace replaykit {
+
+// Sums are kept before every group of episodes only: half a byte an episode, so that the search
+// stays in the cache; inside a group episodes are counted again. Episodes that lost their first rows
+// and open ones are counted anew after every write, for their counts change.
+class EpisodeSums {
+ public:
+  EpisodeSums(const CountLaw& law, std::int64_t lanes, std::int64_t slots) : law_(law) {
+    for (std::int64_t at = 0; at < lanes; ++at) lanes_.emplace_back(slots);
+    ends_.assign(static_cast<std::size_t>(lanes), 0);
+  }
+
+  const CountLaw& law() const { return law_; }
+  std::int64_t total() const { return ends_.back(); }
+  std::int64_t used() const { return used_; }
+  void use(std::int64_t when) { used_ = when; }
+
+  // About how many steps `refresh` will take.
+  std::int64_t behind(const Episodes& of) const {
+    return of.version() == version_ ? 0 : of.ended() - ended_ + of.lanes();
+  }
+
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const LaneSums& lane : lanes_) sum += lane.sums.bytes();
+    return sum;
+  }
+
+  void refresh(const Episodes& of) {
+    if (of.version() == version_) return;
+    std::int64_t sum = 0;
+    for (std::int64_t at = 0; at < of.lanes(); ++at) {
+      LaneSums& own = lanes_[static_cast<std::size_t>(at)];
+      refresh(own, of.lane(at), of);
+      sum += own.headless + own.regular + own.open;
+      ends_[static_cast<std::size_t>(at)] = sum;
+    }
+    version_ = of.version();
+    ended_ = of.ended();
+  }
+
+  void totals(std::int64_t* out) const {
+    std::int64_t before = 0;
+    for (std::int64_t end : ends_) {
+      *out++ = end - before;
+      before = end;
+    }
+  }
+
+  // What `RingEpisodes.find` says of n numbers, in five columns of n; the first one that is not in
+  // [0, total()), or n. Up to date.
+  std::int64_t find(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
+    std::int64_t* const columns[] = {out, out + n, out + 2 * n, out + 3 * n, out + 4 * n};
+    Search searches[kBatch];
+    for (std::int64_t from = 0; from < n; from += kBatch) {
+      const std::int64_t m = std::min(kBatch, n - from);
+      std::int64_t open = 0;  // searches that go on in a log
+      for (std::int64_t i = 0; i < m; ++i) {
+        const std::int64_t given = number[from + i];
+        if (given < 0 || given >= total()) return from + i;
+        if (start(of, given, from + i, columns, searches[open])) ++open;
+      }
+      // In step, so that reads which miss the cache are under way together.
+      for (bool more = true; more;) {
+        more = false;
+        for (std::int64_t i = 0; i < open; ++i) more |= narrow(searches[i]);
+      }
+      for (std::int64_t i = 0; i < open; ++i) {
+        Search& search = searches[i];
+        search.entry = (search.number + (search.base - search.first)) * Episodes::kGroup;
+        const NumberedRing& log = of.lane(search.lane).log;
+        __builtin_prefetch(log.address(std::max(log.begin(), search.entry - 1)));
+        __builtin_prefetch(log.address(search.entry));
+        __builtin_prefetch(log.address(std::min(log.end() - 1, search.entry + 8)));
+        __builtin_prefetch(log.address(std::min(log.end() - 1, search.entry + 15)));
+      }
+      for (std::int64_t i = 0; i < open; ++i) finish(of, searches[i], columns);
+    }
+    return n;
+  }
+
+ private:
+  static constexpr std::int64_t kBatch = 16;
+
+  struct LaneSums {
+    explicit LaneSums(std::int64_t slots) : sums(slots / Episodes::kGroup + 4) {}
+
+    NumberedRing sums;           // of all entries before each group
+    std::int64_t upto = 0;       // entries that are summed
+    std::int64_t total = 0;      // their sum
+    std::int64_t from = -1;      // the first entry that is counted here
+    std::int64_t before = 0;     // sum of those before it
+    std::int64_t headless = 0, regular = 0, open = 0;
+  };
+
+  struct Search {
+    const std::int64_t* first;
+    const std::int64_t* base;
+    std::int64_t length, number, target, lane, position, entry;
+  };
+
+  std::int64_t mass(const Episodes::Lane& lane, std::int64_t entry) const {
+    if (entry == 0) return 0;
+    return law_.mass(lane.last(entry) - lane.last(entry - 1), lane.head(entry) == kReset, false);
+  }
+
+  void refresh(LaneSums& own, const Episodes::Lane& lane, const Episodes& of) {
+    constexpr std::int64_t group = Episodes::kGroup;
+    const std::int64_t from = lane.first + lane.headless_ended(), until = lane.log.end();
+    const std::int64_t start = from / group * group;
+    if (own.upto < start) {  // nobody asked for so long that what was not summed is gone
+      own.sums.restart(start / group);
+      own.upto = start;
+      own.total = 0;
+      own.from = -1;
+    } else {
+      own.sums.drop_until(start / group);
+    }
+    own.sums.reserve((until + group - 1) / group - own.sums.end());
+    for (; own.upto < until; ++own.upto) {
+      if (own.upto % group == 0) own.sums.push(own.total);
+      own.total += mass(lane, own.upto);
+    }
+    if (own.from != from) {
+      own.from = from;
+      own.before = own.total;
+      if (from < until) {
+        own.before = own.sums[start / group];
+        for (std::int64_t entry = start; entry < from; ++entry) own.before += mass(lane, entry);
+      }
+    }
+    own.regular = own.total - own.before;
+    own.headless = own.open = 0;
+    if (lane.headless_ended()) {
+      own.headless = law_.mass(lane.last(lane.first) + 1 - of.lo(), false, false);
+    }
+    if (of.is_open(lane)) {
+      own.open = law_.mass(of.hi() - std::max(of.lo(), lane.open), open_at_reset(of, lane), true);
+    }
+  }
+
+  static bool open_at_reset(const Episodes& of, const Episodes::Lane& lane) {
+    return lane.open >= of.lo() && lane.open_head == kReset;
+  }
+
+  // Writes what is found of a number, or says that it is to be searched for.
+  bool start(const Episodes& of, std::int64_t given, std::int64_t position,
+             std::int64_t* const* columns, Search& search) const {
+    std::size_t at = 0;
+    if (ends_.size() > 1) {
+      at = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), given) -
+                                    ends_.begin());
+      if (at > 0) given -= ends_[at - 1];
+    }
+    const LaneSums& own = lanes_[at];
+    const auto lane_number = static_cast<std::int64_t>(at);
+    const Episodes::Lane& lane = of.lane(lane_number);
+    if (given < own.headless) {
+      const std::int64_t stored = lane.last(lane.first) + 1 - of.lo();
+      write(columns, position, lane_number, of.lo(), stored, false, false, given);
+      return false;
+    }
+    given -= own.headless;
+    if (given >= own.regular) {
+      const std::int64_t first = std::max(of.lo(), lane.open);
+      write(columns, position, lane_number, first, of.hi() - first, open_at_reset(of, lane), true,
+            given - own.regular);
+      return false;
+    }
+    const std::int64_t target = given + own.before;
+    const NumberedRing::Stretch stretch =
+        own.sums.stretch(own.from / Episodes::kGroup, own.sums.end(), target);
+    search = {stretch.base,   stretch.base, stretch.length, stretch.number,
+              target,         lane_number,  position,       0};
+    return true;
+  }
+
+  // One step towards the last sum that is not above the target; false: this is it.
+  static bool narrow(Search& search) {
+    const std::int64_t half = search.length >> 1;
+    search.base += search.base[half] <= search.target ? half : 0;
+    search.length -= half;
+    return search.length > 1;
+  }
+
+  void finish(const Episodes& of, const Search& search, std::int64_t* const* columns) const {
+    const Episodes::Lane& lane = of.lane(search.lane);
+    std::int64_t rest = search.target - *search.base, entry = search.entry;
+    if (entry > 0 && lane.log.in_one_piece(entry - 1, Episodes::kGroup + 1)) {
+      // The same in fewer steps.
+      const std::int64_t* log = lane.log.address(entry - 1);
+      for (std::int64_t begin = *log >> 2;; ++entry) {
+        const std::int64_t end = *++log >> 2;
+        const std::int64_t own = law_.mass(end - begin, (*log & 3) == kReset, false);
+        if (rest < own) {
+          write(columns, search.position, search.lane, begin + 1, end - begin, (*log & 3) == kReset,
+                false, rest);
+          return;
+        }
+        rest -= own;
+        begin = end;
+      }
+    }
+    for (;; ++entry) {
+      const std::int64_t own = mass(lane, entry);
+      if (rest < own) break;
+      rest -= own;
+    }
+    const std::int64_t first = lane.last(entry - 1) + 1;
+    write(columns, search.position, search.lane, first, lane.last(entry) + 1 - first,
+          lane.head(entry) == kReset, false, rest);
+  }
+
+  void write(std::int64_t* const* columns, std::int64_t position, std::int64_t lane,
+             std::int64_t first, std::int64_t stored, bool reset, bool open,
+             std::int64_t rest) const {
+    columns[0][position] = lane;
+    columns[1][position] = first + law_.skipped(reset);
+    columns[2][position] = law_.usable(stored, reset, open);
+    columns[3][position] = law_.windows(stored, reset, open);
+    columns[4][position] = rest;
+  }
+
+  CountLaw law_;
+  std::vector<LaneSums> lanes_;
+  std::vector<std::int64_t> ends_;  // of the lanes' numbers
+  std::int64_t version_ = -1, ended_ = 0, used_ = 0;
+};
+
+// The sums of the laws in use; those not used for longest make room.
+class EpisodeLaws {
+ public:
+  EpisodeSums& of(const Episodes& episodes, const CountLaw& law) {
+    ++now_;
+    for (EpisodeSums& one : laws_) {
+      if (one.law() == law) {
+        one.use(now_);
+        return one;
+      }
+    }
+    if (laws_.size() == kMost) {
+      laws_.erase(std::min_element(laws_.begin(), laws_.end(), [](const auto& a, const auto& b) {
+        return a.used() < b.used();
+      }));
+    }
+    laws_.emplace_back(law, episodes.lanes(), episodes.slots());
+    laws_.back().use(now_);
+    return laws_.back();
+  }
+
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const EpisodeSums& one : laws_) sum += one.bytes();
+    return sum;
+  }
+
+ private:
+  static constexpr std::size_t kMost = 8;
+  std::vector<EpisodeSums> laws_;
+  std::int64_t now_ = 0;
+};
+
+}  // namespace replaykit

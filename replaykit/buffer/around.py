@@ -1,0 +1,148 @@
+"""The rows around those of a draw, read from a storage for the transforms of a buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import is_tensordict
+from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import ravel
+from replaykit.structure import Node, Path
+from replaykit.ted import format_key
+from replaykit.transforms.base import Compose
+from replaykit.transforms.history import HistoryTransform, Prepared, Surroundings
+
+__all__ = ["StoredSurroundings", "apply_all", "fetch_all"]
+
+Array = np.ndarray[Any, Any]
+
+_ALL = CountLaw(1, 0)
+
+
+class StoredSurroundings(Surroundings):
+    """Surroundings of drawn rows in their storage. The lock is held while it is made and asked."""
+
+    def __init__(
+        self,
+        storage: ColumnStorage,
+        index: EpisodeIndex,
+        drawn: torch.Tensor,
+        window: Array | None,
+        mask: Array | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__()
+        self._storage, self._index = storage, index
+        cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
+        self.time, self.lane = index.place(cells.cpu().numpy())
+        self.begin, self.last, code, self.head = index.episodes_at(self.time, self.lane)
+        self.first = np.maximum(self.begin, index.bounds(self.lane)[0])
+        self.reason = np.minimum(code, 3)
+        self.alone = window is None
+        self.window = np.arange(len(self.time)) if window is None else window
+        self.mask = mask
+        self.generator = generator
+        self.keys = storage.require().schema.leaves
+
+    @property
+    def root(self) -> Node:  # type: ignore[override]
+        return self._storage.require().schema.root
+
+    def stored(self) -> int:
+        return int(self._index.totals(_ALL, ROWS).sum())
+
+    def any_rows(self, number: Array) -> tuple[Array, Array]:
+        found = self._index.find(_ALL, ROWS, number.reshape(-1))
+        time = (found.base + found.rest).reshape(number.shape)
+        return time, found.lane.reshape(number.shape)
+
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+        columns = self._storage.require()
+        unknown = [format_key(key) for key in keys if key not in columns.schema.leaves]
+        if unknown:
+            known = ", ".join(map(format_key, columns.schema.leaves))
+            raise KeyError(f"expected the columns {', '.join(unknown)}; there are {known}")
+        rows = torch.from_numpy(self._index.element(time.reshape(-1), lane.reshape(-1)))
+        leaves = columns.gather_keys(keys, rows)
+        return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
+
+
+def fetch_all(
+    chain: Compose,
+    storage: Storage,
+    index: torch.Tensor,
+    info: dict[Any, Any],
+    generator: torch.Generator | None,
+    episodes: EpisodeIndex | None = None,
+) -> Prepared:
+    """Has the history transforms of a chain read what they need for rows at an index.
+
+    Raises:
+        RuntimeError: a storage that does not know where episodes end.
+    """
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
+            "read the rows around need; use a tensor or memmap storage"
+        )
+    window, mask = info.get("sequence_id"), info.get("validity_mask")
+    if mask is None:
+        mask = info.get(("collector", "mask"))
+    around = StoredSurroundings(
+        storage,
+        storage.episodes if episodes is None else episodes,
+        index,
+        None if window is None else window.cpu().numpy(),
+        None if mask is None else mask.cpu().numpy(),
+        generator,
+    )
+    return fetch_more(chain, Prepared(around))
+
+
+def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
+    """Runs the first step of the history transforms of a chain from position ``start`` on, in
+    order; not of those that read what a transform before them makes of whole episodes."""
+    around = prepared.around
+    around.relabels = []
+    for position, transform in enumerate(chain):
+        if position < start or not isinstance(transform, HistoryTransform):
+            continue
+        if transform.edits_episodes:
+            around.later = list(chain)[position + 1 :]
+        fetched = prepared.fetched[position] = transform.fetch(around)
+        if transform.edits_episodes:
+            break
+        if transform.relabels:
+            around.relabels.append((transform, fetched))
+    return prepared
+
+
+def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
+    """Runs a chain on a batch, with what its history transforms have read.
+
+    Raises:
+        RuntimeError: records that are no TensorDicts.
+    """
+    if not is_tensordict(data):
+        raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
+    prepared.around.relabels = []
+    now = prepared
+
+    def apply(position: int, transform: HistoryTransform, batch: Any) -> Any:
+        nonlocal now
+        fetched = now.fetched.get(position)
+        batch = transform.apply(batch, fetched, now.around)
+        if transform.edits_episodes:
+            # Copies of the episodes are at hand: what comes after needs neither storage nor lock.
+            now = fetch_more(chain, Prepared(transform.surroundings(fetched)), position + 1)
+            now.around.relabels = []
+        elif transform.relabels:
+            now.around.relabels.append((transform, fetched))
+        return batch
+
+    return chain.forward(data, apply)

@@ -1,0 +1,351 @@
+"""One truth about episodes for everything that samples, looks at or transforms sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
+from replaykit.episodes.kernels import new_ring
+from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.ring import Found
+from replaykit.episodes.rule import BoundaryRule, BoundColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from replaykit.schema import Rows
+    from replaykit.storages.column_storage import ColumnStorage
+    from replaykit.structure import Path
+
+__all__ = ["EpisodeIndex", "Windows"]
+
+Array = np.ndarray[Any, Any]
+
+_ALL_ROWS = CountLaw(1, 0)
+
+
+Windows = Found
+"""Windows looked up by their number."""
+
+
+class EpisodeIndex:
+    """Where the episodes of a column storage begin and end, and why.
+
+    Rows are addressed as *elements*, int64: the slot, or ``slot * lanes + lane`` where the storage
+    has lanes. In a lane rows are counted by *time*, which is never used twice:
+    ``place``/``element`` go from one to the other. What is asked for is answered for stored rows;
+    nothing is checked here, and the storage's lock is held.
+
+    The write path tells it of every row (``sync``), in time proportional to the rows written. Rows
+    that were written past it, moved or edited are noted at the next question: an edit of a column
+    that bounds episodes costs one pass over those columns.
+
+    Args:
+        storage: whose rows; it has been written to.
+        rule: which columns bound episodes.
+        before: number of newest rows, just written, that ``sync`` or ``note_rows`` will bring.
+
+    Raises:
+        KeyError: as ``BoundaryRule.bind``. RuntimeError: rows that are no TensorDicts.
+    """
+
+    def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
+        columns = storage.require()
+        self.rule = rule
+        self.bound: BoundColumns = rule.bind(columns.schema)
+        self._storage, self._columns = storage, columns
+        self.lanes = columns.lanes.numel()
+        self.slots = columns.slots
+        self._ring = new_ring(self.slots, self.lanes)
+        # Up to which record, and of which state of the ledger, rows have been noted.
+        ledger = storage.ledger
+        self._noted = ledger.next_position - before
+        self._changes = ledger.changes
+        self._edited = False
+        self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
+        # How often all rows were noted anew, at other times.
+        self.rebuilt = 0
+        # Whether times and positions of the noted rows differ by one number.
+        self._in_order = True
+        self._versions = 0  # of the rings before this one
+        if ledger.length and (self._noted or not before):
+            self._rebuild()
+
+    # -- being told of writes -------------------------------------------------------------------
+
+    def edited(self) -> None:
+        """Told that a column that bounds episodes was changed in place."""
+        self._edited = True
+
+    def sync(self) -> None:
+        """Takes note of all that was written. Cost: O(rows written since)."""
+        ledger = self._storage.ledger
+        if ledger.changes != self._changes or self._edited:
+            self._rebuild()
+            return
+        behind = ledger.next_position - self._noted
+        if not behind:
+            return
+        if behind > self.slots:  # rows are gone that nobody looked at
+            self._rebuild()
+            return
+        first = (ledger.cursor - behind) % self.slots
+        until = min(self.slots, first + behind)
+        self._note(first, until)
+        if first + behind > self.slots:
+            self._note(0, first + behind - self.slots)
+        self._noted = ledger.next_position
+
+    def note_rows(self, rows: Rows) -> None:
+        """Takes note of rows that were written last, also of those that are stored no more."""
+        ledger = self._storage.ledger
+        before = ledger.next_position - len(rows)
+        if ledger.changes != self._changes and ledger.cleared == before:
+            start = -(-self._ring.hi // self.slots) * self.slots
+            head = self._head_after_clear()
+            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
+            self._noted, self._in_order = before, True
+        elif ledger.changes != self._changes or self._noted != before:
+            self._rebuild()
+            return
+        # What was edited is stored no more, or else it is noted at the next question.
+        self._edited &= len(rows) < self.slots
+        leaves = rows.leaves
+        self._append({path: leaves[path] for path in self.bound.paths} or leaves)
+        self._noted, self._changes = ledger.next_position, ledger.changes
+
+    def close(self, lanes: Array, code: int) -> None:
+        """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
+        self.sync()
+        self._ring.close(lanes, code)
+        if lanes.all():
+            self._ring.forget_ids()
+
+    def _note(self, first: int, until: int) -> None:
+        columns = self._columns
+        if self._ring.append_columns(self.bound, columns, first, until):
+            return
+        views = {path: columns[path][first:until] for path in self.bound.paths}
+        if not views:
+            path = columns.order[0]
+            views = {path: columns[path][first:until]}
+        self._append(views)
+
+    def _append(self, leaves: Mapping[Path, torch.Tensor]) -> None:
+        codes, ids = self.bound.codes(leaves, self._columns.ndim)
+        if ids is not None:
+            last = self._ring.last_ids()
+            if last is not None:
+                switched = (ids[0] != last).any(-1)
+                if switched.any():
+                    self._ring.close(switched, SWITCHED)
+            codes[:-1][(codes[:-1] & 7 == GOES_ON) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
+            self._ring.set_last_ids(ids[-1])
+        self._ring.append(codes)
+
+    def _rebuild(self) -> None:
+        """Notes all stored rows anew, at times above those given out; one pass over the columns.
+
+        Where an episode began whose first row is gone is kept, as long as its rows are the same.
+        """
+        ledger, old, lanes = self._storage.ledger, self._ring, self.lanes
+        length, slots = ledger.length, self.slots
+        # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
+        start_slot = ledger.cursor if length == slots else 0
+        order = (np.arange(length) + start_slot) % slots
+        positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
+        # Times of rows that are stored no more are not negative either.
+        above = max(old.hi, int(positions[0])) if length else old.hi
+        start = -(-above // slots) * slots + start_slot
+        begin = np.full(lanes, -1, np.int64)
+        head = np.full(lanes, int(Head.RESET), np.int64)
+        known = self._heads(start_slot, int(positions[0])) if length else None
+        if known is not None:
+            began, head = known
+            begin = np.where(began >= 0, start - (positions[0] - began), -1)
+        elif not length or positions[0] == ledger.cleared:
+            head = self._head_after_clear()
+        else:  # nobody knows what came before
+            head = np.full(lanes, int(Head.CUT), np.int64)
+        self._versions += old.version + 1
+        self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
+        severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
+        self._in_order = not len(severed)
+        marks, codes = self._storage.indexes.marks.among(
+            int(positions.min()) * lanes if length else 0,
+            (int(positions.max()) + 1) * lanes if length else 0,
+        )
+        stops = {int(row): np.full(lanes, SEVERED, np.uint8) for row in severed}
+        if len(marks):
+            by_position = np.argsort(positions, kind="stable")
+            rows = by_position[np.searchsorted(positions[by_position], marks // lanes)]
+            for row, mark, code in zip(rows.tolist(), marks.tolist(), codes.tolist(), strict=True):
+                if positions[row] == mark // lanes:
+                    stop = stops.setdefault(row, np.zeros(lanes, np.uint8))
+                    stop[mark % lanes] = max(code, stop[mark % lanes])
+        done = 0
+        cuts = sorted({*stops, length - 1, slots - start_slot - 1} & set(range(length)))
+        for row in cuts:
+            first = (start_slot + done) % slots
+            self._note(first, first + row + 1 - done)
+            if row in stops:
+                for code in np.unique(stops[row][stops[row] > 0]).tolist():
+                    self._ring.close(stops[row] == code, code)
+                if (stops[row] > 0).all():  # elsewhere ids still tell where episodes end
+                    self._ring.forget_ids()
+            done = row + 1
+        self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self.rebuilt += 1
+
+    def _head_after_clear(self) -> Array:
+        """How the first episodes begin of what was written after all rows were forgotten."""
+        if self._ring.hi > self._ring.lo:
+            went_on = self._ring.open_lanes & (self._storage.ledger.cleared == self._noted)
+            self._after_clear = np.where(went_on, int(Head.CUT), int(Head.RESET))
+        return self._after_clear
+
+    def _heads(self, slot: int, position: int) -> tuple[Array, Array] | None:
+        """Where the episodes of the row in a slot began, as positions, -1 where with itself; and
+        how those that begin with it do. None: nothing was ever noted of that row."""
+        ring, lane = self._ring, np.arange(self.lanes)
+        time = ring.hi - 1 - (ring.hi - 1 - slot) % self.slots
+        if position < self._noted and time >= ring.lo:
+            begin, _, _, head = ring.lookup(np.full(self.lanes, time), lane)
+            begin = np.where(begin < time, position - (time - begin), -1)
+            return begin, np.where(head == int(Head.EVICTED), int(Head.RESET), head)
+        saved = self._storage.indexes.take_heads()
+        if saved is None or saved["oldest"] != position:
+            return None
+        return np.array(saved["begin"]), np.array(saved["head"])
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns what does not follow from the rows: where headless episodes began."""
+        self.sync()
+        ring = self._ring
+        if ring.hi == ring.lo or not self._in_order:
+            return {"oldest": -1, "begin": [], "head": []}
+        oldest = self._noted - (ring.hi - ring.lo)
+        known = self._heads(ring.lo % self.slots, oldest)
+        assert known is not None  # the ring has a row
+        return {"oldest": oldest, "begin": known[0].tolist(), "head": known[1].tolist()}
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def place(self, element: Array) -> tuple[Array, Array]:
+        """Time and lane of stored elements."""
+        if self.lanes == 1:
+            slot, lane = element, np.zeros_like(element)
+        else:
+            slot, lane = np.divmod(element, self.lanes)
+        newest = self._ring.hi - 1
+        return newest - (newest - slot) % self.slots, lane
+
+    def element(self, time: Array, lane: Array) -> Array:
+        """Elements of rows; the inverse of ``place``."""
+        if self.lanes == 1:
+            return time % self.slots
+        return (time % self.slots) * self.lanes + lane
+
+    def bounds(self, lane: Array) -> tuple[Any, Any]:
+        """``lo, hi`` of lanes: stored rows are those with ``lo <= time < hi``."""
+        return self._ring.lo, self._ring.hi
+
+    def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
+        """First stored and last row of the episodes of stored rows, as times."""
+        begin, last, _, _ = self._ring.lookup(time, lane)
+        return np.maximum(begin, self.bounds(lane)[0]), last
+
+    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        return self._ring.lookup(time, lane)
+
+    def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
+        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
+        of every lane: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        lo, hi = self._ring.lo, self._ring.hi
+        time = np.repeat(np.arange(max(lo, hi - newest), hi), self.lanes)
+        lane = np.tile(np.arange(self.lanes), len(time) // self.lanes)
+        code = self._ring.codes(time, lane) if len(time) else time
+        ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
+        return time[ended], lane[ended], code[ended].astype(np.int64)
+
+    def begins(self, time: Array, lane: Array) -> Array:
+        """Times at which episodes began, also where that row is stored no more."""
+        return self._ring.lookup(time, lane)[0]
+
+    def heads(self, time: Array, lane: Array) -> Array:
+        """``Head`` of the episodes of rows."""
+        return self._ring.lookup(time, lane)[3]
+
+    def reasons(self, time: Array, lane: Array) -> Array:
+        """``EndReason`` of the episodes of rows."""
+        return np.minimum(self._ring.lookup(time, lane)[2], int(EndReason.CUT))
+
+    def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
+        """First and last row of what can be read without a gap around rows: across episodes, not
+        across the write seam, nor where rows are missing or a run was restarted."""
+        lo, hi = self.bounds(lane)
+        first, last = np.full_like(time, 0) + lo, np.full_like(time, 0) + hi - 1
+        severed = self._ring.severed()
+        if len(severed):
+            reach = int(np.max(hi) - np.min(lo)) + 1
+            keys = np.sort(severed[:, 1] * reach + severed[:, 0] - np.min(lo))
+            own = lane * reach
+            after = np.searchsorted(keys, own + time - np.min(lo))
+            ends = np.append(keys, np.iinfo(np.int64).max)[after] - own
+            last = np.where(ends < reach, np.minimum(last, ends + np.min(lo)), last)
+            starts = np.insert(keys, 0, -1)[after] - own
+            first = np.where(starts >= 0, np.maximum(first, starts + np.min(lo) + 1), first)
+        return first, last
+
+    def positions(self, time: Array, lane: Array) -> Array:
+        """Positions (``Ledger``) of rows, also of those stored no more that came before stored
+        ones of their episode."""
+        ledger = self._storage.ledger
+        if ledger.in_order:
+            return time + (ledger.next_position - self._ring.hi)
+        lo = self._ring.lo
+        stored = np.maximum(time, lo)
+        found = ledger.positions(torch.from_numpy(stored % self.slots)).numpy()
+        return found - (stored - time)
+
+    def ids(self, time: Array, lane: Array) -> Array:
+        """Episode ids: ``position * lanes + lane`` of the first row; never used twice."""
+        begin = self.begins(time, lane)
+        return self.positions(begin, lane) * self.lanes + lane
+
+    # -- windows --------------------------------------------------------------------------------
+
+    def totals(self, law: CountLaw, kind: int) -> Array:
+        """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
+        return self._ring.totals(law, kind)
+
+    def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
+        """Looks windows up by number: lanes in order, in a lane in the order of time."""
+        return self._ring.find(law, kind, number)
+
+    def table(self) -> Any:
+        """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
+        return self._ring.table()
+
+    def longest(self) -> int:
+        """Rows of the longest episode. Cost: O(episodes)."""
+        return self._ring.longest()
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every change of the index."""
+        return self._versions + self._ring.version
+
+    def stored_rows(self) -> int:
+        """Number of stored rows, all lanes together."""
+        return int(self.totals(_ALL_ROWS, ROWS).sum())
+
+    def nbytes(self) -> int:
+        """Bytes that the index takes."""
+        return self._ring.nbytes()

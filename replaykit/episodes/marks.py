@@ -1,0 +1,39 @@
+"""Where streams were severed without anything in the data that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["CutMarks"]
+
+
+class CutMarks:
+    """The rows that nothing follows, by their number, each with why: ``SEVERED`` or ``RESTORED``.
+
+    The number of a row is ``position * lanes + lane``: it outlives every move of the row. Few of
+    them: one a restart and one a ``cut()``.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = np.zeros(0, np.int64)
+        self.codes = np.zeros(0, np.uint8)
+
+    def add(self, numbers: np.ndarray[Any, Any], code: int, lowest: int) -> None:
+        """Adds rows, and forgets those below ``lowest``, which are stored no more."""
+        kept = self.numbers >= lowest
+        fresh = numbers[~np.isin(numbers, self.numbers[kept])]
+        numbers = np.concatenate([self.numbers[kept], fresh])
+        codes = np.concatenate([self.codes[kept], np.full(len(fresh), code, np.uint8)])
+        order = np.argsort(numbers, kind="stable")
+        self.numbers, self.codes = numbers[order], codes[order]
+
+    def among(self, low: int, high: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Numbers in ``[low, high)``, rising, and their codes."""
+        start, stop = np.searchsorted(self.numbers, [low, high])
+        return self.numbers[start:stop], self.codes[start:stop]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.numbers, self.codes = self.numbers[:0], self.codes[:0]

@@ -1,0 +1,369 @@
+"""Episodes of a ring of rows, one stream a lane: the counterpart of the core's, in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from replaykit.episodes.codes import (
+    CODE_BITS,
+    HEAD_SHIFT,
+    LINK_SHIFT,
+    NOT_INIT,
+    RESTORED,
+    SEVERED,
+    Head,
+)
+from replaykit.episodes.law import EPISODES, ROWS, CountLaw
+
+__all__ = ["Found", "RingEpisodes", "Table"]
+
+Array = np.ndarray[Any, Any]
+
+_FIRST = 1024
+
+
+class Found(NamedTuple):
+    """Where windows lie that were looked up by their number; int64 ``[K]`` each.
+
+    Attributes:
+        lane: the lane of the episode.
+        base: time of the first row that windows of the episode may use.
+        rows: how many such rows there are from it on.
+        count: how many windows the episode has.
+        rest: the number of this one among them.
+    """
+
+    lane: Array
+    base: Array
+    rows: Array
+    count: Array  # type: ignore[assignment]
+    rest: Array
+
+
+class Table(NamedTuple):
+    """All stored episodes, by lane and in the order of time; int64 ``[J]`` each.
+
+    ``begin`` may lie before what is stored; ``first`` is the first stored row. ``code`` is that of
+    the last row, ``head`` a ``Head``.
+    """
+
+    lane: Array
+    begin: Array
+    first: Array
+    last: Array
+    code: Array
+    head: Array
+
+
+class RingEpisodes:
+    """Where episodes begin and end among the rows ``lo <= time < hi`` of each of ``lanes`` lanes.
+
+    *Time* is the number of a row in its lane, int64, never used twice; its place in the ring is
+    ``time % slots``. Each row has a link: of the first row of an episode to the newest one, of
+    every other row back to the first. Overwriting a first row moves what it knows to one entry of
+    the lane. Episodes that have ended are also listed in the order in which they did.
+
+    Cost: O(rows) to append; a lookup reads two links. Here numbers of windows are summed anew
+    after a write, O(episodes); the core keeps the sums. 8 bytes a row and 32 an episode.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        lanes: int = 1,
+        *,
+        start: int = 0,
+        begin: Array | None = None,
+        head: Array | None = None,
+    ) -> None:
+        """Starts without rows at time ``start``.
+
+        Args:
+            begin: int64 ``[lanes]``, where the episode began that the first rows go on with; -1:
+                they begin one.
+            head: int64 ``[lanes]``, how the next episode begins (``Head``); else with its reset.
+        """
+        self.slots, self.lanes = slots, lanes
+        self.lo = self.hi = start
+        self.version = 0
+        self._severed: list[tuple[int, int]] = []
+        self._last_ids: Array | None = None
+        self._link = np.zeros((0, lanes), np.int64)
+        fresh = np.full(lanes, -1, np.int64)
+        self._open = fresh.copy() if begin is None else np.asarray(begin, np.int64).copy()
+        self._next_head = (
+            np.full(lanes, int(Head.RESET)) if head is None else np.asarray(head, np.int64).copy()
+        )
+        self._open_head = np.full(lanes, int(Head.RESET))
+        self._head_begin = np.where(self._open < start, self._open, -1)
+        self._head_last = np.full(lanes, start - 1, np.int64)
+        # Episodes that have ended: last, lane, begin, head, in the order of (last, lane).
+        self._log = np.zeros((4, _FIRST), np.int64)
+        self._logged = 0
+        self._dropped = 0
+        self._table: tuple[int, Table] | None = None
+        self._sums: dict[Any, tuple[int, Any]] = {}
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def append(self, codes: Array) -> None:
+        """Notes rows uint8 ``[n, lanes]`` written after the newest one."""
+        n = len(codes)
+        if not n:
+            return
+        hi, lanes = self.hi, np.arange(self.lanes)
+        times = hi + np.arange(n, dtype=np.int64)
+        end = (codes & CODE_BITS).astype(np.int64)
+        ended = end != 0
+        starts = np.empty(ended.shape, bool)
+        starts[0] = self._open < 0
+        starts[1:] = ended[:-1]
+        begin = np.where(starts, times[:, None], -1)
+        begin[0] = np.where(starts[0], hi, self._open)
+        np.maximum.accumulate(begin, axis=0, out=begin)
+        last = np.where(ended, times[:, None], hi + n - 1)
+        last = np.minimum.accumulate(last[::-1], axis=0)[::-1]
+        head = np.full(end.shape, int(Head.RESET))
+        head[1:][end[:-1] == SEVERED] = int(Head.CUT)
+        head[0] = self._next_head
+        head[(codes & NOT_INIT) != 0] = int(Head.CUT)
+        link = np.where(starts, last, begin) << LINK_SHIFT
+        link |= np.where(starts, head, 0) << HEAD_SHIFT
+        link |= end
+        lo = max(self.lo, hi + n - self.slots)
+        if lo > self.lo:
+            self._evict(lo, begin, last)
+        was_open = self._open.copy()
+        self._reserve(hi + n - lo, hi)
+        stored = slice(max(0, n - self.slots), None)
+        self._link[times[stored] % self.slots] = link[stored]
+        # Episodes that the rows go on with: their first rows, or the lanes' entries, learn the end.
+        on = ~starts[0]
+        kept = on & (was_open >= lo)
+        if kept.any():
+            at = (was_open[kept] % self.slots, lanes[kept])
+            low = self._link[at] & ((1 << LINK_SHIFT) - 1)
+            self._link[at] = (last[0][kept] << LINK_SHIFT) | low
+        headless = on & (self._head_begin == was_open) & (self._head_begin >= 0)
+        self._head_last[headless] = last[0][headless]
+        row, lane = np.nonzero(ended)
+        if len(row):
+            began = begin[row, lane]
+            inside = np.maximum(began - hi, 0)
+            kinds = np.where(began < hi, self._open_head[lane], head[inside, lane])
+            self._close(hi + row, lane, began, kinds, lo)
+        self._open = np.where(ended[-1], -1, begin[-1])
+        newest = np.maximum(begin[-1] - hi, 0)
+        self._open_head = np.where(begin[-1] < hi, self._open_head, head[newest, lanes])
+        self._next_head = np.where(end[-1] == SEVERED, int(Head.CUT), int(Head.RESET))
+        self.lo, self.hi = lo, hi + n
+        self.version += 1
+
+    def close(self, lanes: Array, code: int) -> None:
+        """Ends the open episodes of lanes (bool ``[lanes]``) at their newest rows.
+
+        With ``SEVERED`` and ``RESTORED`` nothing is read across that place any more.
+        """
+        if self.hi == self.lo:
+            return
+        if code in (SEVERED, RESTORED):
+            severed = [(self.hi - 1, int(one)) for one in np.nonzero(lanes)[0]]
+            known = [one for one in self._severed if one[0] >= self.lo]
+            self._severed = known + [one for one in severed if one not in known]
+        self.version += 1
+        lane = np.nonzero(lanes & (self._open >= 0))[0]
+        if not len(lane):
+            return
+        self._link[(self.hi - 1) % self.slots, lane] |= code
+        last = np.full(len(lane), self.hi - 1)
+        self._close(last, lane, self._open[lane], self._open_head[lane], self.lo)
+        self._open[lane] = -1
+        self._next_head[lane] = int(Head.CUT if code == SEVERED else Head.RESET)
+
+    def _evict(self, lo: int, begin: Array, last: Array) -> None:
+        """Moves the entries of episodes whose first rows will be gone to their lanes."""
+        lanes = np.arange(self.lanes)
+        if lo < self.hi:
+            began, ends, _, _ = self.lookup(np.full(self.lanes, lo), lanes)
+        else:
+            began, ends = begin[lo - self.hi], last[lo - self.hi]
+        self._head_begin = np.where(began < lo, began, -1)
+        self._head_last = np.where(began < lo, ends, -1)
+
+    def _reserve(self, rows: int, hi: int) -> None:
+        # Until the ring has gone round once, the places that are used grow with time.
+        need = self.slots if hi % self.slots + rows > self.slots else hi % self.slots + rows
+        need = min(self.slots, max(need, rows))
+        if need > len(self._link):
+            grown = np.zeros((min(self.slots, max(need, 2 * len(self._link), _FIRST)), self.lanes))
+            link = grown.astype(np.int64)
+            link[: len(self._link)] = self._link
+            self._link = link
+
+    def _close(self, last: Array, lane: Array, begin: Array, head: Array, lo: int) -> None:
+        alive = last >= lo
+        last, lane, begin, head = last[alive], lane[alive], begin[alive], head[alive]
+        first = self._dropped
+        self._dropped = int(np.searchsorted(self._log[0, : self._logged], lo))
+        self._dropped = max(self._dropped, first)
+        need = self._logged + len(last)
+        if need > self._log.shape[1]:
+            kept = self._log[:, self._dropped : self._logged]
+            log = np.zeros((4, max(_FIRST, 2 * (kept.shape[1] + len(last)))), np.int64)
+            log[:, : kept.shape[1]] = kept
+            self._log, self._logged, self._dropped = log, kept.shape[1], 0
+            need = self._logged + len(last)
+        self._log[:, self._logged : need] = last, lane, begin, head
+        self._logged = need
+
+    # -- one row --------------------------------------------------------------------------------
+
+    def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Returns begin and last of the episodes of stored rows, the last row's code, the head.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        self._check(time, lane)
+        link = self._link[time % self.slots, lane]
+        target = link >> LINK_SHIFT
+        is_first = target >= time
+        begin = np.where(is_first, time, target)
+        evicted = begin < self.lo
+        at_begin = self._link[np.where(evicted, time, begin) % self.slots, lane]
+        last = np.where(evicted, self._head_last[lane], at_begin >> LINK_SHIFT)
+        code = self._link[last % self.slots, lane] & CODE_BITS
+        head = np.where(evicted, int(Head.EVICTED), (at_begin >> HEAD_SHIFT) & 3)
+        return begin, last, code, head
+
+    def _check(self, time: Array, lane: Array) -> None:
+        if len(time) != len(lane):
+            raise ValueError(f"expected {len(time)} entries in `lane`, got {len(lane)}")
+        stored = (time >= self.lo) & (time < self.hi) & (lane >= 0) & (lane < self.lanes)
+        if not stored.all():
+            at = int(np.argmin(stored))
+            raise IndexError(
+                f"expected times in [{self.lo}, {self.hi}) of lanes in [0, {self.lanes}), "
+                f"got time {time[at]} of lane {lane[at]}"
+            )
+
+    def codes(self, time: Array, lane: Array) -> Array:
+        """Returns what was noted of stored rows.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        self._check(time, lane)
+        return self._link[time % self.slots, lane] & CODE_BITS
+
+    @property
+    def open_lanes(self) -> Array:
+        """Bool ``[lanes]``: whether the newest row's episode may go on."""
+        return (self._open >= 0) & (self.hi > self.lo)
+
+    @property
+    def head_begin(self) -> Array:
+        """int64 ``[lanes]``: where the episode of the oldest row began if that is gone, else -1."""
+        return self._head_begin.copy()
+
+    def append_columns(self, bound: Any, columns: Any, first: int, until: int) -> bool:
+        """Notes rows straight from where they are stored; False: that is for ``append``."""
+        return False
+
+    def forget_ids(self) -> None:
+        """The next ids are compared with nothing."""
+        self._last_ids = None
+
+    def last_ids(self) -> Array | None:
+        """Returns the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
+        return self._last_ids
+
+    def set_last_ids(self, ids: Array) -> None:
+        """Keeps the ids of the newest row; the caller compares."""
+        self._last_ids = ids.copy()
+
+    def severed(self) -> Array:
+        """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
+        self._severed = [one for one in self._severed if one[0] >= self.lo]
+        return np.array(self._severed, np.int64).reshape(-1, 2)
+
+    # -- all episodes ---------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """Returns all stored episodes. Cost: O(episodes)."""
+        if self._table is not None and self._table[0] == self.version:
+            return self._table[1]
+        start = int(np.searchsorted(self._log[0, : self._logged], self.lo))
+        last, lane, begin, head = self._log[:, start : self._logged]
+        at = np.nonzero(self.open_lanes)[0]
+        last = np.concatenate([last, np.full(len(at), self.hi - 1)])
+        lane = np.concatenate([lane, at])
+        begin = np.concatenate([begin, self._open[at]])
+        head = np.concatenate([head, self._open_head[at]])
+        order = np.argsort(lane, kind="stable")
+        last, lane, begin, head = last[order], lane[order], begin[order], head[order]
+        head = np.where(begin < self.lo, int(Head.EVICTED), head)
+        code = self.codes(last, lane) if len(last) else last
+        table = Table(lane, begin, np.maximum(begin, self.lo), last, code, head)
+        self._table = self.version, table
+        return table
+
+    def _summed(self, law: CountLaw, kind: int) -> tuple[Array, Array, Array, Array]:
+        known = self._sums.get((law, kind))
+        if known is not None and known[0] == self.version:
+            return known[1]
+        table = self.table()
+        skip = np.where(table.head == int(Head.RESET), 0, law.past)
+        is_open = table.code == 0
+        rows = table.last - table.first + 1 - skip - np.where(is_open, law.open_future, 0)
+        count = np.where(rows >= law.least, np.maximum(rows + law.add, 0), law.below)
+        count = np.where(rows < 1, 0, count)
+        if law.closed:
+            count = np.where(is_open, 0, count)
+        if law.intact:
+            count = np.where(table.head == int(Head.RESET), count, 0)
+        mass = count
+        if kind == EPISODES:
+            mass = (count > 0).astype(np.int64)
+        elif kind == ROWS:
+            mass = np.where(count > 0, table.last - table.first + 1, 0)
+        found = (np.cumsum(mass), count, rows, table.first + skip)
+        if len(self._sums) > 16:
+            self._sums.clear()
+        self._sums[(law, kind)] = self.version, found
+        return found
+
+    def totals(self, law: CountLaw, kind: int) -> Array:
+        """Returns int64 ``[lanes]``: how many windows, episodes or rows there are in each lane."""
+        sums, *_ = self._summed(law, kind)
+        ends = np.searchsorted(self.table().lane, np.arange(self.lanes), side="right")
+        upto = np.concatenate([[0], sums])[ends]
+        return np.diff(upto, prepend=0)
+
+    def find(self, law: CountLaw, kind: int, number: Array) -> Found:
+        """Looks windows (episodes, rows) up by their number, int64 ``[K]``: lanes in order, in each
+        lane in the order of time.
+
+        Raises:
+            IndexError: a number that is not below the sum of ``totals``.
+        """
+        sums, count, rows, base = self._summed(law, kind)
+        total = int(sums[-1]) if len(sums) else 0
+        wrong = (number < 0) | (number >= total)
+        if wrong.any():
+            got = number[np.argmax(wrong)]
+            raise IndexError(f"expected numbers in [0, {total}), got {got}")
+        at = np.searchsorted(sums, number, side="right")
+        before = np.where(at > 0, sums[at - 1], 0)
+        return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)
+
+    def longest(self) -> int:
+        """Rows of the longest stored part of an episode; 0 without rows. Cost: O(episodes)."""
+        table = self.table()
+        return int((table.last - table.first).max()) + 1 if len(table.last) else 0
+
+    def nbytes(self) -> int:
+        """Bytes that the index takes."""
+        return int(self._link.nbytes + self._log.nbytes)

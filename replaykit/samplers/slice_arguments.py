@@ -1,0 +1,256 @@
+"""What users say about slices, checked: how many, how long, and what ends an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import BoundaryRule, EpisodeIndex
+from replaykit.episodes.static import StaticEpisodes
+from replaykit.samplers.windows import ALIGNS, PADS, SHORTS, WindowForm
+from replaykit.storages import Storage
+from replaykit.storages.by_value import by_value, from_value
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.structure import Branch, Path
+from replaykit.ted import unravel
+
+__all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span", "one_of"]
+
+
+def one_of(name: str, value: object, known: Any) -> str:
+    """Returns a mode; ValueError where there is none of that name."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"expected {name} as one of {', '.join(known)}, got {value!r}")
+    return value
+
+
+class SliceSize:
+    """How many slices of how many rows a batch has: one of them is given."""
+
+    def __init__(self, num_slices: int | None, slice_len: int | None) -> None:
+        if (num_slices is None) == (slice_len is None):
+            got = "neither" if num_slices is None else "both"
+            raise TypeError(f"expected num_slices or slice_len, got {got}")
+        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if value is None:
+                continue
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                raise TypeError(f"expected {name} as an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"expected {name} of at least 1, got {value}")
+        self.num_slices = None if num_slices is None else int(num_slices)
+        self.slice_len = None if slice_len is None else int(slice_len)
+
+    def of(self, batch_size: int) -> tuple[int, int]:
+        """Number and length of the slices of a batch; RuntimeError where they do not fill it."""
+        known = self.slice_len or self.num_slices
+        assert known is not None
+        other, rest = divmod(batch_size, known)
+        if rest or not other:
+            name = "slice_len" if self.slice_len else "num_slices"
+            raise RuntimeError(
+                f"expected a batch size that {name}={known} divides, got {batch_size}"
+            )
+        return (other, known) if self.slice_len else (known, other)
+
+    def __repr__(self) -> str:
+        if self.slice_len:
+            return f"slice_len={self.slice_len}"
+        return f"num_slices={self.num_slices}"
+
+
+class Boundaries:
+    """What ends an episode for one sampler: columns of the storage, or what was given for all rows.
+
+    Args: as ``SliceSampler``.
+
+    Raises:
+        RuntimeError: arguments that exclude each other. TypeError, ValueError: no keys, no 1-D
+            tensor.
+    """
+
+    def __init__(
+        self,
+        end_key: Any = None,
+        end_keys: Any = None,
+        traj_key: Any = None,
+        ends: Any = None,
+        trajectories: Any = None,
+    ) -> None:
+        given = {
+            "end_key": end_key,
+            "end_keys": end_keys,
+            "traj_key": traj_key,
+            "ends": ends,
+            "trajectories": trajectories,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        for pair in ({"end_key", "end_keys"}, {"ends", "trajectories"}):
+            if pair <= set(named):
+                raise RuntimeError(f"expected one of {' and '.join(sorted(pair))}, got both")
+        if len(named) > 1 and {"ends", "trajectories"} & set(named):
+            raise RuntimeError(
+                f"expected ends or trajectories instead of the keys of columns, got {named}"
+            )
+        flags = (unravel(end_key),) if end_key is not None else _keys("end_keys", end_keys)
+        self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
+        self._plain = not named
+        self._ends = None
+        if ends is not None:
+            self._ends = _vector("ends", ends) != 0
+        elif trajectories is not None:
+            ids = _vector("trajectories", trajectories)
+            self._ends = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
+            self._ends[:-1] = ids[1:] != ids[:-1]
+            self._around = bool(len(ids)) and bool(ids[0] != ids[-1])
+        self._by_flags = ends is not None
+        # The index of these rules, held since the storage holds it weakly.
+        self._index: EpisodeIndex | None = None
+        self._pinned: tuple[int, int] | None = None
+
+    def attach(self, storage: Storage) -> None:
+        """Told which storage it is about; what was given describes the rows stored now."""
+        self._index = None
+        self._pinned = None
+        if self._ends is not None and len(storage):
+            self._pinned = storage.ledger.next_position, storage.ledger.changes
+
+    def index(self, storage: Storage) -> EpisodeIndex:
+        """The episodes by these rules, up to date. The lock is held.
+
+        Raises:
+            RuntimeError: records that are no TensorDicts, or no longer those that ends were given
+                for. KeyError: columns that were asked for are not stored.
+        """
+        columns = _require_tensordicts(storage)
+        if self._ends is not None:
+            return self._static(columns)
+        index = columns.episodes if self._plain else columns.indexes.of(self.rule)
+        if index is not self._index:
+            self.rule.bind(columns.require().schema)  # the storage's own is not as strict
+            self._index = index
+        return index
+
+    def _static(self, storage: ColumnStorage) -> EpisodeIndex:
+        assert self._ends is not None
+        name = "ends" if self._by_flags else "trajectories"
+        if storage.ndim > 1:
+            raise RuntimeError(f"{name} describe rows of one stream, got a storage with lanes")
+        ledger = storage.ledger
+        if self._pinned is None:
+            self._pinned = ledger.next_position, ledger.changes
+        if len(self._ends) != len(storage):
+            raise RuntimeError(
+                f"expected {name} for the {len(storage)} stored rows, got {len(self._ends)}"
+            )
+        if self._pinned != (ledger.next_position, ledger.changes):
+            raise RuntimeError(f"{name} describe the rows as they were: rows were written since")
+        index = self._index
+        if not isinstance(index, StaticEpisodes) or index.is_old or index._storage is not storage:
+            ends = self._ends.clone()
+            if not self._by_flags:  # the last slot is followed by the first in a ring that wrapped
+                ends[-1] = self._around
+            index = self._index = StaticEpisodes(storage, ends)
+        return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        return by_value({**self.__dict__, "_index": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(from_value(state))
+
+
+def _require_tensordicts(storage: Storage) -> ColumnStorage:
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"slices need TensorDicts in a tensor or memmap storage, got a {type(storage).__name__}"
+        )
+    root = storage.require().schema.root
+    if not isinstance(root, Branch) or root.kind != "tensordict":
+        kind = root.kind if isinstance(root, Branch) else "tensor"
+        raise RuntimeError(f"slices need TensorDicts, got records of kind {kind}")
+    return storage
+
+
+def _keys(name: str, keys: Any) -> tuple[Path, ...] | None:
+    """One key, or several in a list or a tuple of tuples; None for the default, () for none."""
+    if keys is None:
+        return None
+    if isinstance(keys, list) or (name == "end_keys" and isinstance(keys, (tuple, set))):
+        return tuple(unravel(key) for key in keys)
+    if keys == ():
+        return ()
+    if isinstance(keys, (str, tuple)):
+        return (unravel(keys),)
+    raise TypeError(f"expected {name} as a key or several of them, got {keys!r}")
+
+
+def _vector(name: str, value: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(value, device="cpu").detach()
+    if tensor.ndim != 1:
+        raise ValueError(f"expected {name} as a 1-D tensor, got shape {list(tensor.shape)}")
+    return tensor.clone()
+
+
+def checked_span(span: Any) -> tuple[int | bool, int | bool]:
+    """Returns the left and the right span.
+
+    Raises:
+        TypeError: neither bool, int nor two of them. ValueError: a negative number.
+    """
+    both = span if isinstance(span, (tuple, list)) else (span, span)
+    if len(both) != 2 or not all(isinstance(one, (bool, int, np.integer)) for one in both):
+        raise TypeError(f"expected span as a bool, an int or two of them, got {span!r}")
+    if any(one < 0 for one in both):
+        raise ValueError(f"expected span of at least 0, got {span!r}")
+    left, right = (one if isinstance(one, bool) else int(one) for one in both)
+    return left, right
+
+
+def checked_form(
+    *,
+    span: Any = False,
+    strict_length: bool = True,
+    pad_output: bool = False,
+    pad: str | None = None,
+    short: str | None = None,
+    align: str = "left",
+) -> WindowForm:
+    """Returns what windows are asked for; ValueError where arguments contradict each other."""
+    hang = checked_span(span)
+    one_of("align", align, ALIGNS)
+    if pad_output and strict_length:
+        raise ValueError("pad_output=True needs strict_length=False: else nothing is ever short")
+    if pad_output and any(hang):
+        raise ValueError("expected span or pad_output: slices that hang over are never padded")
+    if pad is None:
+        if short is not None or align != "left":
+            raise ValueError("short= and align= say how windows are padded: they need pad=")
+        return WindowForm(span=hang, strict=bool(strict_length), repeat=bool(pad_output))
+    one_of("pad", pad, PADS)
+    if any(hang) or pad_output:
+        raise ValueError(f"expected pad={pad!r} or span or pad_output, got more than one of them")
+    if not strict_length:
+        raise ValueError(
+            "with pad=, short= says what becomes of short episodes: leave strict_length out"
+        )
+    short = ("exclude" if pad == "none" else "whole") if short is None else short
+    one_of("short", short, SHORTS)
+    return WindowForm(pad=pad, short=short, align=align)
+
+
+def checked_pad_value(pad_value: Any) -> dict[Path, Any]:
+    """Returns values by key; the one for all other keys by ``()``.
+
+    Raises:
+        TypeError: not a number or a dict of numbers.
+    """
+    values = pad_value if isinstance(pad_value, Mapping) else {(): pad_value}
+    found = {key if key == () else unravel(key): value for key, value in values.items()}
+    for value in found.values():
+        if not isinstance(value, (bool, int, float, complex, np.number, np.bool_)):
+            raise TypeError(f"expected pad_value as a number or numbers by key, got {value!r}")
+    return {(): 0, **found}

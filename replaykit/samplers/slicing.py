@@ -1,0 +1,130 @@
+"""What samplers of slices share: sizes, boundaries, windows, and how these are handed out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from replaykit.episodes import CountLaw, EpisodeIndex, Needs
+from replaykit.errors import NotEnoughData
+from replaykit.samplers.markers import MASK, SEQUENCE_ID, Markers
+from replaykit.samplers.slice_arguments import Boundaries, SliceSize
+from replaykit.samplers.windows import Cut, Window, WindowForm
+from replaykit.storages import Storage
+from replaykit.storages.indexing import unravel_index
+
+__all__ = ["Request", "Slicing"]
+
+
+class Request(NamedTuple):
+    """What a batch asks for: ``slices`` windows of the episodes of ``episodes`` under ``law``."""
+
+    slices: int
+    window: Window
+    episodes: EpisodeIndex
+    law: CountLaw
+
+
+class Slicing:
+    """How a sampler cuts slices; the sampler decides which.
+
+    Args:
+        size: how many and how long.
+        boundaries: what ends an episode.
+        form: strict, spanning or padded.
+        markers: what is said of the rows.
+        flat: ``False``: batches are delivered as ``[slices, length]``.
+
+    Raises:
+        ValueError: slices of different lengths cannot be delivered so.
+    """
+
+    def __init__(
+        self,
+        size: SliceSize,
+        boundaries: Boundaries,
+        form: WindowForm,
+        markers: Markers,
+        flat: bool = True,
+    ) -> None:
+        if not flat and not form.full:
+            raise ValueError(
+                "flat=False needs slices of one length: strict ones, or padded with pad= or "
+                "pad_output="
+            )
+        self.size, self.boundaries, self.form, self.markers = size, boundaries, form, markers
+        self.flat = bool(flat)
+        if size.slice_len:
+            form.of(size.slice_len)  # refuses spans that are too wide
+        self._window: Window | None = None
+        self._needs: Needs | None = None
+        self._law_of: CountLaw | None = None
+        self._law = CountLaw(1, 0)
+
+    def request(self, storage: Storage, batch_size: int, needs: Needs) -> Request:
+        """What a batch of that many rows asks for. The lock is held.
+
+        Raises:
+            RuntimeError: nothing is stored, slices that do not fill the batch, or records that
+                have no episodes. KeyError: no column to tell them by.
+        """
+        if not len(storage):
+            raise NotEnoughData("Cannot sample from an empty storage.")
+        slices, length = self.size.of(batch_size)
+        window = self._window
+        if window is None or window.length != length:
+            window = self._window = self.form.of(length)
+        index = self.boundaries.index(storage)
+        if storage.schema is not None:
+            self.markers.check(storage.schema)
+        if needs is not self._needs or window.law is not self._law_of:
+            self._needs, self._law_of = needs, window.law
+            self._law = window.law.needing(needs)
+        return Request(slices, window, index, self._law)
+
+    def refuse(self, request: Request, needs: Needs, found: str = "no window") -> NotEnoughData:
+        """The error for a batch that the stored rows cannot fill; names what there is."""
+        index, rows = request.episodes, request.episodes.stored_rows()
+        text = (
+            f"expected {request.slices} slices of {request.window.length} rows, got {found}: "
+            f"{rows} rows are stored, and the longest episode has {index.longest()}"
+        )
+        if needs:
+            text += f"; transforms besides need {needs}"
+        if index.longest() == 1 and rows > 1:
+            text += (
+                ". If rows of several streams lie interleaved, give each a lane of its own "
+                "(ndim=2), or name the column that tells them apart (lane_key=) of the storage"
+            )
+        return NotEnoughData(text)
+
+    def deliver(
+        self, storage: Storage, request: Request, cut: Cut
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """The rows of windows as users see them, and which window each belongs to."""
+        layout = request.window.lay_out(request.episodes, cut)
+        index = torch.from_numpy(layout.element)
+        info: dict[Any, Any] = {SEQUENCE_ID: torch.from_numpy(layout.window)}
+        if layout.mask is not None:
+            info[MASK] = torch.from_numpy(np.ascontiguousarray(layout.mask))
+        if storage.ndim > 1:
+            index = unravel_index(index, storage.lanes)
+        device = storage.device
+        if device != _CPU:
+            index = index.to(device)
+            info = {key: value.to(device) for key, value in info.items()}
+        return index, info
+
+    def shape_of(self, rows: int) -> tuple[int, ...] | None:
+        """Batch shape in which rows are delivered; None: flat."""
+        if self.flat:
+            return None
+        if self.size.slice_len:
+            return rows // self.size.slice_len, self.size.slice_len
+        assert self.size.num_slices is not None
+        return self.size.num_slices, rows // self.size.num_slices
+
+
+_CPU = torch.device("cpu")

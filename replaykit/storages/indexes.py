@@ -1,0 +1,224 @@
+"""The episode indexes of one storage: one for its own columns, others for samplers with a rule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+import torch
+
+from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex
+from replaykit.episodes.codes import RESTORED, SEVERED
+from replaykit.schema import Rows
+from replaykit.storages.ledger import Ledger
+from replaykit.structure import Branch, Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.column_storage import ColumnStorage
+
+__all__ = ["EpisodeIndexes"]
+
+_DEFAULT = BoundaryRule()
+
+
+class EpisodeIndexes:
+    """Keeps the indexes of a storage up with it. The storage's lock guards it.
+
+    The one of the default rule is kept from the first write on; one of another rule as long as
+    somebody holds it.
+    """
+
+    def __init__(self, storage: ColumnStorage) -> None:
+        self._storage = weakref.ref(storage)
+        self.marks = CutMarks()
+        self._main: EpisodeIndex | None = None
+        self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
+            weakref.WeakValueDictionary()
+        )
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def storage(self) -> ColumnStorage:
+        """Whose they are."""
+        storage = self._storage()
+        assert storage is not None
+        return storage
+
+    def of(self, rule: BoundaryRule = _DEFAULT) -> EpisodeIndex:
+        """Returns the index by a rule, up to date.
+
+        Raises:
+            KeyError: columns that the rule names are not stored. RuntimeError: nothing was
+                written yet, or records are no TensorDicts.
+        """
+        found = self._main if rule == _DEFAULT else self._others.get(rule)
+        if found is None:
+            storage = self.storage
+            root = storage.require().schema.root
+            if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+                raise RuntimeError(
+                    "expected TensorDicts, whose keys tell where episodes end, got records that "
+                    f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}"
+                )
+            found = EpisodeIndex(storage, rule)
+            if rule == _DEFAULT:
+                self._main = found
+            else:
+                self._others[rule] = found
+        else:
+            found.sync()
+        return found
+
+    def note(self, rows: Rows) -> None:
+        """Told after every write at the cursor which rows were committed.
+
+        Of more rows than there are slots some were never stored: those are read from the batch.
+        """
+        main = self._main
+        if main is None:
+            if not self._is_kept():
+                return
+            main = self._main = EpisodeIndex(self.storage, _DEFAULT, before=len(rows))
+        if len(rows) > self.storage.ledger.slots:
+            for index in self._live():
+                index.note_rows(rows)
+            return
+        main.sync()
+        if self._others:
+            for index in list(self._others.values()):
+                index.sync()
+
+    def _is_kept(self) -> bool:
+        """Whether episodes can be told of such rows: then they are, from the first write on."""
+        root = self.storage.require().schema.root
+        return isinstance(root, Branch) and root.kind == "tensordict"
+
+    def edited(self, paths: Collection[Path]) -> None:
+        """Told that columns were changed in place."""
+        for index in self._live():
+            if not index.bound.paths.isdisjoint(paths):
+                index.edited()
+
+    def cut(self, lanes: np.ndarray[Any, Any] | None = None, code: int = SEVERED) -> None:
+        """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
+        storage = self.storage
+        ledger = storage.ledger
+        if not ledger.length:
+            return
+        count = storage.lanes.numel()
+        chosen = np.ones(count, bool) if lanes is None else lanes
+        live = self._live()
+        for index in live:
+            index.sync()
+        newest = int(ledger.positions(ledger.write_order()[-1:])) if ledger.length else 0
+        lowest = (ledger.next_position - ledger.slots) * count if ledger.in_order else 0
+        self.marks.add(newest * count + np.nonzero(chosen)[0], code, lowest)
+        for index in live:
+            index.close(chosen, code)
+
+    def _live(self) -> list[EpisodeIndex]:
+        main = [] if self._main is None else [self._main]
+        return [*main, *self._others.values()]
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns what does not follow from rows and ledger, as plain values."""
+        main = self._main
+        return {
+            "marks": self.marks.numbers.tolist(),
+            "codes": self.marks.codes.tolist(),
+            "heads": None if main is None else main.state(),
+        }
+
+    @staticmethod
+    def check(state: object) -> dict[str, Any] | None:
+        """Returns the state if it is one that ``state`` can have given; None for none.
+
+        Raises:
+            ValueError: an entry is missing or impossible.
+        """
+        if state is None:
+            return None
+        fields = state if isinstance(state, dict) else {}
+        marks, codes, heads = fields.get("marks"), fields.get("codes"), fields.get("heads")
+        if not (
+            _ints(marks)
+            and _ints(codes)
+            and len(marks) == len(codes)
+            and all(code in (SEVERED, RESTORED) for code in codes)
+            and marks == sorted(set(marks))
+        ):
+            raise ValueError(f"expected the cuts of an episode index, got {state!r}")
+        if heads is not None and not (
+            isinstance(heads, dict)
+            and type(heads.get("oldest")) is int
+            and _ints(heads.get("begin"))
+            and _ints(heads.get("head"))
+            and len(heads["begin"]) == len(heads["head"])
+            and all(1 <= kind <= 3 for kind in heads["head"])
+        ):
+            raise ValueError(f"expected where episodes began, got {heads!r}")
+        return fields
+
+    def restore(
+        self,
+        state: dict[str, Any] | None,
+        old: Ledger | None,
+        rows: torch.Tensor | None,
+        *,
+        restarted: bool = True,
+    ) -> None:
+        """Takes a checked state over, after rows and ledger were.
+
+        Args:
+            old: the ledger as it was when the state was taken.
+            rows: as for ``Ledger.restore``.
+            restarted: whether what was open ends here: nothing spans a restart.
+        """
+        self._main = None
+        self._others.clear()
+        self.marks = CutMarks()
+        storage = self.storage
+        ledger, lanes = storage.ledger, storage.lanes.numel()
+        heads = None
+        if state is not None and old is not None and ledger.length:
+            kept = torch.arange(ledger.length, device="cpu") if rows is None else rows
+            before = old.positions(kept).numpy()
+            now = ledger.positions(torch.arange(ledger.length, device="cpu")).numpy()
+            order = np.argsort(before, kind="stable")
+            marks = np.array(state["marks"], np.int64)
+            codes = np.array(state["codes"], np.uint8)
+            at = np.searchsorted(before[order], marks // lanes)
+            known = at < len(order)
+            known[known] = before[order][at[known]] == marks[known] // lanes
+            numbers = now[order[at[known]]] * lanes + marks[known] % lanes
+            for code in (SEVERED, RESTORED):
+                self.marks.add(numbers[codes[known] == code], code, 0)
+            heads = state["heads"]
+            if heads is not None:
+                oldest = before.min()
+                shift = int(now[order[0]] - oldest)
+                fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
+                heads = (
+                    None
+                    if not fits
+                    else {
+                        "oldest": int(oldest) + shift,
+                        "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]],
+                        "head": heads["head"],
+                    }
+                )
+        self._saved = heads
+        if restarted and ledger.length:
+            self.cut(code=RESTORED)
+
+    def take_heads(self) -> dict[str, Any] | None:
+        """Where headless episodes began when the rows were saved, for who indexes them first."""
+        return self._saved
+
+
+def _ints(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int for value in values)

@@ -1,0 +1,111 @@
+"""Discounted sums of rewards, and what both forms of n-step returns have in common."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.structure import Path
+from replaykit.transforms.batches import over_features
+from replaykit.transforms.values import as_number
+
+__all__ = [
+    "TERMINATED",
+    "discounted_sums",
+    "is_set",
+    "one_step_key",
+    "powers",
+    "steps_and_gamma",
+    "summable",
+]
+
+TERMINATED: Path = ("next", "terminated")
+
+Array = np.ndarray[Any, Any]
+
+
+def steps_and_gamma(n: Any, gamma: Any) -> tuple[int, float]:
+    """Returns both as numbers.
+
+    Raises:
+        TypeError: ``gamma`` is no number. ValueError: ``n`` is not an int of at least 1, or
+            ``gamma`` lies outside ``[0, 1]``.
+    """
+    if type(n) is not int or n < 1:
+        raise ValueError(f"n: expected an int of at least 1, got {n!r}")
+    number = as_number("gamma", gamma)
+    if math.isnan(number) or not 0 <= number <= 1:
+        raise ValueError(f"gamma: expected a number in [0, 1], got {gamma!r}")
+    return n, number
+
+
+def one_step_key(reward_key: Path) -> Path:
+    """Where the reward of the row itself stays: the key with ``_1``."""
+    return (*reward_key[:-1], f"{reward_key[-1]}_1")
+
+
+def summable(reward: torch.Tensor) -> torch.Tensor:
+    """Rewards in the dtype of their discounted sum: floating ones stay, others become torch's
+    default dtype."""
+    return reward if reward.dtype.is_floating_point else reward.to(torch.get_default_dtype())
+
+
+def is_set(flag: torch.Tensor, rows: int) -> torch.Tensor:
+    """Bool, the first ``rows`` dimensions of a flag: where any of its numbers is not zero."""
+    found = flag if flag.dtype is torch.bool else flag != 0
+    if found.ndim == rows:
+        return found
+    found = found.flatten(rows)
+    return found[..., 0] if found.shape[-1] == 1 else found.any(-1)
+
+
+def powers(gamma: float, steps: Array, like: torch.Tensor) -> torch.Tensor:
+    """``gamma ** steps``, ``[..., 1]`` in the dtype of a floating leaf, and where that lies."""
+    values = np.power(gamma, steps, dtype=np.float64)[..., None]
+    if like.dtype is torch.float32:
+        values = values.astype(np.float32)
+    return torch.from_numpy(values).to(like.device, like.dtype)
+
+
+def discounted_sums(
+    reward: torch.Tensor, ahead: torch.Tensor, gamma: float, n: int | None
+) -> torch.Tensor:
+    """Returns ``sum of gamma ** k * reward[t + k]`` over up to ``n`` rows from each row on.
+
+    Args:
+        reward: floating, ``[T, *lanes, *F]``, in the order of time.
+        ahead: int64 ``[T, *lanes]``: how many rows after each belong to the sum at most.
+        n: None: as many as ``ahead`` allows.
+
+    Sums of 1, 2, 4, ... rows are joined, so that it takes ``log2(n)`` passes over the rewards.
+    """
+    longest = int(ahead.max()) + 1 if ahead.numel() else 1
+    left = longest if n is None else min(n, longest)
+    if not gamma or left <= 1:
+        return reward.clone()
+    block = reward.float() if reward.dtype.itemsize < 4 else reward
+    reach = over_features(ahead, reward)
+    sums: torch.Tensor | None = None
+    size = 1
+    while True:
+        if left & 1:
+            sums = block if sums is None else _joined(block, sums, size, reach, gamma)
+        left >>= 1
+        if not left:
+            assert sums is not None
+            return sums.to(reward.dtype)
+        block = _joined(block, block, size, reach, gamma)
+        size *= 2
+
+
+def _joined(
+    first: torch.Tensor, then: torch.Tensor, size: int, reach: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """Sums over ``size`` rows, each with those that begin ``size`` rows later."""
+    later = torch.zeros_like(then)
+    later[:-size] = then[size:]
+    # Chosen, not multiplied by 0: rewards of other episodes may be infinite.
+    return first + gamma**size * torch.where(reach >= size, later, torch.zeros_like(later))

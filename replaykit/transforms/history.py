@@ -1,0 +1,222 @@
+"""Transforms that look at other rows than those of the batch: what they ask, and whom."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import NOTHING, Needs
+from replaykit.structure import Node, Path
+from replaykit.transforms.base import Transform
+
+__all__ = ["Around", "HistoryTransform", "Surroundings"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Around:
+    """Rows read besides those of a batch.
+
+    Attributes:
+        time, lane: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
+        leaves: by key, ``[B, *k, *F]``, as they are stored.
+    """
+
+    time: Array
+    lane: Array
+    leaves: dict[Path, torch.Tensor]
+
+
+class Surroundings:
+    """Where the rows of a batch lie in their episodes, and the way to other rows.
+
+    In a lane rows are counted by time: the row before one is ``time - 1``. All arrays are int64
+    ``[B]``, one entry a row of the batch; padding has the place of the nearest real row.
+
+    Attributes:
+        time, lane: where the rows lie.
+        first, last: first stored and newest row of their episodes.
+        begin: where their episodes began; below ``first`` where that row is stored no more.
+        head, reason: how the episodes begin (``Head``) and end (``EndReason``).
+        window: which window of the batch a row belongs to; without windows its own number.
+        alone: whether there are no windows.
+        mask: bool, True at real rows; None: all are.
+        generator: where randomness comes from; None: torch's global one.
+        keys: what is stored of a row.
+        next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
+            ``next`` from a later row sets it in ``fetch``, for those after it.
+        next_made: names of transforms that have made leaves under ``next`` that are not stored.
+        root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
+        later: the transforms after the one that asks, where that edits episodes.
+    """
+
+    time: Array
+    lane: Array
+    first: Array
+    last: Array
+    begin: Array
+    head: Array
+    reason: Array
+    window: Array
+    alone: bool = False
+    mask: Array | None
+    generator: torch.Generator | None
+    keys: Collection[Path]
+    root: Node
+
+    def __init__(self) -> None:
+        self.next_time: Array | None = None
+        self.next_made: list[str] = []
+        # Those of the transforms before the one that asks that change rows wherever they are read.
+        self.relabels: list[tuple[HistoryTransform, Any]] = []
+        self.later: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    def fetch(self, keys: Sequence[Path], time: Array, lane: Array | None = None) -> Around:
+        """Reads some keys of other rows, as they are stored; only while ``fetch`` of a transform
+        runs.
+
+        Args:
+            keys: stored keys.
+            time: int64 ``[B, *k]``, each in ``[first, last]`` of its row.
+            lane: the same shape; None: that of the row.
+
+        Raises:
+            KeyError: a key that is not stored.
+        """
+        if lane is None:
+            lane = self._like(self.lane, time)
+        wanted = dict.fromkeys(keys)
+        for transform, _ in self.relabels:
+            if not transform.changes.isdisjoint(wanted):
+                wanted.update(dict.fromkeys(transform.relabel_keys))
+        return Around(time, lane, self.read(list(wanted), time, lane))
+
+    def seen(self, around: Around) -> dict[Path, torch.Tensor]:
+        """What was fetched as the transforms before this one have it: relabelled."""
+        leaves = around.leaves
+        for transform, own in self.relabels:
+            if not transform.changes.isdisjoint(leaves):
+                leaves = transform.relabel(dict(leaves), around, own, self)
+        return leaves
+
+    def any_rows(self, number: Array) -> tuple[Array, Array]:
+        """Time and lane of stored rows by their number, in ``[0, stored())``."""
+        raise NotImplementedError
+
+    def stored(self) -> int:
+        """How many rows there are to choose from in ``any_rows``."""
+        raise NotImplementedError
+
+    def uniform(self, *shape: int) -> Array:
+        """Numbers of ``[0, 1)`` from the generator, float64."""
+        device = "cpu" if self.generator is None else self.generator.device
+        drawn = torch.rand(shape, dtype=torch.float64, generator=self.generator, device=device)
+        return drawn.cpu().numpy()
+
+    def chosen(self, low: Array, high: Array) -> Array:
+        """Draws uniformly from ``low .. high``, both included, int64 like them."""
+        count = high - low + 1
+        return low + np.minimum((self.uniform(*low.shape) * count).astype(np.int64), count - 1)
+
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+        """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _like(own: Array, time: Array) -> Array:
+        return np.broadcast_to(own.reshape(-1, *[1] * (time.ndim - 1)), time.shape)
+
+
+class HistoryTransform(Transform):
+    """A transform on read that needs other rows of the episode than the batch has.
+
+    Works in two steps. ``fetch`` runs while the batch is read, under the storage's lock: it reads
+    other rows. ``apply`` runs without the lock: it changes the batch by them. Stored data never
+    changes. What must be stored around a row follows from ``needs``, and no row without it is
+    drawn: there is no constant to be kept in step by hand.
+
+    Attributes:
+        needs: what must be stored around a row.
+        changes: keys that it writes.
+        relabels: whether later transforms are to see rows that they fetch as it changes them.
+        relabel_keys: keys that it needs for that.
+        edits_episodes: whether later transforms read other episodes than the stored ones: those
+            that ``surroundings`` gives.
+    """
+
+    stage = "history"
+    needs: Needs = NOTHING
+    changes: frozenset[Path] = frozenset()
+    relabels = False
+    relabel_keys: tuple[Path, ...] = ()
+    edits_episodes = False
+
+    def forward(self, data: Any) -> Any:
+        """Raises RuntimeError: it needs a buffer, which knows the rows around.
+
+        Where such a transform can work on a batch alone it says so.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} reads the rows around those of a batch: give it to a "
+            "ReplayBuffer as transform="
+        )
+
+    def fetch(self, around: Surroundings) -> Any:
+        """Reads what ``apply`` needs; holds the storage's lock."""
+        return None
+
+    def apply(self, data: Any, fetched: Any, around: Surroundings) -> Any:
+        """Changes a batch ``[B]`` (a TensorDict of its own) and returns it; no lock is held."""
+        raise NotImplementedError
+
+    def relabel(
+        self, leaves: dict[Path, torch.Tensor], where: Around, fetched: Any, around: Surroundings
+    ) -> dict[Path, torch.Tensor]:
+        """Changes rows that another transform has read, ``[B, *k, *F]``, as it changes the batch.
+
+        Those of ``[b]`` belong to row b of the batch.
+        """
+        return leaves
+
+    def surroundings(self, fetched: Any) -> Surroundings:
+        """The rows around those of the batch as ``apply`` has left them; see ``edits_episodes``."""
+        raise NotImplementedError
+
+
+@dataclass
+class Prepared:
+    """What the history transforms of a chain have read for one draw."""
+
+    around: Surroundings
+    fetched: dict[int, Any] = field(default_factory=dict)
+
+
+def needs_of(transforms: Sequence[Any]) -> Needs:
+    """What a chain of transforms needs around a row."""
+    needs = NOTHING
+    for transform in transforms:
+        if isinstance(transform, HistoryTransform):
+            needs |= transform.needs
+    return needs
+
+
+def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
+    """Numbers ``[B, ...]`` as a tensor on the device of a leaf."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(leaf.device)
+
+
+def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
+    """Returns leaves of a batch; KeyError naming those that it does not have."""
+    found = {key: data.get(key if len(key) > 1 else key[0], None) for key in keys}
+    missing = [key for key, value in found.items() if value is None]
+    if missing:
+        raise KeyError(f"{type(who).__name__} expected the keys {missing}, got a batch without")
+    return found

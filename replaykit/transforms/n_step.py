@@ -1,0 +1,280 @@
+"""Sums of rewards over several steps, at read time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from replaykit.episodes import EndReason, Needs
+from replaykit.structure import Path
+from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
+from replaykit.transforms.batches import over_features, set_all, set_real
+from replaykit.transforms.discounting import (
+    TERMINATED,
+    discounted_sums,
+    is_set,
+    one_step_key,
+    powers,
+    steps_and_gamma,
+    summable,
+)
+from replaykit.transforms.history import (
+    Around,
+    HistoryTransform,
+    Surroundings,
+    as_tensor_like,
+    require,
+)
+from replaykit.transforms.n_step_writing import NStepWriting
+from replaykit.transforms.windows import nearest_real, rows_ahead
+
+__all__ = ["NStep"]
+
+Array = np.ndarray[Any, Any]
+
+_ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
+_DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
+
+
+class _Fetched(NamedTuple):
+    """Rewards of the steps ``[B, m]``, and what is under ``next`` of the last one ``[B]``."""
+
+    rewards: Around
+    last: Around | None
+    steps: Array
+    keys: list[Path]
+
+
+class NStep(HistoryTransform):
+    """Sums rewards over up to ``n`` steps, and takes ``next`` from the last of them.
+
+    For row t of an episode whose last stored row is e, with ``m = min(n, e - t + 1)``:
+
+        ("next", "reward")    r[t] + gamma * r[t+1] + ... + gamma ** (m-1) * r[t+m-1]
+        ("next", ...)         all other keys under ``next``: those of row t+m-1
+        "discount"            gamma ** m, [B, 1], in the dtype of the sum
+        "steps_used"          m, int64 [B, 1]
+        "bootstrap"           bool [B, 1]: False where row t+m-1 terminated
+        ("next", "reward_1")  the reward of row t alone
+
+    so that a target is ``reward + discount * bootstrap * value(next)``, also at time limits, at
+    cuts and where the newest row is not the end. Nothing is summed across the end of an episode, a
+    cut, a restart, or from the newest row of a ring to its oldest. With several numbers in a reward
+    each is summed. Floating rewards keep their dtype, others become torch's default dtype.
+
+    Without ``("next", "terminated")`` it is the episode index that tells what terminated.
+
+    Args:
+        n: most steps; with ``per_step`` None for no limit.
+        gamma: discount of one step, in ``[0, 1]``.
+        per_step: work inside the windows of the batch: row i sums the rewards up to the last real
+            row of its window, or of its episode in it, and bootstraps from there; what is under
+            ``next`` in the last row, but reward and flags, is repeated under ``"boot"`` in each.
+            ``next`` itself stays, but for the sum. With ``n``: up to ``n`` rows on at most.
+        on_open: what to do with the newest rows of an episode that goes on: "shorten": sum what is
+            there; "exclude": they are not drawn until ``n`` rows are stored or the episode ends.
+        reward_key: what is summed.
+        when: "read": nothing stored changes. "write": gives a ``NStepWriting``, which changes rows
+            on their way in.
+
+    Stands before ``StackFrames`` and ``PreviousStep``, which then go by the rows that it leads to,
+    and after ``HindsightGoal``, whose rewards and ends it takes.
+
+    Raises:
+        ValueError: ``n`` below 1, ``gamma`` outside ``[0, 1]``, an unknown ``on_open`` or ``when``,
+            or combinations of them that mean nothing; on read, behind a transform that has made
+            leaves under ``next``, or with ``per_step`` rows of a window that do not follow each
+            other. TypeError: no key, or no number. KeyError: on read, where there is no reward.
+
+    Cost: one read of ``n`` rewards and one of ``next`` a row; with ``per_step`` ``log2(T)`` passes
+    over the rewards of the batch and no read.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, NStep, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=NStep(3, 0.5))
+        >>> ends = torch.tensor([False, False, True, False])
+        >>> _ = rb.extend(TensorDict({"next": {"reward": torch.tensor([8.0, 4.0, 2.0, 1.0]),
+        ...     "terminated": ends, "done": ends}}, [4]))
+        >>> batch = rb[:]
+        >>> batch["next", "reward"].squeeze(-1), batch["steps_used"].squeeze(-1)
+        (tensor([10.5000,  5.0000,  2.0000,  1.0000]), tensor([3, 2, 1, 1]))
+        >>> batch["discount"].squeeze(-1), batch["bootstrap"].squeeze(-1)
+        (tensor([0.1250, 0.2500, 0.5000, 0.5000]), tensor([False, False, False,  True]))
+    """
+
+    def __new__(cls, *args: Any, when: str = "read", **kwargs: Any) -> Any:
+        if when not in ("read", "write"):
+            raise ValueError(f"when: expected 'read' or 'write', got {when!r}")
+        if when == "write":
+            return NStepWriting(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        n: int | None = None,
+        gamma: float = 0.99,
+        per_step: bool = False,
+        on_open: str = "shorten",
+        reward_key: Any = ("next", "reward"),
+        *,
+        when: str = "read",
+    ) -> None:
+        self.per_step = bool(per_step)
+        steps, self.gamma = steps_and_gamma(1 if n is None and per_step else n, gamma)
+        self.n = None if n is None else steps
+        if on_open not in ("shorten", "exclude"):
+            raise ValueError(f"on_open: expected 'shorten' or 'exclude', got {on_open!r}")
+        if per_step and on_open == "exclude":
+            raise ValueError("on_open: with per_step no row outside of a window is used, so that "
+                             "none has to be excluded; got 'exclude'")  # fmt: skip
+        self.on_open = on_open
+        self.needs = Needs(open_future=steps - 1) if on_open == "exclude" else Needs()
+        self.reward_key = unravel(reward_key)
+        self.one_step_key = one_step_key(self.reward_key)
+        made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
+        self.changes = frozenset(made if per_step else made | set(_ENDS))
+        self._factors: torch.Tensor | None = None
+
+    # -- under the lock -----------------------------------------------------------------------
+
+    def fetch(self, around: Surroundings) -> _Fetched | None:
+        """Reads the rewards of the steps, and ``next`` of the last of them."""
+        if self.n is None or self.per_step:
+            return None
+        if around.next_made:
+            raise ValueError(
+                f"expected {self!r} before {around.next_made[-1]}, whose 'next' it would replace"
+            )
+        steps = np.minimum(around.last - around.time, self.n - 1)
+        width = int(steps.max()) + 1 if len(steps) else 1
+        time = around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
+        steps, time = self._ended_earlier(around, steps, time)
+        last = around.next_time = around.time + steps
+        keys = [key for key in around.keys if key[0] == "next" and key != self.reward_key]
+        if TERMINATED not in keys and TERMINATED in around.keys:
+            keys.append(TERMINATED)
+        rewards = around.fetch([self.reward_key], time)
+        return _Fetched(rewards, around.fetch(keys, last) if keys else None, steps, keys)
+
+    def _ended_earlier(
+        self, around: Surroundings, steps: Array, time: Array
+    ) -> tuple[Array, Array]:
+        """Steps and times cut short where a transform before this one ends an episode earlier."""
+        flags = [key for key in _ENDS if key in around.keys]
+        if not flags or all(one.changes.isdisjoint(flags) for one, _ in around.relabels):
+            return steps, time
+        seen = around.seen(around.fetch(flags, time))
+        ended = torch.stack([is_set(seen[key], 2) for key in flags]).any(0).cpu().numpy()
+        first = np.where(ended.any(1), ended.argmax(1), steps)
+        steps = np.minimum(first, steps)
+        return steps, np.minimum(time, (around.time + steps)[:, None])
+
+    # -- without it ---------------------------------------------------------------------------
+
+    def apply(self, data: Any, fetched: _Fetched | None, around: Surroundings) -> Any:
+        """Replaces reward and ``next``, and adds what a target needs besides."""
+        own = require(data, [self.reward_key], self)[self.reward_key]
+        if fetched is None:
+            return self._apply_inside(data, own, around)
+        steps = fetched.steps
+        rewards = summable(around.seen(fetched.rewards)[self.reward_key])
+        last: dict[Path, torch.Tensor] = {}
+        if fetched.last is not None:
+            seen = around.seen(fetched.last)
+            last = {key: seen[key] for key in fetched.keys}
+        if TERMINATED in last:
+            bootstrap = ~is_set(last[TERMINATED], 1).unsqueeze(-1)
+        else:
+            bootstrap = _by_reason(around, around.time + steps, own)
+        sums = self._summed(rewards, steps)
+        values = {
+            **last,
+            self.reward_key: sums,
+            self.one_step_key: own,
+            _DISCOUNT: powers(self.gamma, steps + 1, sums),
+            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
+            _BOOTSTRAP: bootstrap,
+        }
+        set_real(data, values, around.mask)
+        return data
+
+    def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
+        """Discounted sums of rewards ``[B, width, *F]``, of which row b has ``steps[b] + 1``."""
+        width = rewards.shape[1]
+        if width == 1 or not self.gamma:
+            return rewards[:, 0]
+        exact = rewards.float() if rewards.dtype.itemsize < 4 else rewards
+        factors = self._factors
+        if factors is None or factors.shape[0] != width or factors.dtype != exact.dtype:
+            with torch.inference_mode(False):
+                made = torch.from_numpy(np.power(self.gamma, np.arange(width)))
+                factors = self._factors = made.to(exact.dtype)
+        if factors.device != exact.device:
+            factors = factors.to(exact.device)
+        beyond = as_tensor_like(steps[:, None] < np.arange(width), exact)
+        # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
+        exact = exact.masked_fill(over_features(beyond, exact), 0)
+        shape = (1, width, *[1] * (exact.ndim - 2))
+        return (exact * factors.view(shape)).sum(1).to(rewards.dtype)
+
+    def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
+        """The form that stays inside the windows of the batch."""
+        done = [data.get(key) for key in _ENDS if key in around.keys and key in data.keys(True)]
+        ended = None
+        if done:
+            ended = torch.stack([is_set(flag, 1) for flag in done]).any(0).cpu().numpy()
+        ahead = rows_ahead(around, ended)
+        reach = as_tensor_like(ahead, own)
+        sums = discounted_sums(summable(own), reach, self.gamma, self.n)
+        steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
+        last = as_tensor_like(np.arange(len(steps)) + steps, own)
+        boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
+        terminated = data.get(TERMINATED, None)
+        if terminated is not None:
+            bootstrap = ~is_set(terminated, 1)[last].unsqueeze(-1)
+        else:
+            bootstrap = _by_reason(around, around.time + steps, own)
+        values = {
+            self.reward_key: sums,
+            self.one_step_key: own,
+            _DISCOUNT: powers(self.gamma, steps + 1, sums),
+            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
+            _BOOTSTRAP: bootstrap,
+        }
+        beside = {*_ENDS, self.reward_key, self.one_step_key}
+        found = {
+            ("boot", *key): leaf[boot]
+            for key, leaf in _leaves(data.get("next", None))
+            if ("next", *key) not in beside
+        }
+        set_real(data, values, around.mask)
+        set_all(data, found)  # padding too has what its window leads to
+        return data
+
+    def __repr__(self) -> str:
+        parts = [] if self.n is None else [str(self.n)]
+        parts.append(f"gamma={self.gamma:g}")
+        parts += ["per_step=True"] if self.per_step else []
+        parts += ["on_open='exclude'"] if self.on_open == "exclude" else []
+        if self.reward_key != ("next", "reward"):
+            parts.append(f"reward_key={format_key(self.reward_key)}")
+        return f"NStep({', '.join(parts)})"
+
+
+def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
+    """Where no episode terminated in rows ``last``, as the index knows it, bool ``[B, 1]``."""
+    ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
+    return as_tensor_like(~ended[:, None], like)
+
+
+def _leaves(branch: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Tensors below a branch by their paths in it; none without a branch."""
+    if branch is None:
+        return []
+    return [
+        (key if isinstance(key, tuple) else (key,), leaf) for key, leaf in branch.items(True, True)
+    ]

@@ -1,0 +1,381 @@
+"""Monte-Carlo returns, stored with the rows when their episode ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from replaykit._compat import is_tensordict, new_tensordict
+from replaykit.episodes import EndReason, EpisodeIndex
+from replaykit.storages import Storage
+from replaykit.storages.carrying import carried
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import unravel_index
+from replaykit.structure import Path
+from replaykit.ted import Key, format_key, unravel
+from replaykit.transforms.base import Transform
+from replaykit.transforms.edited import EditedEpisodes
+from replaykit.transforms.values import as_number
+
+__all__ = ["ReturnToGo", "discounted_sums"]
+
+Array = np.ndarray[Any, Any]
+
+_TERMINATED: Final[Key] = ("next", "terminated")
+_VALID: Final[Key] = ("return_valid",)
+_POLICIES: Final = ("default", "bootstrap")
+
+
+class ReturnToGo(Transform):
+    """Stores with every row the discounted sum of rewards from it to the end of its episode.
+
+    Given to a buffer as ``transform=`` it adds two columns to what is written: ``key``, with
+    ``default`` in it, and ``return_valid``, False. When an episode ends, all of its rows that are
+    still stored get ``G_t = sum_k gamma^(k-t) * reward_k``, k from t to the last row, and
+    ``return_valid`` True. Every sample then has both, like any other column; saving and loading
+    keep them.
+
+    Rows of episodes that are open, or were cut off without a flag, keep the default. A change of
+    stored flags (or a row written anew by ``rb[i] = ...``) has all returns computed anew with the
+    next write; a change of stored rewards alone does not.
+
+    On read, after a ``TrajectoryTransform``, returns are those of the edited episodes.
+
+    Args:
+        gamma: discount, in [0, 1].
+        reward_clip: ``(min, max)``: rewards are clipped to it before they are summed. To be given
+            here even where another transform clips on read.
+        default: return of rows that have none yet. Where returns are used as lower bounds: not
+            above any possible one, or go by ``return_valid``.
+        boundary: key of a flag at which sums end: its row counts its own reward and nothing that
+            follows; the next row starts a new sum. For signals that end no episode, as the loss of
+            a life.
+        on_truncated: "default": rows of truncated episodes keep the default; "bootstrap": their
+            sums go on with ``gamma^(n-t) * V``, V the value of what followed the last row.
+        key: of the returns.
+        value: with "bootstrap", V: a stored key, read at the last row, or a function of the last
+            rows' ``next``, a TensorDict ``[k]``; in the reward's shape, ``[k, *F]``. A function is
+            called while the buffer is locked.
+        reward: key of the rewards ``[*F]`` a row; each number is summed on its own.
+
+    Returns have the rewards' shape and floating dtype (torch's default one for integers);
+    ``return_valid`` is bool ``[N, 1]``. Sums are made in float64.
+
+    Raises:
+        TypeError: an argument that is no number or key; on write, no TensorDict.
+        ValueError: ``gamma`` outside [0, 1]; clip with min above max; an unknown ``on_truncated``;
+            "bootstrap" without ``value``, or the other way round; values in another shape.
+        KeyError: on write, where rewards, a ``boundary`` other than the default one, or the key
+            of ``value`` is absent.
+        RuntimeError: on write, a storage that does not know where episodes end.
+
+    Cost: one look at each row written; at the end of an episode of n rows O(n log n), several
+    episodes together.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReturnToGo
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=ReturnToGo(gamma=0.5))
+        >>> done = torch.tensor([[False], [False], [True], [False]])
+        >>> _ = rb.extend(TensorDict({"next": {
+        ...     "reward": torch.tensor([[1.0], [2.0], [4.0], [8.0]]),
+        ...     "terminated": done, "done": done}}, [4]))
+        >>> rb[:]["episode_return"].squeeze(-1), rb[:]["return_valid"].squeeze(-1)
+        (tensor([3., 4., 4., 0.]), tensor([ True,  True,  True, False]))
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        reward_clip: tuple[float, float] | None = None,
+        default: float = 0.0,
+        boundary: Any = _TERMINATED,
+        on_truncated: str = "default",
+        key: Any = "episode_return",
+        *,
+        value: Any = None,
+        reward: Any = ("next", "reward"),
+    ) -> None:
+        self.gamma = as_number("gamma", gamma)
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma: expected a discount in [0, 1], got {self.gamma}")
+        self.reward_clip = None if reward_clip is None else _checked_clip(reward_clip)
+        self.default = as_number("default", default)
+        self.boundary = unravel(boundary)
+        if on_truncated not in _POLICIES:
+            raise ValueError(f"on_truncated: expected one of {_POLICIES}, got {on_truncated!r}")
+        if (value is None) == (on_truncated == "bootstrap"):
+            raise ValueError(
+                "expected value with on_truncated='bootstrap' and without it none, got "
+                f"on_truncated={on_truncated!r} and value={value!r}"
+            )
+        self.on_truncated = on_truncated
+        self.key, self.reward = unravel(key), unravel(reward)
+        if self.key in (_VALID, self.reward):
+            raise ValueError(f"key: expected a key of its own, got {format_key(self.key)}")
+        self.value: Callable[[Any], Any] | Key | None = None
+        if value is not None:
+            self.value = value if callable(value) else unravel(value)
+        self._forget()
+
+    def _forget(self) -> None:
+        # Up to which row, and of which state of an index, episodes have been looked at.
+        self._seen: weakref.WeakKeyDictionary[EpisodeIndex, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    # -- on write -------------------------------------------------------------------------------
+
+    def inv(self, data: Any) -> Any:
+        """Returns what is written with both columns; the given one stays as it is.
+
+        Raises:
+            TypeError: no TensorDict. KeyError: a column that is needed is absent.
+        """
+        if isinstance(data, (list, tuple)) and data and all(map(is_tensordict, data)):
+            data = torch.stack(list(data))
+        if not is_tensordict(data):
+            raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
+        needed = [self.reward]
+        if self.boundary != _TERMINATED:
+            needed.append(self.boundary)
+        if isinstance(self.value, tuple):
+            needed.append(self.value)
+        for key in needed:
+            if data.get(key, None) is None:
+                raise KeyError(f"ReturnToGo expected the key {format_key(key)}, got data without")
+        reward = data.get(self.reward)
+        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
+        data = data.copy()
+        data.set(self.key, torch.full_like(reward, self.default, dtype=dtype))
+        shape = (*data.batch_size, 1)
+        data.set(_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
+        return data
+
+    def written(self, storage: Storage) -> None:
+        """Fills in the returns of the episodes that have ended since the last call; the storage's
+        lock is held. A buffer calls it after every write.
+
+        Raises:
+            RuntimeError: a storage that does not know where episodes end. ValueError: values of
+                another shape than the rewards.
+        """
+        if not isinstance(storage, ColumnStorage):
+            raise RuntimeError(
+                f"a {type(storage).__name__} does not know where episodes end, which ReturnToGo "
+                "needs; use a tensor or memmap storage"
+            )
+        if not storage.initialized:
+            return
+        index = storage.episodes
+        position = storage.ledger.next_position
+        before = self._seen.get(index)
+        plain = before is not None and before[1] == index.rebuilt
+        newest = position - before[0] if plain and before is not None else storage.ledger.length
+        time, lane, code = index.ended_among(newest)
+        columns = storage.require()
+        if not plain and before is not None:
+            # Rows lie elsewhere or end elsewhere than they did: all is computed anew.
+            stored = storage.ledger.length
+            columns.check_writable()
+            columns.follow_memory()
+            columns[self.key][:stored] = self.default
+            columns[_VALID][:stored] = False
+        elif not plain and len(time):
+            # Rows that were there before, as after loading: only what has no return yet.
+            known = self._gather(storage, index, [_VALID], time, lane)[_VALID]
+            fresh = ~known.flatten(1).any(1).cpu().numpy()
+            time, lane, code = time[fresh], lane[fresh], code[fresh]
+        chosen = self._computed(code)
+        time, lane, code = time[chosen], lane[chosen], code[chosen]
+        if len(time):
+            self._fill(storage, index, time, lane, code)
+        self._seen[index] = position, index.rebuilt
+
+    def _computed(self, code: Array) -> Array:
+        """Of which of the ended episodes there are returns, bool."""
+        if self.on_truncated == "bootstrap":
+            return np.ones(len(code), bool)
+        return code == int(EndReason.TERMINATED)
+
+    def _fill(
+        self,
+        storage: ColumnStorage,
+        index: EpisodeIndex,
+        last: Array,
+        lane: Array,
+        code: Array,
+    ) -> None:
+        first, _ = index.spans(last, lane)
+        rows = last - first + 1
+        of_row = np.repeat(np.arange(len(rows)), rows)
+        time = np.arange(len(of_row)) - (np.cumsum(rows) - rows - first)[of_row]
+        keys = [self.reward]
+        if self.boundary in storage.require().schema.leaves:
+            keys.append(self.boundary)
+        leaves = self._gather(storage, index, keys, time, lane[of_row])
+        value = None
+        truncated = code == int(EndReason.TRUNCATED)
+        if truncated.any():
+            at = truncated.nonzero()[0]
+            wanted = [self.value] if isinstance(self.value, tuple) else _under_next(storage)
+            found = self._gather(storage, index, wanted, last[at], lane[at])
+            value = self._values(found, leaves[self.reward], truncated)
+        returns = self._returns(leaves, rows, value)
+        storage.edits += 1
+        element = torch.from_numpy(index.element(time, lane[of_row]))
+        _scatter(storage, self.key, element, returns)
+        _scatter(storage, _VALID, element, torch.ones(len(time), 1, dtype=torch.bool, device="cpu"))
+
+    @staticmethod
+    def _gather(
+        storage: ColumnStorage, index: EpisodeIndex, keys: list[Path], time: Array, lane: Array
+    ) -> dict[Path, torch.Tensor]:
+        rows = torch.from_numpy(index.element(time, lane))
+        return storage.require().gather_keys(keys, rows)
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def _values(
+        self, found: dict[Path, torch.Tensor], reward: torch.Tensor, truncated: Array
+    ) -> Array:
+        """float64 ``[E, *F]``: what follows the last rows of episodes; 0 where they terminated."""
+        if isinstance(self.value, tuple):
+            value = found[self.value]
+        else:
+            assert self.value is not None
+            value = self.value(_nested(found, int(truncated.sum())))
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"value: expected a tensor, got {type(value).__name__}")
+        expected = (int(truncated.sum()), *reward.shape[1:])
+        if value.shape != expected:
+            raise ValueError(
+                f"value: expected the shape of the rewards, {list(expected)}, got "
+                f"{list(value.shape)}"
+            )
+        values = np.zeros((len(truncated), *reward.shape[1:]))
+        values[truncated] = value.detach().to("cpu", torch.float64).numpy()
+        return values
+
+    def _returns(
+        self, leaves: dict[Path, torch.Tensor], rows: Array, value: Array | None
+    ) -> torch.Tensor:
+        """Returns ``[n, *F]`` of whole episodes that lie one after the other, on the CPU."""
+        reward = leaves[self.reward]
+        sums = reward.detach().to("cpu", torch.float64, copy=True).numpy()
+        if self.reward_clip is not None:
+            np.clip(sums, *self.reward_clip, out=sums)
+        last = np.cumsum(rows) - 1
+        stops = np.zeros(len(sums), bool)
+        flag = leaves.get(self.boundary)
+        if flag is not None:
+            stops = (flag != 0).reshape(len(sums), -1).any(1).cpu().numpy()
+        if value is not None:
+            on = ~stops[last]  # after a boundary there is nothing to go on with
+            sums[last[on]] += self.gamma * value[on]
+        stops[last] = True
+        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
+        return torch.from_numpy(discounted_sums(sums, stops, self.gamma)).to(dtype)
+
+    def edited(self, episodes: EditedEpisodes) -> None:
+        """Computes the returns of episodes that a ``TrajectoryTransform`` has edited anew."""
+        leaves = episodes.leaves
+        if not {self.key, _VALID, self.reward} <= set(leaves):
+            return
+        reason, rows = episodes.reasons, episodes.rows
+        truncated = reason == int(EndReason.TRUNCATED)
+        ended = (reason == int(EndReason.TERMINATED)) | truncated
+        ended[ended] = self._computed(reason[ended])
+        value = None
+        if self.value is not None and truncated.any():
+            at = torch.from_numpy((np.cumsum(rows) - 1)[truncated])
+            found = {key: leaf[at.to(leaf.device)] for key, leaf in leaves.items()}
+            if isinstance(self.value, tuple):
+                found = {self.value: found[self.value]}
+            else:
+                found = {key: leaf for key, leaf in found.items() if key[0] == "next"}
+            value = self._values(found, leaves[self.reward], truncated)
+        returns = self._returns(leaves, rows, value)
+        valid = torch.from_numpy(np.repeat(ended, rows))
+        old = leaves[self.key]
+        over = valid.view(-1, *[1] * (returns.ndim - 1))
+        leaves[self.key] = torch.where(over, returns, self.default).to(old.device, old.dtype)
+        leaves[_VALID] = valid.view(-1, 1).to(old.device)
+
+    def __repr__(self) -> str:
+        return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
+
+
+def discounted_sums(values: Array, stops: Array, gamma: float) -> Array:
+    """Sums up, for every row, its values and the discounted ones after it up to the next stop.
+
+    Args:
+        values: float64 ``[n, *F]``; changed in place and returned.
+        stops: bool ``[n]``: rows with which a sum ends; the last one is such a row.
+
+    Every pass doubles how many rows a sum reaches: O(n log m), m rows between two stops.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.transforms.return_to_go import discounted_sums
+        >>> discounted_sums(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]), 0.5)
+        array([3., 4., 4.])
+    """
+    at = np.nonzero(stops)[0]
+    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # rows that follow in the sum
+    reach = 1
+    longest = int(rest.max(initial=0))
+    while reach <= longest and gamma > 0:
+        on = np.nonzero(rest >= reach)[0]
+        values[on] += gamma**reach * values[on + reach]
+        reach *= 2
+    return values
+
+
+def _scatter(
+    storage: ColumnStorage, key: Path, element: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Writes one column of stored rows; no flag, so that the index stays as it is."""
+    columns = storage.require()
+    columns.check_writable()
+    columns.follow_memory()
+    target = columns[key]
+    element, values = element.to(target.device), values.to(target.device)
+    if columns.ndim > 1:
+        carried(target)[tuple(unravel_index(element, columns.lanes).unbind(-1))] = carried(values)
+    else:
+        carried(target)[element] = carried(values)
+
+
+def _under_next(storage: ColumnStorage) -> list[Path]:
+    return [path for path in storage.require().schema.leaves if path[0] == "next"]
+
+
+def _nested(leaves: dict[Path, torch.Tensor], rows: int) -> Any:
+    """What lies under ``next`` as a TensorDict ``[rows]``."""
+    device = next(iter(leaves.values())).device
+    data = new_tensordict({}, torch.Size([rows]), device)
+    for path, leaf in leaves.items():
+        data.set(path[1:], leaf)
+    return data
+
+
+def _checked_clip(clip: Any) -> tuple[float, float]:
+    if not isinstance(clip, (tuple, list)) or len(clip) != 2:
+        raise TypeError(f"reward_clip: expected (min, max), got {clip!r}")
+    low, high = as_number("reward_clip", clip[0]), as_number("reward_clip", clip[1])
+    if not low <= high:
+        raise ValueError(f"reward_clip: expected min up to max, got {low} and {high}")
+    return low, high

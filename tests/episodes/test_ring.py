@@ -1,0 +1,344 @@
+"""Both kernels of the episode index against a model that scans lists, and against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaykit import native
+from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, RingEpisodes
+from replaykit.episodes.codes import NOT_INIT, RESTORED, SEVERED, SWITCHED
+from replaykit.episodes.kernels import new_ring
+from replaykit.episodes.native_ring import NativeRing
+
+Array = np.ndarray[Any, Any]
+
+needs_core = pytest.mark.skipif(not native.HAS_CORE, reason="there is no compiled core")
+KERNELS = [
+    pytest.param(RingEpisodes, id="numpy"),
+    pytest.param(NativeRing, id="core", marks=needs_core),
+]
+
+
+class Model:
+    """Every row that ever came, and scans of them."""
+
+    def __init__(
+        self, slots: int, lanes: int, start: int, begin: list[int] | None, head: list[int] | None
+    ) -> None:
+        self.slots, self.lanes, self.start = slots, lanes, start
+        self.begin = begin or [-1] * lanes
+        self.head = head or [int(Head.RESET)] * lanes
+        self.rows: list[list[int]] = [[] for _ in range(lanes)]
+        self.severed: list[tuple[int, int]] = []
+
+    @property
+    def hi(self) -> int:
+        return self.start + len(self.rows[0])
+
+    @property
+    def lo(self) -> int:
+        return max(self.start, self.hi - self.slots)
+
+    def append(self, codes: Array) -> None:
+        for lane in range(self.lanes):
+            self.rows[lane] += [int(code) for code in codes[:, lane]]
+
+    def close(self, lanes: list[bool], code: int) -> None:
+        if self.hi == self.start:
+            return
+        for lane in np.flatnonzero(lanes):
+            if code in (SEVERED, RESTORED):
+                self.severed.append((self.hi - 1, int(lane)))
+            if self.rows[lane][-1] & 7 == 0:
+                self.rows[lane][-1] |= code
+
+    def episodes(self, lane: int) -> list[tuple[int, int, int, int, int]]:
+        """begin, first stored, last, code, head of the stored episodes."""
+        found = []
+        begin, kind, coming = self.begin[lane], int(Head.RESET), self.head[lane]
+        for time, row in enumerate(self.rows[lane], self.start):
+            if begin < 0:
+                begin, kind = time, int(Head.CUT) if row & NOT_INIT else coming
+            if row & 7 or time == self.hi - 1:
+                found.append((begin, time, row & 7, kind))
+                begin, coming = -1, int(Head.CUT if row & 7 == SEVERED else Head.RESET)
+        return [
+            (begin, max(begin, self.lo), last, code, int(Head.EVICTED) if begin < self.lo else kind)
+            for begin, last, code, kind in found
+            if last >= self.lo
+        ]
+
+    def windows(self, law: CountLaw, kind: int) -> list[list[tuple[int, int, int, int]]]:
+        """base, rows, count and rest of everything that a law numbers, in every lane."""
+        lanes = []
+        for lane in range(self.lanes):
+            own = []
+            for _, first, last, code, head in self.episodes(lane):
+                reset = head == Head.RESET
+                count = law.count(last - first + 1, reset=reset, is_open=not code)
+                skip = 0 if reset else law.past
+                rows = last - first + 1 - skip - (0 if code else law.open_future)
+                numbers = {WINDOWS: count, EPISODES: int(count > 0), ROWS: last - first + 1}[kind]
+                own += [(first + skip, rows, count, i) for i in range(numbers if count else 0)]
+            lanes.append(own)
+        return lanes
+
+
+LAWS = [
+    CountLaw.strict(1),
+    CountLaw.strict(2),
+    CountLaw.strict(4),
+    CountLaw(1, 2, past=2),
+    CountLaw(3, -2, 1, past=1, open_future=1),
+    CountLaw(1, 0, open_future=2),
+    CountLaw(1, 0, closed=True),
+    CountLaw(2, -1, 1, intact=True),
+    CountLaw(1, 0, past=1, closed=True, intact=True),
+    CountLaw(1, -3),
+    CountLaw(2, 5),
+]
+
+
+def assert_same(ring: Any, model: Model) -> None:
+    """Everything but the laws."""
+    assert (ring.lo, ring.hi, ring.slots, ring.lanes) == (
+        model.lo, model.hi, model.slots, model.lanes,
+    )  # fmt: skip
+    own = [model.episodes(lane) for lane in range(model.lanes)]
+    want = [(lane, *episode) for lane, episodes in enumerate(own) for episode in episodes]
+    assert list(zip(*(column.tolist() for column in ring.table()), strict=True)) == want
+    time = np.array([t for _, _, a, b, _, _ in want for t in range(a, b + 1)], np.int64)
+    lane = np.array([e[0] for e in want for _ in range(e[2], e[3] + 1)], np.int64)
+    looked = [column.tolist() for column in ring.lookup(time, lane)]
+    rows = [e for e in want for _ in range(e[2], e[3] + 1)]
+    assert looked == [[e[i] for e in rows] for i in (1, 3, 4, 5)]
+    noted = [model.rows[at][t - model.start] & 7 for t, at in zip(time, lane, strict=True)]
+    assert ring.codes(time, lane).tolist() == noted
+    newest = [episodes[-1] if episodes else (0, 0, 0, 1, 0) for episodes in own]
+    assert ring.open_lanes.tolist() == [code == 0 for *_, code, _ in newest]
+    if model.hi > model.start:
+        heads = [e[0][0] if e[0][0] < model.lo else -1 for e in own]
+        assert ring.head_begin.tolist() == heads
+    severed = sorted({one for one in model.severed if one[0] >= model.lo})
+    assert sorted(map(tuple, ring.severed().tolist())) == severed
+    assert ring.longest() == max((last - first + 1 for _, _, first, last, _, _ in want), default=0)
+
+
+def assert_same_law(ring: Any, model: Model, law: CountLaw, kind: int) -> None:
+    want = model.windows(law, kind)
+    assert ring.totals(law, kind).tolist() == [len(own) for own in want]
+    flat = [(lane, *one) for lane, own in enumerate(want) for one in own]
+    found = ring.find(law, kind, np.arange(len(flat)))
+    assert list(zip(*(column.tolist() for column in found), strict=True)) == flat
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[int, int, dict[str, Any], list[Any]]:
+    slots, lanes = draw(st.integers(1, 13)), draw(st.integers(1, 3))
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        start = options["start"] = draw(st.integers(0, 30))
+        each = {"min_size": lanes, "max_size": lanes}
+        options["begin"] = draw(st.lists(st.integers(-1, start - 1), **each))
+        options["head"] = draw(st.lists(st.integers(1, 2), **each))
+    code = st.sampled_from([0] * 5 + [1, 2, SWITCHED, SEVERED, RESTORED])
+    row = st.lists(st.builds(lambda a, b: a | b, code, st.sampled_from([0, 0, NOT_INIT])),
+                   min_size=lanes, max_size=lanes)  # fmt: skip
+    step = st.one_of(
+        st.tuples(st.just("append"), st.lists(row, max_size=3 * slots)),
+        st.tuples(st.just("append"), st.lists(row, min_size=1, max_size=1)),
+        st.tuples(
+            st.just("close"),
+            st.lists(st.booleans(), min_size=lanes, max_size=lanes),
+            st.sampled_from([1, 2, SWITCHED, SEVERED, RESTORED]),
+        ),
+    )
+    ask = st.lists(st.tuples(st.integers(0, len(LAWS) - 1), st.integers(0, 2)), max_size=4)
+    return slots, lanes, options, draw(st.lists(st.tuples(step, ask), max_size=25))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=300, deadline=None)
+@given(program=programs())
+def test_a_ring_knows_what_a_scan_finds(kernel: Any, program: Any) -> None:
+    """Ends of every kind, rows that are joined in the middle, lanes, cuts, more rows than slots."""
+    slots, lanes, options, steps = program
+    given_begin, given_head = options.get("begin"), options.get("head")
+    ring = kernel(slots, lanes, **{
+        name: value if name == "start" else np.array(value) for name, value in options.items()
+    })  # fmt: skip
+    model = Model(slots, lanes, options.get("start", 0), given_begin, given_head)
+    assert_same(ring, model)
+    for step, asked in steps:
+        version = ring.version
+        if step[0] == "append":
+            codes = np.array(step[1], np.uint8).reshape(-1, lanes)
+            ring.append(codes)
+            model.append(codes)
+            assert (ring.version != version) == bool(len(codes))
+        else:
+            ring.close(np.array(step[1], bool), step[2])
+            model.close(step[1], step[2])
+            assert ring.version != version or model.hi == model.start
+        assert_same(ring, model)
+        for law, kind in asked:
+            assert_same_law(ring, model, LAWS[law], kind)
+    for law in LAWS:
+        for kind in (WINDOWS, EPISODES, ROWS):
+            assert_same_law(ring, model, law, kind)
+
+
+def random_codes(random: np.random.Generator, n: int, lanes: int, length: float) -> Array:
+    codes = random.choice([1, 2, SWITCHED, SEVERED], size=(n, lanes)).astype(np.uint8)
+    codes[random.random((n, lanes)) >= 1 / length] = 0
+    codes[random.random((n, lanes)) < 0.1] |= NOT_INIT
+    return codes
+
+
+@needs_core
+@pytest.mark.parametrize(("slots", "lanes", "length"), [
+    (1000, 1, 1), (997, 1, 2.5), (30_000, 1, 6), (300, 7, 3), (5000, 3, 200), (64, 40, 1.5),
+])  # fmt: skip
+def test_both_kernels_agree_over_long_runs(slots: int, lanes: int, length: float) -> None:
+    """Thousands of episodes, whose sums wrap; laws asked for always, now and then, and once."""
+    random = np.random.default_rng(slots)
+    rings = [RingEpisodes(slots, lanes), NativeRing(slots, lanes)]
+    for step in range(60):
+        n = int(
+            random.choice(
+                [1, 8, slots // 10, slots // 3, 2 * slots + 1], p=[0.3, 0.3, 0.2, 0.15, 0.05]
+            )
+        )
+        codes = random_codes(random, n, lanes, length)
+        closing = random.random(lanes) < 0.5
+        asked = [LAWS[1]] + [LAWS[3]] * (step % 7 == 0) + [LAWS[4]] * (step % 20 == 19)
+        asked += [LAWS[step % len(LAWS)]] * (step > 30)
+        answers = []
+        for ring in rings:
+            ring.append(codes)
+            if step % 5 == 0:
+                ring.close(closing, SEVERED)
+            found = [*ring.table(), np.array([ring.lo, ring.hi, ring.longest()])]
+            for law in asked:
+                for kind in (WINDOWS, EPISODES, ROWS):
+                    totals = ring.totals(law, kind)
+                    numbers = np.random.default_rng(step).integers(0, max(1, totals.sum()), 200)
+                    found += [totals, *ring.find(law, kind, numbers[: 200 * bool(totals.sum())])]
+            lane = np.random.default_rng(step).integers(0, lanes, 200)
+            time = np.random.default_rng(step).integers(ring.lo, ring.hi, 200)
+            found += ring.lookup(time, lane)
+            answers.append(found)
+        for one, other in zip(*answers, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_law_asked_for_again_after_all_its_episodes_are_gone(kernel: Any) -> None:
+    ring = kernel(50, 1)
+    law = CountLaw.strict(2)
+    assert ring.totals(law, WINDOWS).tolist() == [0]
+    ring.append(np.array([[0], [0], [1]], np.uint8))
+    assert ring.totals(law, WINDOWS).tolist() == [2]
+    ring.append(np.ones((500, 1), np.uint8))
+    ring.append(np.zeros((4, 1), np.uint8))
+    assert ring.totals(law, WINDOWS).tolist() == [3]
+    assert ring.find(law, WINDOWS, np.array([2])).base.tolist() == [503]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("time", [[4], [10], [-1], [5, 6, 11]])
+def test_rows_that_are_not_stored_are_refused(kernel: Any, time: list[int]) -> None:
+    ring = kernel(5, 2)
+    ring.append(np.zeros((10, 2), np.uint8))
+    for ask in (ring.lookup, ring.codes):
+        with pytest.raises(IndexError, match=rf"times in \[5, 10\).*got time {time[-1]} of lane 1"):
+            ask(np.array(time), np.ones(len(time), np.int64))
+        with pytest.raises(IndexError, match="lane 2"):
+            ask(np.array([7]), np.array([2]))
+        with pytest.raises(IndexError, match="lane -1"):
+            ask(np.array([7]), np.array([-1]))
+        with pytest.raises(ValueError, match="expected 2 entries in `lane`, got 1"):
+            ask(np.array([7, 8]), np.array([0]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("number", [-1, 4, 10**12])
+def test_numbers_beyond_the_last_window_are_refused(kernel: Any, number: int) -> None:
+    ring = kernel(5)
+    ring.append(np.zeros((10, 1), np.uint8))
+    with pytest.raises(IndexError, match=rf"numbers in \[0, 4\), got {number}"):
+        ring.find(CountLaw.strict(2), WINDOWS, np.array([0, number]))
+    with pytest.raises(IndexError, match=r"numbers in \[0, 0\), got 0"):
+        ring.find(CountLaw.strict(6), WINDOWS, np.array([0]))
+    assert not len(ring.find(CountLaw.strict(6), WINDOWS, np.zeros(0, np.int64)).base)
+
+
+@needs_core
+def test_the_core_refuses_arrays_that_it_cannot_read() -> None:
+    ring = NativeRing(5, 2)
+    with pytest.raises(TypeError, match="`codes` as a contiguous uint8 array of 2 dim"):
+        ring.append(np.zeros((3, 2), np.int64))
+    with pytest.raises(TypeError, match="`codes` as a contiguous uint8 array of 2 dim"):
+        ring.append(np.zeros((2, 3), np.uint8).T)
+    with pytest.raises(ValueError, match="expected 2 entries in `codes`, got 3"):
+        ring.append(np.zeros((2, 3), np.uint8))
+    with pytest.raises(TypeError, match="`lanes` as a contiguous bool array of 1 dim"):
+        ring.close(np.ones(2, np.int64), SEVERED)
+    with pytest.raises(ValueError, match="expected 2 entries in `lanes`, got 1"):
+        ring.close(np.ones(1, bool), SEVERED)
+    with pytest.raises(ValueError, match="code from 1 to 5"):
+        ring.close(np.ones(2, bool), 6)
+    ring.append(np.zeros((3, 2), np.uint8))
+    with pytest.raises(TypeError, match="`time` as an int64 array of 1 dim"):
+        ring.lookup(np.zeros(1, np.int32), np.zeros(1, np.int64))
+    with pytest.raises(TypeError, match="`number` as an int64 array of 1 dim"):
+        ring.find(CountLaw.strict(1), WINDOWS, np.zeros((1, 1), np.int64))
+    with pytest.raises(ValueError, match=r"up to 2\*\*31, got 4294967296"):
+        ring.totals(CountLaw.strict(2**32), WINDOWS)
+    with pytest.raises(ValueError, match="at least 0"):
+        ring.totals(CountLaw(1, 0, -1), WINDOWS)
+    with pytest.raises(ValueError, match="at least one slot"):
+        NativeRing(0, 1)
+    with pytest.raises(ValueError, match="begins before the start"):
+        NativeRing(3, 1, start=4, begin=np.array([4]))
+    with pytest.raises(ValueError, match="expected 2 entries in `head`, got 1"):
+        NativeRing(3, 2, head=np.array([1]))
+    assert ring.hi == 3
+
+
+@needs_core
+def test_arrays_need_not_lie_in_one_piece() -> None:
+    ring = NativeRing(8, 2)
+    ring.append(np.zeros((6, 2), np.uint8))
+    pairs = np.array([[0, 0], [3, 1], [5, 0]])
+    begin, last, _, _ = ring.lookup(pairs[:, 0], pairs[:, 1])
+    assert (begin.tolist(), last.tolist()) == ([0, 0, 0], [5, 5, 5])
+    assert ring.find(CountLaw.strict(1), WINDOWS, np.arange(12)[::-3]).lane.tolist() == [1, 1, 0, 0]
+
+
+@needs_core
+def test_memory_comes_with_the_rows_and_stays_below_24_bytes_a_row() -> None:
+    """Episodes of one row are the worst there is."""
+    ring = NativeRing(10**9, 1)
+    ring.append(np.zeros((1000, 1), np.uint8))
+    assert ring.nbytes() < 20_000
+    ring = NativeRing(100_000, 1)
+    for _ in range(25):
+        ring.append(np.ones((10_000, 1), np.uint8))
+        ring.totals(CountLaw.strict(1), WINDOWS)
+        ring.totals(CountLaw.strict(1), ROWS)
+    assert ring.nbytes() < 18 * 100_000
+    ring = NativeRing(100_000, 1)
+    for _ in range(25):
+        ring.append(np.array([[0]] * 199 + [[1]], np.uint8).repeat(10, 0))
+        ring.totals(CountLaw.strict(1), WINDOWS)
+    assert ring.nbytes() < 8.2 * 100_000
+
+
+def test_the_core_is_chosen_where_it_is_there() -> None:
+    assert type(new_ring(3, 1)) is (NativeRing if native.HAS_CORE else RingEpisodes)

@@ -1,0 +1,129 @@
+"""Other dtypes on read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import Cast
+
+
+@pytest.fixture
+def data() -> TensorDict:
+    numbers = torch.arange(6).view(3, 2)
+    inside = {"pixels": numbers.byte(), "legal": numbers > 2, "deep": {"x": numbers.double()}}
+    return TensorDict(
+        {
+            "observation": inside,
+            "action": numbers,
+            "done": numbers[:, :1] > 2,
+            "next": {
+                "observation": inside,
+                "reward": numbers[:, :1] / 2,
+                "done": numbers[:, :1] > 2,
+                "truncated": (numbers[:, :1] > 2).byte(),
+            },
+        },
+        [3],
+    )
+
+
+DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+DTYPES += [torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("key", ["action", ("observation", "pixels"), ("next", "reward")])
+def test_a_cast_casts(data: TensorDict, fingerprint: Any, key: Any, dtype: torch.dtype) -> None:
+    """F46: the dtype is another one afterwards, and the values are the same."""
+    before = fingerprint(data)
+    out = Cast(dtype, [key])(data)
+    assert out[key].dtype is dtype
+    expected = data[key].numpy().astype(str(torch.zeros(0, dtype=dtype).float().numpy().dtype))
+    if dtype is not torch.complex64 and not dtype.is_floating_point:
+        expected = expected.astype(int)
+    assert out[key].tolist() == expected.tolist()
+    for other in set(data.keys(True, True)) - {key}:
+        assert out[other] is data[other]
+    assert fingerprint(data) == before
+    assert Cast(dtype, [key]).inv(data) is data
+
+
+def test_next_is_cast_on_request(data: TensorDict) -> None:
+    keys = [("observation", "pixels"), ("observation", "deep", "x")]
+    alone, both = Cast(torch.float32, keys)(data), Cast(torch.float32, keys, with_next=True)(data)
+    for key in keys:
+        assert alone[key].dtype is both[key].dtype is torch.float32
+        assert alone[("next", *key)] is data[("next", *key)]
+        assert both[("next", *key)].dtype is torch.float32
+
+
+def test_below_an_entry_bools_and_flags_are_left_out(data: TensorDict) -> None:
+    out = Cast(torch.float16, ["observation", "next"])(data)
+    for key, value in out.items(True, True):
+        kept = key in ("action", "done") or "legal" in key or "done" in key or "truncated" in key
+        assert value.dtype is (data[key].dtype if kept else torch.float16), key
+    assert out["observation"].batch_size == out["next", "observation", "deep"].batch_size == (3,)
+
+
+def test_what_has_the_dtype_already_is_the_same_tensor(data: TensorDict) -> None:
+    assert Cast(torch.int64, ["action"])(data)["action"] is data["action"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Cast("float32", ["a"]), TypeError, "dtype: expected a torch dtype, got 'float32'"),
+        (lambda: Cast(float, ["a"]), TypeError, "dtype: expected a torch dtype"),
+        (lambda: Cast(torch.bool, ["a"]), ValueError, "expected numbers, got torch.bool"),
+        (lambda: Cast(torch.int64, []), ValueError, "at least one key"),
+        (lambda: Cast(torch.int64, "action"), TypeError, "expected a list of keys, got 'action'"),
+        (lambda: Cast(torch.int64, [3]), TypeError, "expected a key"),
+        (lambda: Cast(torch.int64, ["done"]), ValueError, "'done' is a flag"),
+        (lambda: Cast(torch.int64, [("next", "truncated")]), ValueError, "is a flag"),
+    ],
+)
+def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "message"),
+    [
+        (Cast(torch.int64, ["zoo"]), KeyError, "no key 'zoo'; there are"),
+        (Cast(torch.int64, ["action"], with_next=True), KeyError, r"no key \('next', 'action'\)"),
+        (Cast(torch.int64, [("observation", "legal")]), ValueError, "is bool"),
+    ],
+)
+def test_what_cannot_be_cast(
+    data: TensorDict, fingerprint: Any, transform: Any, error: type[Exception], message: str
+) -> None:
+    before = fingerprint(data)
+    with pytest.raises(error, match=message):
+        transform(data)
+    assert fingerprint(data) == before
+
+
+def test_data_without_keys_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected a TensorDict, got Tensor"):
+        Cast(torch.int64, ["a"])(torch.zeros(2))
+
+
+def test_it_shows_what_it_does_and_where_it_belongs() -> None:
+    cast = Cast(torch.float32, ["a", ("b", "c")], with_next=True)
+    assert repr(cast) == "Cast(float32, ['a', ('b', 'c')], with_next=True)"
+    assert cast.stage == "value"
+
+
+def test_stored_columns_keep_their_dtype(storage_kind: Any, make_rows: Any) -> None:
+    rb = storage_kind.buffer(4, batch_size=5, transform=Cast(torch.float32, ["action", "id"]))
+    rb.extend(make_rows(0, 4))
+    for _ in range(2):
+        data = rb.sample()
+        assert data["action"].dtype is data["id"].dtype is torch.float32
+        assert torch.equal(data["id"], data["index"].float())
+    assert rb.storage[0]["action"].dtype is torch.uint8

@@ -1,0 +1,132 @@
+"""Images: bytes in the storage, floats in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import ImageScale, pad_collate
+
+RANGES = [(-1.0, 1.0), (0.0, 1.0), (-0.5, 0.5), (0, 255), (-3, 17)]
+EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(4, 8, 8)
+
+
+def images(**others: Any) -> TensorDict:
+    return TensorDict({"observation": EVERY_BYTE, **others}, [4])
+
+
+@pytest.mark.parametrize(("low", "high"), RANGES)
+def test_bytes_become_floats(low: float, high: float, fingerprint: Any) -> None:
+    data = images(next={"observation": EVERY_BYTE.flip(0), "x": torch.zeros(4)})
+    before = fingerprint(data)
+    out = ImageScale(low, high)(data)
+    for key in ("observation", ("next", "observation")):
+        assert out[key].dtype is torch.float32
+        expected = data[key].numpy().astype(np.float64) / 255 * (high - low) + low
+        np.testing.assert_allclose(out[key].numpy(), expected, atol=1e-5)
+    assert (out["observation"].min(), out["observation"].max()) == (low, high)
+    assert out["next", "x"] is data["next", "x"]
+    assert fingerprint(data) == before
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [
+        *((*ends, dtype) for ends in RANGES for dtype in (torch.float32, torch.float64)),
+        *((*ends, dtype) for ends in RANGES[:3] for dtype in (torch.float16, torch.bfloat16)),
+    ],
+)
+def test_the_inverse_gives_every_byte_back(low: float, high: float, dtype: torch.dtype) -> None:
+    """S16: asked for are 1e-4 of 255; bytes come back as bytes."""
+    scale = ImageScale(low, high)
+    floats = scale(images())
+    back = scale.inv(floats.to(dtype))
+    assert back["observation"].dtype is torch.uint8
+    assert torch.equal(back["observation"], EVERY_BYTE)
+    assert floats["observation"].dtype is torch.float32
+
+
+def test_only_named_keys_are_scaled() -> None:
+    data = TensorDict({"observation": {"pixels": EVERY_BYTE, "x": torch.zeros(4)}}, [4])
+    data["mask_image"] = EVERY_BYTE
+    out = ImageScale(0, 1, keys=[("observation", "pixels")])(data)
+    assert out["observation", "pixels"].max() == 1
+    assert out["observation", "x"] is data["observation", "x"]
+    assert out["mask_image"] is EVERY_BYTE
+
+
+def test_padding_keeps_its_values() -> None:
+    rows = [TensorDict({"observation": EVERY_BYTE[:n] + 1}, [n]) for n in (1, 3)]
+    out = ImageScale()(pad_collate(rows))["observation"]
+    assert out.dtype is torch.float32
+    assert not out[0, 1:].any()
+    assert out[1, 2, 0, 0] == torch.tensor(129.0) / 255 * 2 - 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ImageScale(1, -1), ValueError, "min below max, got min 1.0 and max -1.0"),
+        (lambda: ImageScale(0, 0), ValueError, "min below max"),
+        (lambda: ImageScale(0, float("inf")), ValueError, "max: expected a finite number"),
+        (lambda: ImageScale("a", 1), TypeError, "min: expected a number"),
+        (lambda: ImageScale(keys="pixels"), TypeError, "expected a list of keys, got 'pixels'"),
+        (lambda: ImageScale(keys=[]), ValueError, "at least one key"),
+        (lambda: ImageScale(keys=[2]), TypeError, "expected a key"),
+    ],
+)
+def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int8, torch.bool])
+def test_what_is_not_uint8_is_refused_on_read(dtype: torch.dtype) -> None:
+    """S16."""
+    with pytest.raises(TypeError, match=f"key 'observation': expected uint8, got {dtype}"):
+        ImageScale()(TensorDict({"observation": torch.zeros(2).to(dtype)}, [2]))
+
+
+@pytest.mark.parametrize("way", ["forward", "inv"])
+def test_a_nested_observation_needs_keys(way: str) -> None:
+    """S16."""
+    data = TensorDict({"observation": {"pixels": EVERY_BYTE}}, [4])
+    with pytest.raises(ValueError, match=r"'observation': .*TensorDict; name the images .* keys="):
+        getattr(ImageScale(), way)(data)
+    with pytest.raises(KeyError, match="no key 'zoo'"):
+        getattr(ImageScale(keys=["zoo"]), way)(data)
+    with pytest.raises(KeyError, match="no key 'observation'"):
+        getattr(ImageScale(), way)(TensorDict({"x": torch.zeros(4)}, [4]))
+
+
+@pytest.mark.parametrize("value", [-1.01, 1.01, float("nan"), float("inf")])
+def test_floats_outside_the_range_are_not_written(value: float) -> None:
+    data = TensorDict({"observation": torch.tensor([0.0, value])}, [2])
+    with pytest.raises(ValueError, match="'observation': expected values from -1 to 1, got"):
+        ImageScale().inv(data)
+
+
+def test_other_numbers_are_not_written() -> None:
+    with pytest.raises(TypeError, match="expected uint8 or floats, got torch"):
+        ImageScale().inv(TensorDict({"observation": torch.zeros(2).long()}, [2]))
+
+
+def test_bytes_are_stored_whichever_form_is_written(storage_kind: Any) -> None:
+    scale = ImageScale()
+    row = TensorDict({"observation": EVERY_BYTE[0]}, [])
+    rb = storage_kind.buffer(8, row, transform=scale)
+    rb.extend(images())
+    rb.extend(scale(images()))
+    stored = torch.stack([rb.storage[i]["observation"] for i in range(8)])
+    assert torch.equal(stored, torch.cat([EVERY_BYTE, EVERY_BYTE]))
+    assert torch.equal(rb[:]["observation"][4:], scale(images())["observation"])
+
+
+def test_it_shows_what_it_does_and_where_it_belongs() -> None:
+    assert repr(ImageScale()) == "ImageScale(-1, 1)"
+    assert repr(ImageScale(0, 1, [("a", "b")])) == "ImageScale(0, 1, [('a', 'b')])"
+    assert ImageScale().stage == "value"

@@ -1,0 +1,255 @@
+"""Rewards clipped, scaled, shifted and mapped, on real rows alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from replaykit import (
+    Compose,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RewardClip,
+    RewardMap,
+    RewardScale,
+    RewardShift,
+    Transform,
+    pad_collate,
+)
+
+REWARD = ("next", "reward")
+VALUES = [-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 7.0]
+
+# Each with what NumPy makes of the same numbers.
+CASES: list[tuple[Any, Any]] = [
+    (RewardClip(-1, 1), lambda r: np.clip(r, -1, 1)),
+    (RewardClip(0.25, float("inf")), lambda r: np.clip(r, 0.25, np.inf)),
+    (RewardClip(-float("inf"), 0), lambda r: np.minimum(r, 0)),
+    (RewardScale(0.1), lambda r: r * 0.1),
+    (RewardScale(4, shift=-2), lambda r: r * 4 - 2),
+    (RewardShift(1.5), lambda r: r + 1.5),
+    (RewardMap(torch.sign), np.sign),
+    (RewardMap(lambda r: 3 * r**2), lambda r: 3 * r**2),
+]
+IDS = [f"{number}-{type(transform).__name__}" for number, (transform, _) in enumerate(CASES)]
+
+
+def batch(values: Any, dtype: torch.dtype = torch.float64) -> TensorDict:
+    reward = torch.tensor(values, dtype=dtype)[:, None]
+    n = len(reward)
+    return TensorDict({"x": torch.arange(n), "next": {"reward": reward, "x": torch.ones(n)}}, [n])
+
+
+@pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
+def test_rewards_are_mapped_and_nothing_else(transform: Any, model: Any, fingerprint: Any) -> None:
+    data = batch(VALUES)
+    before = fingerprint(data)
+    out = transform(data)
+    assert out[REWARD].shape == (len(VALUES), 1)
+    assert out[REWARD].dtype is torch.float64
+    np.testing.assert_allclose(out[REWARD].squeeze(-1).numpy(), model(np.array(VALUES)), rtol=1e-15)
+    assert out["x"] is data["x"]
+    assert out["next", "x"] is data["next", "x"]
+    assert fingerprint(data) == before
+    assert transform.inv(data) is data
+
+
+@pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", ["validity_mask", ("collector", "mask"), "column"])
+def test_padding_stays(transform: Any, model: Any, name: Any) -> None:
+    data = batch(VALUES)
+    real = torch.tensor([True, False, True, True, False, True, True])
+    if name == "column":
+        data["validity_mask"] = real[:, None]
+    else:
+        data[name] = real
+    out = transform(data)[REWARD].squeeze(-1).numpy()
+    expected = np.where(real.numpy(), model(np.array(VALUES)), np.array(VALUES))
+    np.testing.assert_allclose(out, expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
+def test_padding_of_trajectories_laid_side_by_side(transform: Any, model: Any) -> None:
+    data = transform(pad_collate([batch([5.0, -2.0]), batch([1.0, 2.0, -3.0])], pad_value=-9))
+    assert data[REWARD].shape == (2, 3, 1)
+    rewards = data[REWARD].squeeze(-1).numpy()
+    np.testing.assert_allclose(rewards[0, :2], model(np.array([5.0, -2.0])), rtol=1e-15)
+    np.testing.assert_allclose(rewards[1], model(np.array([1.0, 2.0, -3.0])), rtol=1e-15)
+    assert rewards[0, 2] == -9
+
+
+def test_several_masks_count_together_and_other_columns_are_no_masks() -> None:
+    data = batch([0.0, 0.0, 0.0, 0.0])
+    data["validity_mask"] = torch.tensor([True, True, False, False])
+    data["collector", "mask"] = torch.tensor([True, False, True, False])
+    data["mask"] = torch.tensor([False, True, False, False])  # of actions, say: no time in it
+    assert RewardShift(1)(data)[REWARD].squeeze(-1).tolist() == [1, 0, 0, 0]
+    for own in (torch.zeros(4), torch.zeros(4, 2, dtype=torch.bool)):
+        data = batch([0.0, 0.0, 0.0, 0.0]).set("validity_mask", own)
+        assert RewardShift(1)(data)[REWARD].squeeze(-1).tolist() == [1] * 4
+
+
+def test_a_function_gets_real_rows_alone() -> None:
+    given = []
+
+    def centred(reward: torch.Tensor) -> torch.Tensor:
+        given.append(reward.clone())
+        return reward - reward.mean()
+
+    data = batch([1.0, 3.0, 1000.0])
+    data["validity_mask"] = torch.tensor([True, True, False])
+    assert RewardMap(centred)(data)[REWARD].squeeze(-1).tolist() == [-1, 1, 1000]
+    assert given[0].squeeze(-1).tolist() == [1, 3]
+    data["validity_mask"] = torch.zeros(3, dtype=torch.bool)
+    assert RewardMap(torch.sign)(data)[REWARD].squeeze(-1).tolist() == [1, 3, 1000]
+
+
+def test_a_function_may_change_the_dtype() -> None:
+    data = batch([1.5, -2.5, 4.0])
+    assert RewardMap(lambda r: r.long())(data)[REWARD].squeeze(-1).tolist() == [1, -2, 4]
+    data["validity_mask"] = torch.tensor([True, False, True])
+    out = RewardMap(lambda r: 10 * r.long())(data)[REWARD]
+    assert out.dtype is torch.int64
+    assert out.squeeze(-1).tolist() == [10, -2, 40]
+
+
+def test_keys_and_shapes_are_free() -> None:
+    reward = torch.arange(12.0).view(2, 3, 2)
+    data = TensorDict(
+        {"a": {"r": reward}, "validity_mask": torch.ones(2, 3, dtype=torch.bool)}, [2, 3]
+    )
+    data["validity_mask"][1, 2] = False
+    out = RewardScale(2, key=("a", "r"))(data)["a", "r"]
+    assert torch.equal(out[0], reward[0] * 2)
+    assert out[1].tolist() == [[12, 14], [16, 18], [10, 11]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_floating_dtypes_stay(dtype: torch.dtype) -> None:
+    for transform, _ in CASES:
+        assert transform(batch(VALUES, dtype))[REWARD].dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("low", "high", "whole"),
+    [
+        (-1, 2, True),
+        (-500.0, 500.0, True),
+        (-float("inf"), 3, True),
+        (-0.5, 2, False),
+        (1, 1.5, False),
+        (1000, 2000, None),
+    ],
+)
+def test_integers_are_clipped(dtype: torch.dtype, low: float, high: float, whole: Any) -> None:
+    values = [0, 1, 2, 3, 100] if dtype is torch.uint8 else [-100, -1, 0, 2, 100]
+    out = RewardClip(low, high)(batch(values, dtype))[REWARD]
+    if whole is None:
+        whole = torch.iinfo(dtype).max > 1000
+    assert out.dtype is (dtype if whole else torch.float32)
+    assert out.squeeze(-1).tolist() == np.clip(np.array(values, np.float64), low, high).tolist()
+
+
+def test_integers_become_floats_by_arithmetic() -> None:
+    data = batch([1, 2, -3], torch.int64)
+    assert RewardScale(0.5, 1)(data)[REWARD].squeeze(-1).tolist() == [1.5, 2.0, -0.5]
+    assert RewardShift(0.25)(data)[REWARD].squeeze(-1).tolist() == [1.25, 2.25, -2.75]
+
+
+def test_no_number_stays_none() -> None:
+    out = RewardClip(-1, 1)(batch([float("nan"), float("inf"), -float("inf")]))[REWARD]
+    assert torch.equal(out.isnan().squeeze(-1), torch.tensor([True, False, False]))
+    assert out[1:].squeeze(-1).tolist() == [1, -1]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RewardClip(1, 1), ValueError, "min below max, got min 1.0 and max 1.0"),
+        (lambda: RewardClip(2, 1), ValueError, "min below max"),
+        (lambda: RewardClip(float("nan"), 1), ValueError, "min below max"),
+        (lambda: RewardClip(None, 1), TypeError, "min: expected a number, got None"),
+        (lambda: RewardClip(-1, "x"), TypeError, "max: expected a number, got 'x'"),
+        (lambda: RewardClip(False, True), TypeError, "min: expected a number, got False"),
+        (lambda: RewardClip(-1, 1, key=3), TypeError, "expected a key"),
+        (lambda: RewardScale(0), ValueError, "scale: expected a positive number, got 0.0"),
+        (lambda: RewardScale(-2.0), ValueError, "positive"),
+        (lambda: RewardScale(float("nan")), ValueError, "scale: expected a finite number, got nan"),
+        (lambda: RewardScale(1, float("inf")), ValueError, "shift: expected a finite"),
+        (lambda: RewardScale(torch.ones(2)), TypeError, "scale: expected a number"),
+        (lambda: RewardShift("1x"), TypeError, "shift: expected a number"),
+        (lambda: RewardShift(float("inf")), ValueError, "shift: expected a finite"),
+        (lambda: RewardMap(3), TypeError, "fn: expected a function of rewards, got 3"),
+    ],
+)
+def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
+def test_what_cannot_be_mapped(transform: Any, model: Any) -> None:
+    with pytest.raises(KeyError, match=r"no key \('next', 'reward'\); there are 'x'"):
+        transform(TensorDict({"x": torch.zeros(2)}, [2]))
+    with pytest.raises(TypeError, match=r"expected a TensorDict with \('next', 'reward'\), got Te"):
+        transform(torch.zeros(2))
+    with pytest.raises(ValueError, match="expected a tensor, got TensorDict"):
+        transform(TensorDict({"next": {"reward": {"x": torch.zeros(2)}}}, [2]))
+    for dtype in (torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=f"expected real numbers, got {dtype}"):
+            transform(batch([0, 1], dtype))
+
+
+def test_what_a_function_returns_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"rewards of shape \[2, 1\], got \[2\]"):
+        RewardMap(lambda r: r.squeeze(-1))(batch([0, 1]))
+    with pytest.raises(TypeError, match="expected a tensor of rewards, got list"):
+        RewardMap(lambda r: r.tolist())(batch([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (RewardClip(-1, 2.5), "RewardClip(-1, 2.5)"),
+        (RewardScale(2), "RewardScale(2)"),
+        (RewardScale(2, 1, key="r"), "RewardScale(2, shift=1, key='r')"),
+        (RewardShift(-1, ("a", "r")), "RewardShift(-1, key=('a', 'r'))"),
+        (RewardMap(torch.sign), "RewardMap(sign)"),
+    ],
+)
+def test_they_show_what_they_do(transform: Any, text: str) -> None:
+    assert repr(transform) == text
+
+
+def test_their_stage_is_that_of_values() -> None:
+    assert {transform.stage for transform, _ in CASES} == {"value"}
+    assert Transform.stage is None
+    assert Compose().stage is None
+
+
+def test_stored_rewards_stay(storage_kind: Any, make_rows: Any) -> None:
+    rb = storage_kind.buffer(
+        6, batch_size=4, transform=Compose(RewardClip(0, 2), RewardScale(10, shift=1))
+    )
+    rb.extend(make_rows(0, 6))
+    for _ in range(2):
+        data = rb.sample()
+        expected = (data["index"] / 2).clamp(0, 2) * 10 + 1
+        assert torch.equal(data[REWARD].squeeze(-1), expected)
+    assert rb.storage[5][REWARD].item() == 2.5
+
+
+def test_a_tensorclass_is_mapped() -> None:
+    @tensorclass
+    class Row:
+        reward: torch.Tensor
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(2), transform=RewardShift(1, key="reward"))
+    rb.extend(Row(reward=torch.zeros(2, 1), batch_size=[2]))
+    assert rb[:].reward.tolist() == [[1], [1]]
+    assert isinstance(rb[:], Row)
