@@ -32,7 +32,9 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.bool, device=a.device)
     a, b = _raw(a), _raw(b)
     row_bytes = a.shape[1] * a.dtype.itemsize
-    offsets = (int(a.storage_offset()) | int(b.storage_offset())) * a.dtype.itemsize | row_bytes
+    offsets = row_bytes
+    for x in (a, b):
+        offsets |= int(x.storage_offset()) * x.dtype.itemsize
     for word in _WORDS:
         if not offsets % word.itemsize:
             break

@@ -20,6 +20,7 @@ from replaykit import (
     ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    SliceSampler,
     TensorStorage,
 )
 from replaykit.storages.column_storage import ColumnStorage
@@ -310,28 +311,57 @@ def test_some_keys_alone(transitions: Any, same_bits: Any) -> None:
 
 
 def test_the_same_batches_as_from_dense_rows(transitions: Any, same_rows: Any) -> None:
-    def buffer(make: Any, prefetch: int) -> ReplayBuffer:
-        return ReplayBuffer(
+    buffers = [
+        ReplayBuffer(
             storage=make(60),
             sampler=PrioritizedSampler(60, 0.7, 0.5),
             batch_size=16,
-            prefetch=prefetch,
             generator=torch.Generator().manual_seed(3),
         )
+        for make in MAKERS
+    ]
+    stream = transitions(1)
+    for _ in range(6):
+        rows, priority = stream.steps(25), torch.rand(25)
+        batches = []
+        for rb in buffers:
+            index = rb.extend(rows)
+            rb.update_priority(index, priority)
+            batches.append(rb.sample())
+        assert same_rows(batches[0], batches[1])
+        assert same_rows(batches[0], batches[2])
 
-    for prefetch in (0, 2):
-        buffers = [buffer(make, prefetch) for make in MAKERS]
-        stream = transitions(1)
-        for _ in range(6):
-            rows = stream.steps(25)
-            priority = torch.rand(25)
-            batches = []
-            for rb in buffers:
-                index = rb.extend(rows)
-                rb.update_priority(index, priority)
-                batches.append(rb.sample())
-            assert same_rows(batches[0], batches[1])
-            assert same_rows(batches[0], batches[2])
+
+def test_slices_of_episodes(transitions: Any, same_rows: Any) -> None:
+    buffers = [
+        ReplayBuffer(
+            storage=make(60),
+            sampler=SliceSampler(slice_len=3, strict_length=False),
+            batch_size=12,
+            generator=torch.Generator().manual_seed(3),
+        )
+        for make in MAKERS
+    ]
+    stream = transitions(1)
+    for _ in range(6):
+        rows = stream.steps(25)
+        for rb in buffers:
+            rb.extend(rows)
+        batches = [rb.sample() for rb in buffers]
+        assert same_rows(batches[0], batches[1])
+        assert same_rows(batches[0], batches[2])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_batches_drawn_ahead(make: Any, transitions: Any, same_rows: Any) -> None:
+    rb = ReplayBuffer(storage=make(60), batch_size=16, prefetch=3)
+    stream, written = transitions(1), []
+    for _ in range(12):
+        rows = stream.steps(25)
+        written.append(rows)
+        rb.extend(rows)
+        batch = rb.sample().exclude("index")
+        assert same_rows(batch, torch.cat(written)[batch["action"]])
 
 
 def test_readers_beside_a_writer_see_whole_rows() -> None:
