@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
@@ -212,7 +213,8 @@ class ColumnStorage(Storage):
     def cut(self, lanes: Any) -> None:
         self.indexes.cut(lanes)
         if isinstance(self._columns, OnceColumns):
-            self._columns.sever(lanes)
+            everywhere = np.ones(self.lanes.numel(), bool)
+            self._columns.sever(everywhere if lanes is None else lanes)
 
     def lanes_named(self, lane: Any) -> Any:
         if self.lane_key is None:
