@@ -52,7 +52,8 @@ class Streams(BufferCore):
         What is written next belongs to another episode, which begins in the middle.
 
         Args:
-            lane: number of a lane, or several; None: all.
+            lane: number of a lane, or several; None: all. In a storage with ``lane_key`` the
+                lanes are its streams, by what stands in that column.
 
         Raises:
             IndexError: no such lane. RuntimeError: a storage that does not know where episodes

@@ -2,6 +2,7 @@
 
 from replaykit.episodes.codes import EndReason, Head
 from replaykit.episodes.index import EpisodeIndex, Windows
+from replaykit.episodes.interleaved import InterleavedIndex
 from replaykit.episodes.law import EPISODES, NOTHING, ROWS, WINDOWS, CountLaw, Needs
 from replaykit.episodes.marks import CutMarks
 from replaykit.episodes.ring import RingEpisodes
@@ -18,6 +19,7 @@ __all__ = [
     "EndReason",
     "EpisodeIndex",
     "Head",
+    "InterleavedIndex",
     "Needs",
     "RingEpisodes",
     "Windows",

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from tensordict import is_tensorclass
 
@@ -265,6 +266,21 @@ class Storage(ABC):
             f"a {type(self).__name__} does not know where episodes end; use a tensor or memmap "
             "storage"
         )
+
+    def lanes_named(self, lane: Any) -> Any:
+        """Lanes by number, one or several, as bool ``[lanes]``; None: all of them.
+
+        Raises:
+            IndexError: no such lane.
+        """
+        if lane is None:
+            return None
+        count = self.lanes.numel()
+        lanes, chosen = np.zeros(count, bool), np.atleast_1d(np.asarray(lane))
+        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < count):
+            raise IndexError(f"expected lanes in [0, {count}), got {chosen.tolist()}")
+        lanes[chosen] = True
+        return lanes
 
     def episode_state(self) -> dict[str, Any] | None:
         """What is known of episodes and does not follow from the rows; None: nothing."""

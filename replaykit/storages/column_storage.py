@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import dtype_name
-from replaykit.episodes import EpisodeIndex
+from replaykit.episodes import EpisodeIndex, InterleavedIndex
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
@@ -43,12 +43,19 @@ AnyColumns = Columns | OnceColumns
 class ColumnStorage(Storage):
     """What storages with one tensor per leaf share; see TensorStorage and LazyTensorStorage."""
 
-    def __init__(self, max_size: int, *, device: Any, ndim: int) -> None:
+    def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
         super().__init__(max_size, ndim=ndim)
+        self.lane_key: Path | None = None if lane_key is None else unravel(lane_key)
+        if self.lane_key is not None and ndim > 1:
+            raise ValueError(
+                f"expected lane_key with ndim=1, where streams lie row by row in one flat storage; "
+                f"got ndim={ndim}, whose lanes are its other dimensions"
+            )
         self._device = device if device == "auto" else as_device(device)
         self._columns: AnyColumns | None = None
         self._matcher: Matcher | None = None
         self.indexes = EpisodeIndexes(self)
+        self._at_cursor = False
 
     # -- description --------------------------------------------------------------------------
 
@@ -114,11 +121,20 @@ class ColumnStorage(Storage):
 
     def _check(self, rows: Rows) -> None:
         if self._columns is None:
+            self._check_lane_key(rows.leaves)
             return
         self._columns.schema.check(rows.root)
         if rows.batch[1:] != self.lanes:
             raise SchemaError(
                 f"expected lanes of sizes {list(self.lanes)}, got {list(rows.batch[1:])}"
+            )
+
+    def _check_lane_key(self, leaves: Collection[Path]) -> None:
+        if self.lane_key is not None and self.lane_key not in leaves:
+            known = ", ".join(map(format_key, leaves)) if () not in leaves else "a tensor"
+            raise KeyError(
+                f"expected the lane_key {format_key(self.lane_key)}, which says to which stream a "
+                f"row belongs, got {known}"
             )
 
     def accept(self, rows: Rows) -> None:
@@ -129,9 +145,13 @@ class ColumnStorage(Storage):
             self._adopt(self._columns)
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        if self.lane_key is not None and not self._at_cursor:
+            self.indexes.settle()
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
+        if self.lane_key is not None and 2 * len(rows) > self.ledger.slots:
+            self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
         if (
@@ -149,7 +169,11 @@ class ColumnStorage(Storage):
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
             once.write_ring(first, rows, skipped, matched=matched)
             return
-        super().write_ring(first, rows, skipped)
+        self._at_cursor = True
+        try:
+            super().write_ring(first, rows, skipped)
+        finally:
+            self._at_cursor = False
 
     def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:
@@ -189,6 +213,12 @@ class ColumnStorage(Storage):
         self.indexes.cut(lanes)
         if isinstance(self._columns, OnceColumns):
             self._columns.sever(lanes)
+
+    def lanes_named(self, lane: Any) -> Any:
+        if self.lane_key is None:
+            return super().lanes_named(lane)
+        index = self.episodes if lane is not None and self.ledger.length else None
+        return index.lanes_of(lane) if isinstance(index, InterleavedIndex) else None
 
     def episode_state(self) -> dict[str, Any] | None:
         return self.indexes.state()
@@ -329,6 +359,8 @@ class ColumnStorage(Storage):
         """Forgets all rows; their memory stays."""
         if self._columns is not None:
             self._columns.clear()
+        if self.lane_key is not None:
+            self.indexes.settle()
 
     # -- reading ------------------------------------------------------------------------------
 

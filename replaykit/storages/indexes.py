@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex
+from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, InterleavedIndex
 from replaykit.episodes.codes import RESTORED, SEVERED
 from replaykit.schema import Rows
 from replaykit.storages.ledger import Ledger
@@ -62,7 +62,7 @@ class EpisodeIndexes:
                     "expected TensorDicts, whose keys tell where episodes end, got records that "
                     f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}"
                 )
-            found = EpisodeIndex(storage, rule)
+            found = self._made(rule)
             if rule == _DEFAULT:
                 self._main = found
             else:
@@ -80,15 +80,25 @@ class EpisodeIndexes:
         if main is None:
             if not self._is_kept():
                 return
-            main = self._main = EpisodeIndex(self.storage, _DEFAULT, before=len(rows))
+            main = self._main = self._made(_DEFAULT, before=len(rows))
         if len(rows) > self.storage.ledger.slots:
             for index in self._live():
                 index.note_rows(rows)
             return
-        main.sync()
+        main.follow(len(rows))
         if self._others:
             for index in list(self._others.values()):
-                index.sync()
+                index.follow(len(rows))
+
+    def settle(self) -> None:
+        """Told that stored rows are about to be overwritten or forgotten."""
+        for index in self._live():
+            index.sync()
+
+    def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
+        storage = self.storage
+        kind = EpisodeIndex if storage.lane_key is None else InterleavedIndex
+        return kind(storage, rule, before=before)
 
     def _is_kept(self) -> bool:
         """Whether episodes can be told of such rows: then they are, from the first write on."""
@@ -108,13 +118,19 @@ class EpisodeIndexes:
         if not ledger.length:
             return
         count = storage.lanes.numel()
-        chosen = np.ones(count, bool) if lanes is None else lanes
+        main = None if storage.lane_key is None else self.of()
         live = self._live()
         for index in live:
             index.sync()
-        newest = int(ledger.positions(ledger.write_order()[-1:])) if ledger.length else 0
+        if isinstance(main, InterleavedIndex):
+            chosen = np.ones(main.lanes, bool) if lanes is None else lanes
+            cut = np.sort(main.newest(chosen))
+        else:
+            chosen = np.ones(count, bool) if lanes is None else lanes
+            newest = int(ledger.positions(ledger.write_order()[-1:]))
+            cut = newest * count + np.nonzero(chosen)[0]
         lowest = (ledger.next_position - ledger.slots) * count if ledger.in_order else 0
-        self.marks.add(newest * count + np.nonzero(chosen)[0], code, lowest)
+        self.marks.add(cut, code, lowest)
         for index in live:
             index.close(chosen, code)
 
@@ -159,6 +175,8 @@ class EpisodeIndexes:
             and _ints(heads.get("head"))
             and len(heads["begin"]) == len(heads["head"])
             and all(1 <= kind <= 3 for kind in heads["head"])
+            and isinstance(heads.get("streams", []), list)
+            and all(_ints(row) and len(row) == 4 for row in heads.get("streams", []))
         ):
             raise ValueError(f"expected where episodes began, got {heads!r}")
         return fields
@@ -202,15 +220,17 @@ class EpisodeIndexes:
                 oldest = before.min()
                 shift = int(now[order[0]] - oldest)
                 fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
-                heads = (
-                    None
-                    if not fits
-                    else {
-                        "oldest": int(oldest) + shift,
-                        "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]],
-                        "head": heads["head"],
-                    }
-                )
+                streams = np.array(heads.get("streams", []), np.int64).reshape(-1, 4)
+                at = np.minimum(np.searchsorted(before[order], streams[:, 0]), len(order) - 1)
+                there = before[order][at] == streams[:, 0]
+                streams, moved = streams[there], now[order[at[there]]] - streams[there, 0]
+                streams[:, :2] += moved[:, None]
+                heads = {
+                    "oldest": int(oldest) + shift if fits else -1,
+                    "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
+                    "head": heads["head"] if fits else [],
+                    "streams": streams.tolist(),
+                }
         self._saved = heads
         if restarted and ledger.length:
             self.cut(code=RESTORED)
@@ -218,6 +238,10 @@ class EpisodeIndexes:
     def take_heads(self) -> dict[str, Any] | None:
         """Where headless episodes began when the rows were saved, for who indexes them first."""
         return self._saved
+
+    def saved_streams(self) -> list[list[int]]:
+        """The same for interleaved streams; see ``InterleavedIndex.state``."""
+        return [] if self._saved is None else self._saved.get("streams", [])
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

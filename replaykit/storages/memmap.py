@@ -66,9 +66,11 @@ class LazyMemmapStorage(LazyTensorStorage):
             is never visible.
         dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
             in the folder ``%beside``.
+        lane_key: as for LazyTensorStorage.
 
     Raises:
-        ValueError: another device.
+        ValueError: another device, or ``lane_key`` with ``ndim > 1``.
+        KeyError: at the first write, where the data has no column ``lane_key``.
         RuntimeError: at the first write, where the files exist and ``existsok`` is false.
         OSError: at the first write, where the disk has too little room.
 
@@ -93,10 +95,17 @@ class LazyMemmapStorage(LazyTensorStorage):
         dedup_next: DedupNext = False,
         on_mismatch: Mismatch = "error",
         compilable: bool = False,
+        lane_key: Any = None,
     ) -> None:
         if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
-        super().__init__(max_size, ndim=ndim, dedup_next=dedup_next, on_mismatch=on_mismatch)
+        super().__init__(
+            max_size,
+            ndim=ndim,
+            dedup_next=dedup_next,
+            on_mismatch=on_mismatch,
+            lane_key=lane_key,
+        )
         self._made_in: FilePath | None = None
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok

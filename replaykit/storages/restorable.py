@@ -59,7 +59,7 @@ class RestorableStorage(ColumnStorage):
         Nothing changes, and no memory is taken yet.
 
         Raises:
-            SchemaError: layout or lanes differ.
+            SchemaError: layout or lanes differ. KeyError: there is no column ``lane_key``.
         """
         if not content.groups and not content.rows:
             return None if self._columns is None else _Target(self._columns.slots)
@@ -70,6 +70,7 @@ class RestorableStorage(ColumnStorage):
                 f"got ndim={len(content.lanes) + 1}"
             )
         if self._columns is None:
+            self._check_lane_key(group.schema.leaves)
             return _Target(self._slots_for(content.lanes))
         self._columns.schema.check(group.schema.root)
         if content.lanes != self.lanes:

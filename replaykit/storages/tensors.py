@@ -36,9 +36,12 @@ class TensorStorage(RestorableStorage):
         max_size: if given, the number of rows of the data.
         device: ``"auto"`` keeps the data where it is; another device copies it there.
         ndim: number of leading dimensions that count as rows.
+        lane_key: as for LazyTensorStorage.
 
     Raises:
-        ValueError: no data, another ``max_size`` than it has rows, or leaves that disagree.
+        ValueError: no data, another ``max_size`` than it has rows, leaves that disagree, or
+            ``lane_key`` with ``ndim > 1``.
+        KeyError: no column of the name ``lane_key``.
 
     Example:
         >>> import torch
@@ -60,6 +63,7 @@ class TensorStorage(RestorableStorage):
         device: Any = "auto",
         ndim: int = 1,
         compilable: bool = False,
+        lane_key: Any = None,
     ) -> None:
         if storage is None:
             raise ValueError("expected data to wrap, got None; LazyTensorStorage starts empty")
@@ -68,7 +72,8 @@ class TensorStorage(RestorableStorage):
             raise ValueError(f"expected at least one row, got batch shape {list(rows.batch)}")
         if max_size is not None and max_size != len(rows):
             raise ValueError(f"expected max_size to be the {len(rows)} rows given, got {max_size}")
-        super().__init__(rows.batch.numel(), device=device, ndim=ndim)
+        super().__init__(rows.batch.numel(), device=device, ndim=ndim, lane_key=lane_key)
+        self._check_lane_key(rows.leaves)
         leaves = rows.leaves
         if device != "auto":
             leaves = {path: leaf.to(self._device) for path, leaf in leaves.items()}
@@ -124,12 +129,19 @@ class LazyTensorStorage(TensorStorage):
             observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
             stores both. Nothing is expected of the first row written after ``write_at``, an edit
             of these keys, ``empty`` or a load.
+        lane_key: column that says which of several streams a row belongs to, where the rows of
+            several environments come one by one in any order: an environment's or a trajectory's
+            id. Rows of one stream then follow each other whatever lies between them. Only with
+            ``ndim=1``; None: all rows are one stream.
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
-            or ``on_mismatch`` is another word. TypeError: ``dedup_next`` holds no keys.
+            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1`` or with
+            ``dedup_next``, which needs the rows of a stream one after the other.
+        TypeError: ``dedup_next`` holds no keys.
         ValueError: at the first write, where a key of ``dedup_next`` is not in both places; at
             any, where ``on_mismatch`` refuses it. Nothing has changed then.
+        KeyError: at the first write, where the data has no column ``lane_key``.
         MemoryError: at the first write, where the device has less memory than the capacity needs.
 
     Example:
@@ -140,6 +152,15 @@ class LazyTensorStorage(TensorStorage):
         tensor([0, 1, 2, 3, 0, 1])
         >>> rb[:]
         tensor([4, 5, 2, 3])
+
+        Two environments, row by row:
+
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, lane_key="env"))
+        >>> done = torch.tensor([0, 0, 1, 0, 0, 1], dtype=torch.bool)
+        >>> _ = rb.extend(TensorDict({"env": torch.arange(6) % 2, "next": {"done": done}}, [6]))
+        >>> [episode.index.tolist() for episode in rb.episodes]
+        [[0, 2], [4], [1, 3, 5]]
 
         An episode of four steps has five observations, the last one of them kept beside:
 
@@ -161,10 +182,16 @@ class LazyTensorStorage(TensorStorage):
         dedup_next: DedupNext = False,
         on_mismatch: Mismatch = "error",
         compilable: bool = False,
+        lane_key: Any = None,
     ) -> None:
         self.dedup_next = checked_keys(dedup_next)
         self.on_mismatch = checked_mismatch(on_mismatch)
-        ColumnStorage.__init__(self, max_size, device=device, ndim=ndim)
+        if self.dedup_next and lane_key is not None:
+            raise ValueError(
+                f"expected dedup_next without lane_key, got {lane_key!r}: of streams that lie row "
+                "by row in one another the next row lies somewhere else; use ndim=2"
+            )
+        ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
 
     @property
     def kept_beside(self) -> int:

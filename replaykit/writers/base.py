@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
@@ -140,20 +139,15 @@ class Writer(ABC):
         n-step sum, stack of frames or relabelling goes across.
 
         Args:
-            lane: number of a lane, or several; None: all.
+            lane: number of a lane, or several; None: all. In a storage with ``lane_key`` the
+                lanes are its streams, by what stands in that column.
 
         Raises:
             IndexError: no such lane. RuntimeError: a storage without an episode index.
         """
         storage = self.storage
         with storage.lock:
-            count = storage.lanes.numel()
-            lanes = np.zeros(count, bool)
-            chosen = np.arange(count) if lane is None else np.atleast_1d(np.asarray(lane))
-            if len(chosen) and not (chosen.min() >= 0 and chosen.max() < count):
-                raise IndexError(f"expected lanes in [0, {count}), got {chosen.tolist()}")
-            lanes[chosen] = True
-            storage.cut(lanes)
+            storage.cut(storage.lanes_named(lane))
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all records; the storage's lock is held."""

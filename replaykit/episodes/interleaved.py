@@ -1,0 +1,425 @@
+"""The index of a storage in which the rows of several streams lie interleaved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes.codes import EndReason, Head
+from replaykit.episodes.index import EpisodeIndex, Windows
+from replaykit.episodes.law import CountLaw
+from replaykit.episodes.rule import BoundaryRule
+from replaykit.episodes.streams import StreamEpisodes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from replaykit.schema import Rows
+    from replaykit.storages.column_storage import ColumnStorage
+    from replaykit.structure import Path
+
+__all__ = ["InterleavedIndex"]
+
+Array = np.ndarray[Any, Any]
+
+_BEHIND = 256
+"""Rows that may have been written and are not noted yet: small writes are noted together."""
+
+_LEAST = 16 * _BEHIND
+"""Slots from which on that is so: twice the rows behind have to fit."""
+
+_BLOCK = 2**20
+"""Rows that are noted at a time when all are noted anew."""
+
+
+class InterleavedIndex(EpisodeIndex):
+    """Where episodes begin and end among rows of which a column says to which stream they belong.
+
+    The streams that have stored rows are the lanes, in the order of their keys; a lane's number is
+    good until the next write. Rows of a stream that were written one after the other have
+    consecutive times, whatever lies between them. A stream of which no row is left is forgotten:
+    when it comes again it begins with a reset.
+
+    Cost: O(rows written + streams among them), without a step of Python per row; ``totals``
+    O(streams), ``find`` O(K log episodes). 24 bytes a row, and what episodes and streams take.
+    """
+
+    def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
+        columns = storage.require()
+        assert storage.lane_key is not None
+        self.rule = rule
+        self.key: Path = storage.lane_key
+        self.bound = rule.bind(columns.schema)
+        # In a lane the key never changes.
+        self.bound.ids = tuple(path for path in self.bound.ids if path != self.key)
+        self.bound.paths |= {self.key}
+        self._storage, self._columns = storage, columns
+        self.slots = columns.slots
+        leaves = columns.schema.leaves
+        self._id_bytes = sum(_cell_bytes(leaves[path]) for path in self.bound.ids)
+        self._streams = self._new()
+        self._past = 0  # versions of the streams that are gone
+        self.rebuilt = 0
+        ledger = storage.ledger
+        self._noted = ledger.next_position - before
+        self._changes = ledger.changes
+        self._edited = False
+        self._is_ring = True
+        if ledger.length and (self._noted or not before):
+            self._rebuild()
+
+    def _new(self) -> StreamEpisodes:
+        leaf = self._columns.schema.leaves[self.key]
+        small = leaf.shape.numel() == 1 and not leaf.dtype.is_floating_point
+        small = small and not leaf.dtype.is_complex
+        keys = np.int64 if small else f"S{max(1, _cell_bytes(leaf))}"
+        return StreamEpisodes(self.slots, keys, self._id_bytes)
+
+    @property
+    def lanes(self) -> int:  # type: ignore[override]
+        """Number of streams that have stored rows."""
+        return len(self._streams.order)
+
+    # -- being told of writes -------------------------------------------------------------------
+
+    def edited(self) -> None:
+        """Told that a column that bounds episodes is about to be changed in place."""
+        self.sync()
+        self._edited = True
+
+    def follow(self, count: int) -> None:
+        """Told of ``count`` rows that were written at the cursor: notes them now or soon."""
+        behind = self._storage.ledger.next_position - self._noted
+        if behind >= _BEHIND or self.slots < _LEAST or not self._noted:
+            self.sync()
+
+    def sync(self) -> None:
+        """Takes note of all that was written. Cost: O(rows written since)."""
+        ledger = self._storage.ledger
+        if ledger.changes != self._changes or self._edited:
+            self._rebuild()
+            return
+        behind = ledger.next_position - self._noted
+        if not behind:
+            return
+        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        if behind > self.slots or not self._is_ring:
+            self._rebuild()
+            return
+        first = (ledger.cursor - behind) % self.slots
+        until = min(self.slots, first + behind)
+        self._note(first, until)
+        if first + behind > self.slots:
+            self._note(0, first + behind - self.slots)
+        self._noted = ledger.next_position
+
+    def note_rows(self, rows: Rows) -> None:
+        """Takes note of rows that were written last, also of those that are stored no more."""
+        ledger, count = self._storage.ledger, len(rows)
+        plain = ledger.changes == self._changes and not self._edited and self._is_ring
+        if not plain or ledger.next_position - self._noted != count:
+            self._rebuild()
+            return
+        for start in range(0, count, self.slots):
+            stop = min(count, start + self.slots)
+            leaves = {path: rows.leaves[path][start:stop] for path in self.bound.paths}
+            positions = np.arange(start, stop) + (ledger.next_position - count)
+            slots = (ledger.cursor - ledger.next_position + positions) % self.slots
+            self._add(leaves, slots, positions)
+        self._noted = ledger.next_position
+
+    def close(self, lanes: Array, code: int) -> None:
+        """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
+        self.sync()
+        self._streams.close(lanes, code)
+
+    def _note(self, first: int, until: int) -> None:
+        ledger = self._storage.ledger
+        leaves = {path: self._columns[path][first:until] for path in self.bound.paths}
+        slots = np.arange(first, until)
+        positions = ledger.next_position - 1 - (ledger.cursor - 1 - slots) % self.slots
+        self._add(leaves, slots, positions)
+
+    def _add(
+        self, leaves: Mapping[Path, torch.Tensor], slots: Array, positions: Array, **stops: Any
+    ) -> None:
+        codes, ids = self.bound.codes(leaves, 1)
+        self._streams.append(
+            self._keys_of(leaves[self.key]),
+            codes[:, 0],
+            None if ids is None else ids[:, 0],
+            slots,
+            positions,
+            **stops,
+        )
+
+    def _keys_of(self, values: torch.Tensor) -> Array:
+        dtype = self._streams.keys.dtype
+        values = values.detach()
+        if dtype == np.int64:
+            return values.to(device="cpu", dtype=torch.int64).reshape(-1).numpy()
+        own = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
+        cells = own.view(-1).view(torch.uint8).numpy().reshape(len(values), -1)
+        if not cells.shape[1]:
+            return np.zeros(len(cells), dtype)
+        return np.ascontiguousarray(cells).view(dtype).reshape(-1)
+
+    def _rebuild(self) -> None:
+        """Notes all stored rows anew; one pass over the columns.
+
+        Where an episode began whose first row is gone is kept, as long as its rows are the same.
+        """
+        ledger, old, slots = self._storage.ledger, self._streams, self.slots
+        length = ledger.length
+        noted, new = self._noted, self._new()
+        self._streams = new
+        self._past += old.version + 1
+        new.joined = set(old.joined)
+        if ledger.cleared > 0 and ledger.cleared == self._noted:
+            new.joined.update(old.keys[old.lane.open[old.order] >= 0].tolist())
+        # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
+        start = ledger.cursor if length == slots else 0
+        order = (np.arange(length) + start) % slots
+        positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
+        jumps = np.diff(positions) != 1
+        segments = np.concatenate([[0], np.cumsum(jumps)])
+        stops = np.zeros(length, np.uint8)
+        if length:
+            low, high = int(positions.min()), int(positions.max()) + 1
+            marks, codes = self._storage.indexes.marks.among(low, high)
+            by_position = np.argsort(positions, kind="stable")
+            rows = by_position[np.searchsorted(positions[by_position], marks)]
+            kept = positions[rows] == marks
+            stops[rows[kept]] = codes[kept]
+        done = 0
+        while done < length:
+            # Up to the end of the columns: rows are read as they lie there.
+            until = min(length, done + _BLOCK, slots - start if done < slots - start else length)
+            first = int(order[done])
+            part = slice(done, until)
+            leaves = {p: self._columns[p][first : first + until - done] for p in self.bound.paths}
+            self._add(
+                leaves, order[part], positions[part], segments=segments[part], stops=stops[part]
+            )
+            done = until
+        self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        self._is_ring = ledger.length == slots or ledger.cursor == length
+        self._restore(old, noted)
+        self.rebuilt += 1
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _heads(self) -> Array:  # type: ignore[override]
+        """Of each lane that does not begin with its reset: int64 ``[m, 4]``, the positions of its
+        oldest row and of the first one of that episode, the rows between, ``Head``."""
+        streams = self._streams
+        lane, order = streams.lane, streams.order
+        one = streams.at(order, lane.first[order])
+        slots = torch.from_numpy(streams.slot(lane.lo[order], order))
+        oldest = self._storage.ledger.positions(slots).numpy()
+        gone = np.maximum(lane.lo[order] - streams.episode.begin[one], 0)
+        head = streams.episode.head[one].astype(np.int64)
+        found = np.stack([oldest, streams.episode.position[one], gone, head], 1)
+        return found[(gone > 0) | (head != int(Head.RESET))]
+
+    def _restore(self, old: StreamEpisodes, noted: int) -> None:
+        """Takes over how lanes began: from streams with which rows below a position were noted, or
+        else from what was saved."""
+        streams = self._streams
+        lane, episode, order = streams.lane, streams.episode, streams.order
+        if not len(order):
+            return
+        one = streams.at(order, lane.first[order])
+        slots = streams.slot(lane.lo[order], order)
+        position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
+        known = np.zeros((len(order), 4), np.int64)
+        if old.stored:
+            same = np.flatnonzero(position < noted)
+            time, record = old.place(slots[same])
+            same, time, record = (
+                part[old.keys[old.rank[record]] == streams.keys[same]]
+                for part in (same, time, record)
+            )
+            was = old.owner(time, record)
+            gone = time - old.episode.begin[was]
+            known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
+        elif saved := self._storage.indexes.saved_streams():
+            given = np.array(saved, np.int64)
+            given = given[np.argsort(given[:, 0], kind="stable")]
+            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+            same = np.flatnonzero(given[at, 0] == position)
+            known[same] = given[at[same]]
+        # A row that is stored as the first of its episode has nothing to be told but its head.
+        told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
+        one, known = one[told], known[told]
+        episode.begin[one] -= known[:, 2]
+        episode.position[one], episode.head[one] = known[:, 1], known[:, 3]
+        streams.version += 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns what does not follow from the rows: how lanes began."""
+        self.sync()
+        streams = self._heads().tolist() if self.lanes else []
+        return {"oldest": -1, "begin": [], "head": [], "streams": streams}
+
+    def newest(self, lanes: Array | None = None) -> Array:
+        """Positions of the newest rows of lanes, bool ``[lanes]``; None: of all."""
+        streams = self._streams
+        return streams.lane.newest[streams.order if lanes is None else streams.order[lanes]]
+
+    def lanes_of(self, keys: Any) -> Array:
+        """Bool ``[lanes]``: the lanes of some keys.
+
+        Raises:
+            IndexError: nothing of that stream is stored. TypeError: floats for whole numbers.
+        """
+        self.sync()
+        streams, chosen = self._streams, np.zeros(self.lanes, bool)
+        leaf = self._columns.schema.leaves[self.key]
+        values = torch.as_tensor(keys, device="cpu")
+        if values.is_floating_point() and not leaf.dtype.is_floating_point:
+            raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
+        cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
+        for key, own in zip(self._keys_of(cells).tolist(), cells.tolist(), strict=True):
+            if key not in streams.known:
+                raise IndexError(f"expected a stream of which rows are stored, got {own!r}")
+            chosen[streams.rank[streams.known[key]]] = True
+        return chosen
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def place(self, element: Array) -> tuple[Array, Array]:
+        """Time and lane of stored elements."""
+        time, record = self._streams.place(element)
+        return time, self._streams.rank[record]
+
+    def element(self, time: Array, lane: Array) -> Array:
+        """Elements of rows; the inverse of ``place``."""
+        return self._streams.slot(time, self._streams.order[lane])
+
+    def bounds(self, lane: Array) -> tuple[Any, Any]:
+        """``lo, hi`` of lanes: stored rows are those with ``lo <= time < hi``."""
+        record = self._streams.order[lane]
+        return self._streams.lane.lo[record], self._streams.lane.hi[record]
+
+    def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
+        """First stored and last row of the episodes of stored rows, as times."""
+        streams, one = self._streams, self._owner(time, lane)
+        first = np.maximum(streams.episode.begin[one], streams.lane.lo[streams.order[lane]])
+        return first, streams.last(one)
+
+    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        streams, one = self._streams, self._owner(time, lane)
+        episode = streams.episode
+        code = episode.code[one].astype(np.int64)
+        return episode.begin[one], streams.last(one), code, streams.heads(one)
+
+    def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
+        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
+        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        ledger, streams = self._storage.ledger, self._streams
+        slots = np.arange(ledger.length)
+        if newest < ledger.length and self._is_ring:
+            slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
+        if not len(slots):
+            return slots, slots, slots
+        time, lane = self.place(slots)
+        one = self._owner(time, lane)
+        code = streams.episode.code[one].astype(np.int64)
+        ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
+        ended &= streams.last(one) == time
+        return time[ended], lane[ended], code[ended]
+
+    def begins(self, time: Array, lane: Array) -> Array:
+        """Times at which episodes began, also where that row is stored no more."""
+        return self._streams.episode.begin[self._owner(time, lane)]
+
+    def heads(self, time: Array, lane: Array) -> Array:
+        """``Head`` of the episodes of rows."""
+        return self._streams.heads(self._owner(time, lane))
+
+    def reasons(self, time: Array, lane: Array) -> Array:
+        """``EndReason`` of the episodes of rows."""
+        code = self._streams.episode.code[self._owner(time, lane)]
+        return np.minimum(code, int(EndReason.CUT)).astype(np.int64)
+
+    def _owner(self, time: Array, lane: Array) -> Array:
+        return self._streams.owner(time, self._streams.order[lane])
+
+    def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
+        """First and last row of what can be read without a gap around rows: across episodes, not
+        across the write seam, nor where rows are missing or a run was restarted."""
+        lo, hi = self.bounds(lane)
+        first, last = lo.copy(), hi - 1
+        severed = self._streams.severed()
+        if not len(severed):
+            return first, last
+        record = self._streams.order[lane]
+        by = np.lexsort((severed[:, 0], severed[:, 1]))
+        at, own = severed[by, 0], severed[by, 1]
+        begin, end = np.searchsorted(own, record), np.searchsorted(own, record, side="right")
+        low = int(at.min())
+        reach = max(int(at.max()), int(np.max(time, initial=0))) - low + 2
+        after = np.searchsorted(own * reach + at - low, record * reach + np.maximum(time - low, 0))
+        after = np.where(time < low, begin, after)
+        bounded = np.append(at, 0)
+        last = np.where(after < end, bounded[after], last)
+        return np.where(after > begin, np.maximum(first, bounded[after - 1] + 1), first), last
+
+    def positions(self, time: Array, lane: Array) -> Array:
+        """Positions (``Ledger``) of rows; of those stored no more only of the first of an episode.
+
+        What was written between them is not known: for the others it is a lower bound.
+        """
+        streams = self._streams
+        lo = self.bounds(lane)[0]
+        stored = np.maximum(time, lo)
+        slots = torch.from_numpy(np.ascontiguousarray(self.element(stored, lane)))
+        found = self._storage.ledger.positions(slots).numpy()
+        one = self._owner(stored, lane)
+        gone = streams.episode.position[one] + time - streams.episode.begin[one]
+        return np.where(time < lo, gone, found)
+
+    def ids(self, time: Array, lane: Array) -> Array:
+        """Episode ids: the position of the first row; never used twice."""
+        return self._streams.episode.position[self._owner(time, lane)]
+
+    # -- windows --------------------------------------------------------------------------------
+
+    def totals(self, law: CountLaw, kind: int) -> Array:
+        """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
+        return self._streams.sums(law, kind).totals()
+
+    def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
+        """Looks windows up by number: lanes in order, in a lane in the order of time."""
+        return Windows(*self._streams.sums(law, kind).find(number))
+
+    def table(self) -> Any:
+        """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
+        return self._streams.table()
+
+    def longest(self) -> int:
+        """Rows of the longest episode. Cost: O(episodes)."""
+        table = self._streams.table()
+        return int((table.last - table.first).max()) + 1 if len(table.last) else 0
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every change of the index."""
+        return self._past + self._streams.version
+
+    def stored_rows(self) -> int:
+        """Number of stored rows, all lanes together."""
+        return self._streams.stored
+
+    def nbytes(self) -> int:
+        """Bytes that the index takes."""
+        return self._streams.nbytes()
+
+
+def _cell_bytes(leaf: Any) -> int:
+    return int(leaf.shape.numel() * leaf.dtype.itemsize)
