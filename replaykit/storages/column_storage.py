@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
@@ -213,8 +212,7 @@ class ColumnStorage(Storage):
     def cut(self, lanes: Any) -> None:
         self.indexes.cut(lanes)
         if isinstance(self._columns, OnceColumns):
-            everywhere = np.ones(self.lanes.numel(), bool)
-            self._columns.sever(everywhere if lanes is None else lanes)
+            self._columns.sever(lanes)
 
     def lanes_named(self, lane: Any) -> Any:
         if self.lane_key is None:
@@ -359,10 +357,10 @@ class ColumnStorage(Storage):
 
     def clear(self) -> None:
         """Forgets all rows; their memory stays."""
-        if self.lane_key is not None:
-            self.indexes.settle()
         if self._columns is not None:
             self._columns.clear()
+        if self.lane_key is not None:
+            self.indexes.settle()
 
     # -- reading ------------------------------------------------------------------------------
 
