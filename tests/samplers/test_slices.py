@@ -18,7 +18,10 @@ from replaykit import (
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
+from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
+from replaykit.storages.columns import Columns
+from replaykit.transforms import HistoryTransform
 
 Make = Callable[..., ReplayBuffer]
 
@@ -522,6 +525,73 @@ def test_draws_without_replacement(sliced: Make) -> None:
     assert not rb.can_sample(12)
     rb = sliced([3, 4], slice_len=2, draw="without_replacement", allow_short=True)
     assert sorted(w[0] for w in _windows(rb.sample(12))) == [0, 1, 3, 4, 5]
+
+
+# -- what transforms need -------------------------------------------------------------------------
+
+
+class _Needing(HistoryTransform):
+    """Needs rows around, and changes nothing."""
+
+    def __init__(self, **needs: Any) -> None:
+        super().__init__()
+        self.needs = Needs(**needs)
+
+    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
+        return data
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ({}, {2, 3, 6, 7, 10, 11}),
+        ({"past": 1}, {3, 6, 7, 10, 11}),
+        ({"past": 2}, {6, 7, 10, 11}),
+        ({"open_future": 1}, {2, 3, 6, 7, 10}),
+        ({"closed": True}, {2, 3, 6, 7}),
+        ({"intact": True}, {6, 7, 10, 11}),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"draw": "stratified"}, {"measure": "trajectory"}])
+def test_rows_around_that_transforms_need(
+    needs: dict[str, Any],
+    expected: set[int],
+    options: dict[str, Any],
+    sliced: Make,
+    rows: Callable[..., Any],
+) -> None:
+    """Rows 2..13 are stored: the first episode has lost its head, the last one is open."""
+    data = rows([6, 4, 4])  # 0..5, 6..9, 10..13
+    data["next", "done"][13] = data["next", "terminated"][13] = False
+    rb = sliced(data[:12], 12, slice_len=3, **options)
+    rb.extend(data[12:])
+    rb.append_transform(_Needing(**needs))
+    assert {w[0] for w in _windows(rb.sample(3 * 300))} == expected
+    rb.set_sampler(SliceSampler(slice_len=3, draw="sequential", stride=1))
+    assert {w[0] for w in _windows(rb.sample(3 * len(expected)))} == expected
+
+
+def test_needs_that_no_row_meets(sliced: Make, rows: Callable[..., Any]) -> None:
+    rb = sliced(rows([6], open_=True), slice_len=3)
+    rb.append_transform(_Needing(closed=True))
+    assert not rb.can_sample(3)
+    with pytest.raises(NotEnoughData, match=r"longest episode has 6; transforms besides need"):
+        rb.sample(3)
+
+
+@pytest.mark.pitfall("SL2")
+def test_rows_are_read_once(sliced: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = sliced([50], slice_len=5)
+    read = []
+    plain = Columns.read
+
+    def counted(self: Any, index: torch.Tensor, *args: Any, **options: Any) -> Any:
+        read.append(len(index))
+        return plain(self, index, *args, **options)
+
+    monkeypatch.setattr(Columns, "read", counted)
+    rb.sample(20)
+    assert read == [20]
 
 
 # -- other components -----------------------------------------------------------------------------
