@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
 from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
@@ -99,6 +100,12 @@ class Surroundings:
             if not transform.changes.isdisjoint(wanted):
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
+
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
+        its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """
+        return None
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
@@ -214,7 +221,7 @@ def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
     """Returns leaves of a batch; KeyError naming those that it does not have."""
-    found = {key: data.get(key if len(key) > 1 else key[0], None) for key in keys}
+    found = {key: lookup(data, key) for key in keys}
     missing = [key for key, value in found.items() if value is None]
     if missing:
         raise KeyError(f"{type(who).__name__} expected the keys {missing}, got a batch without")
