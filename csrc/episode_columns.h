@@ -42,8 +42,38 @@ class EpisodeColumns {
   bool has_ids() const { return !ids_.empty(); }
   std::int64_t id_bytes() const { return id_bytes_; }
 
-  // Codes of n cells, without the ends that ids make.
-  void codes(std::int64_t cell, std::int64_t n, std::uint8_t* out) const {
+  // Codes of n cells; those of the first `followed` ones, whose next row is in the columns too, with
+  // the ends that ids make. Columns of a row often lie side by side: all of them read a few rows at
+  // a time.
+  void codes(std::int64_t cell, std::int64_t n, std::int64_t followed, std::uint8_t* out) const {
+    for (std::int64_t done = 0; done < n; done += kCells) {
+      const std::int64_t m = std::min(kCells, n - done);
+      flags(cell + done, m, out + done);
+      switches(cell + done, std::min(m, followed - done), out + done);
+    }
+  }
+
+  // The ids of a cell, one after the other.
+  bool same_ids(std::int64_t cell, const std::uint8_t* ids) const {
+    for (const IdColumn& column : ids_) {
+      if (differ(column.base + cell * column.stride, ids, column.bytes)) return false;
+      ids += column.bytes;
+    }
+    return true;
+  }
+
+  void copy_ids(std::int64_t cell, std::uint8_t* ids) const {
+    for (const IdColumn& column : ids_) {
+      if (column.bytes == 0) continue;
+      std::memcpy(ids, column.base + cell * column.stride, static_cast<std::size_t>(column.bytes));
+      ids += column.bytes;
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kCells = 64;
+
+  void flags(std::int64_t cell, std::int64_t n, std::uint8_t* out) const {
     std::memset(out, 0, static_cast<std::size_t>(n));
     for (const FlagColumn& column : flags_) {
       switch (column.bytes) {
@@ -66,24 +96,6 @@ class EpisodeColumns {
     }
   }
 
-  // The ids of a cell, one after the other.
-  bool same_ids(std::int64_t cell, const std::uint8_t* ids) const {
-    for (const IdColumn& column : ids_) {
-      if (differ(column.base + cell * column.stride, ids, column.bytes)) return false;
-      ids += column.bytes;
-    }
-    return true;
-  }
-
-  void copy_ids(std::int64_t cell, std::uint8_t* ids) const {
-    for (const IdColumn& column : ids_) {
-      if (column.bytes == 0) continue;
-      std::memcpy(ids, column.base + cell * column.stride, static_cast<std::size_t>(column.bytes));
-      ids += column.bytes;
-    }
-  }
-
- private:
   static bool differ(const void* one, const void* other, std::int64_t bytes) {
     if (bytes == 8) return std::memcmp(one, other, 8) != 0;  // two loads
     if (bytes == 4) return std::memcmp(one, other, 4) != 0;
@@ -105,14 +117,32 @@ class EpisodeColumns {
   static void codes_of(const FlagColumn& column, std::int64_t cell, std::int64_t n,
                        std::uint8_t* out) {
     const char* at = column.base + cell * column.stride;
-    for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
-      const bool set = is_set<Word>(at, column);
-      switch (column.role) {
-        case FlagColumn::kTruncated: out[i] = set ? 2 : out[i]; break;
-        case FlagColumn::kDone: out[i] = set && out[i] == 0 ? 1 : out[i]; break;
-        case FlagColumn::kTerminal: out[i] = set && out[i] != 0 ? 1 : out[i]; break;
-        default: out[i] |= set ? 0 : kNotInit;
+    const auto each = [&](auto say) {
+      if (column.values == 1 && !column.sign) {
+        for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+          Word word;
+          std::memcpy(&word, at, sizeof(Word));
+          out[i] = say(word != 0, out[i]);
+        }
+      } else {
+        for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+          out[i] = say(is_set<Word>(at, column), out[i]);
+        }
       }
+    };
+    using Code = std::uint8_t;
+    switch (column.role) {
+      case FlagColumn::kTruncated:
+        each([](bool set, Code code) { return static_cast<Code>(set ? 2 : code); });
+        break;
+      case FlagColumn::kDone:
+        each([](bool set, Code code) { return static_cast<Code>(set && code == 0 ? 1 : code); });
+        break;
+      case FlagColumn::kTerminal:
+        each([](bool set, Code code) { return static_cast<Code>(set && code != 0 ? 1 : code); });
+        break;
+      default:
+        each([](bool set, Code code) { return static_cast<Code>(set ? code : code | kNotInit); });
     }
   }
 
@@ -151,10 +181,9 @@ class LastIds {
     }
     for (std::int64_t row = first; row < until; row += piece) {
       const std::int64_t rows = std::min(piece, until - row);
-      columns.codes(row * lanes, rows * lanes, codes.data());
       // The last row of all has none after it yet.
       const std::int64_t followed = std::min(rows, until - 1 - row);
-      columns.switches(row * lanes, followed * lanes, codes.data());
+      columns.codes(row * lanes, rows * lanes, followed * lanes, codes.data());
       episodes.append_piece(codes.data(), rows);
     }
     if (columns.has_ids()) {

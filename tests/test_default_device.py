@@ -21,11 +21,14 @@ from replaykit import (
     ListStorage,
     MaxSegmentTree,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    Sequence,
     SumSegmentTree,
     TensorDictMaxValueWriter,
+    Transition,
 )
 
 STORAGES: dict[str, Callable[[], Any]] = {
@@ -39,11 +42,21 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
     "batch": lambda: PrioritizedSampler(alpha=0.7, beta=0.5, weight_norm="batch", stratified=True),
 }
+WINDOWS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "sequences": (SAMPLERS["prioritized"], lambda: Sequence(2, burn_in=1)),
+    "slices": (lambda: _slices(strict_length=False), Transition),
+    "whole slices": (lambda: _slices(unit="slice", pad="right"), Transition),
+    "distinct slices": (lambda: _slices(draw="without_replacement", allow_short=True), Transition),
+}
 PLACES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default device": lambda: torch.device("meta"),
     "inference": torch.inference_mode,
 }
 CPU = torch.device("cpu")
+
+
+def _slices(**options: Any) -> PrioritizedSliceSampler:
+    return PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2, **options)
 
 
 def _rows(start: int, count: int) -> TensorDict:
@@ -114,6 +127,38 @@ def test_lanes_and_ranks_are_used_inside(place: str) -> None:
         assert sorted(largest[:]["id"].tolist()) == [6, 7, 8]
     lanes.extend(_rows(6, 6).view(2, 3))
     assert lanes.sample(4)["id"].device == CPU
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_are_used_inside_and_outside(kind: str, place: str, tmp_path: Path) -> None:
+    def use() -> None:
+        for start, count in ((0, 5), (5, 9), (14, 1)):
+            rows = _rows(start, count)
+            rows["next"] = {"done": (rows["id"] % 5 == 4)[:, None]}
+            buffer.extend(rows)
+            batch = buffer.sample(12)
+            assert batch["id"].device == CPU
+            assert torch.equal(batch["x"][:, 0], batch["id"] * 2.0)
+            batch["td_error"] = batch["x"]
+            buffer.update_tensordict_priority(batch)
+            buffer.update_priority([0, 1], [1.0, 2.0])
+
+    sampler, unit = WINDOWS[kind]
+    with PLACES[place]():
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler(), sample_unit=unit())
+        use()
+        buffer.dumps(tmp_path / "saved")
+    use()
+    buffer.empty()
+    use()
+    with PLACES[place]():
+        buffer.loads(tmp_path / "saved")
+        use()
+        buffer.set_sampler(sampler())
+        use()
+    buffer.sampler.alpha = 0.2
+    use()
 
 
 @pytest.mark.parametrize("place", PLACES)

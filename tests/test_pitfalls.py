@@ -14,7 +14,7 @@ import pytest
 TESTS = Path(__file__).parent
 
 COVERED = {
-    "BD": [2, 6, 9],
+    "BD": [*range(1, 21)],
     "PR": [*range(1, 18), 20],
     "WR": [*range(1, 20)],
     "RD": [1, 2, 3, 4, 8, 11, 12, 13, 14],

@@ -119,10 +119,10 @@ class Slices(Contender):
         if self.name.startswith("n-step") or "steps_used" in batch.keys():
             count = (last - index + 1).clamp(max=5)
             rewards = self.leaves["next", "reward"][:, 0]
-            total = sum(
-                torch.where(k < count, 0.99**k * rewards[(index + k).clamp(max=self.rows - 1)], 0)
-                for k in range(5)
-            )
+            total = torch.zeros(len(index))
+            for k in range(5):
+                later = rewards[(index + k).clamp(max=self.rows - 1)]
+                total += torch.where(k < count, 0.99**k * later, 0)
             expect(torch.allclose(batch["next", "reward"][:, 0], total, rtol=1e-4), "other sums")
         elif batch["observation"].shape[-1] == 4 * self.leaves[("observation",)].shape[-1]:
             frames = [torch.maximum(index - k, first) for k in (3, 2, 1, 0)]
@@ -233,9 +233,10 @@ class Extending(Contender):
         self.rows = row_count(leaves)
 
     def make(self) -> None:
-        self.buffer = ReplayBuffer(storage=LazyTensorStorage(self.rows))
+        self.storage = LazyTensorStorage(self.rows)
+        self.buffer = ReplayBuffer(storage=self.storage)
         if not self.indexed:
-            self.buffer.storage.indexes.note = lambda rows: None
+            self.storage.indexes.note = lambda rows: None  # type: ignore[method-assign]
         data = as_tensordict(self.leaves)
         for start in range(0, self.rows, CHUNK):
             self.buffer.extend(data[start : start + CHUNK])
@@ -246,7 +247,7 @@ class Extending(Contender):
     def check(self) -> None:
         expect(len(self.buffer) == self.rows, f"holds {len(self.buffer)} rows of {self.rows}")
         if self.indexed:
-            episodes = len(self.buffer.storage.episodes.table().lane)
+            episodes = len(self.storage.episodes.table().lane)
             expect(episodes == -(-self.rows // EPISODE), f"knows {episodes} episodes")
 
     def inputs(self, calls: int) -> Iterable[Any]:

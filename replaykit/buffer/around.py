@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from replaykit._compat import is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
@@ -39,19 +41,40 @@ class StoredSurroundings(Surroundings):
         super().__init__()
         self._storage, self._index = storage, index
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self.time, self.lane = index.place(cells.cpu().numpy())
-        self.begin, self.last, code, self.head = index.episodes_at(self.time, self.lane)
-        self.first = np.maximum(self.begin, index.bounds(self.lane)[0])
-        self.reason = np.minimum(code, 3)
+        self._cells = cells.cpu().numpy()
+        found = index.around(self._cells)
+        self.time, self.lane, self.begin, self.last, self._code, self.head = found
+        self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
-        self.window = np.arange(len(self.time)) if window is None else window
+        self._window = window
         self.mask = mask
         self.generator = generator
         self.keys = storage.require().schema.leaves
 
+    # What not every transform asks for is computed when one does.
+
+    @cached_property
+    def first(self) -> Array:  # type: ignore[override]
+        return np.maximum(self.begin, self._lowest)
+
+    @cached_property
+    def reason(self) -> Array:  # type: ignore[override]
+        return np.minimum(self._code, 3)
+
+    @cached_property
+    def window(self) -> Array:  # type: ignore[override]
+        return np.arange(len(self.time)) if self._window is None else self._window
+
     @property
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
+
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        columns = self._storage.require()
+        # Only here rows of a lane that follow each other in time do so in the ring.
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        return columns.discounted(key, self._cells, steps, gamma)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -63,11 +86,13 @@ class StoredSurroundings(Surroundings):
 
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         columns = self._storage.require()
-        unknown = [format_key(key) for key in keys if key not in columns.schema.leaves]
-        if unknown:
-            known = ", ".join(map(format_key, columns.schema.leaves))
-            raise KeyError(f"expected the columns {', '.join(unknown)}; there are {known}")
-        rows = torch.from_numpy(self._index.element(time.reshape(-1), lane.reshape(-1)))
+        if not all(key in self.keys for key in keys):
+            unknown = ", ".join(format_key(key) for key in keys if key not in self.keys)
+            known = ", ".join(map(format_key, self.keys))
+            raise KeyError(f"expected the columns {unknown}; there are {known}")
+        if time.ndim == 1:
+            return columns.gather_keys(keys, torch.from_numpy(self._index.element(time, lane)))
+        rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
         leaves = columns.gather_keys(keys, rows)
         return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
 

@@ -52,6 +52,7 @@ class Components(BufferCore):
             raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
         with self._both_locked(storage) as previous:
             dim_extend, sampler = self._time_dim(storage), self._sampler
+            self._sample_unit.check(storage, sampler)
             self._writer.register_storage(storage)
             before = sampler.state_dict()
             try:
@@ -101,6 +102,7 @@ class Components(BufferCore):
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
+            self._sample_unit.check(storage, sampler)
             check_order(sampler, self._writer)
             self._claim(sampler)
             sampler.attach(storage)

@@ -107,6 +107,7 @@ class BufferCore:
         # Last, since making a storage may be long work: all else has been checked by then.
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
+        self._sample_unit.check(storage, sampler)
         self._claim(sampler, writer)
         writer.register_storage(storage)
         sampler.generator = self._generator

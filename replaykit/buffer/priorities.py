@@ -12,7 +12,9 @@ from replaykit import native
 from replaykit._compat import as_tensor, is_tensordict, lookup
 from replaykit.buffer.core import BufferCore
 from replaykit.reductions import reduce_rows
-from replaykit.samplers import Sampler
+from replaykit.samplers import Sampler, Sequence
+from replaykit.samplers.markers import MASK
+from replaykit.samplers.sequence import anchor_priorities
 from replaykit.ted import Key, format_key
 
 __all__ = ["Priorities", "written_priorities"]
@@ -80,7 +82,8 @@ class Priorities(BufferCore):
                 ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
 
         Rows that were overwritten since they were sampled are left out. Nothing happens where the
-        sampler has no priorities.
+        sampler has no priorities. In a buffer of sequences the largest priority among the valid
+        rows of an anchor is that of the anchor; other rows keep theirs.
 
         Raises:
             KeyError: no ``priority_key`` or no ``index`` in the data.
@@ -90,6 +93,11 @@ class Priorities(BufferCore):
         sampler = self._sampler
         if not sampler.prioritized:
             return
+        if isinstance(self._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
+            self._update_anchors(data)
+            return
+        if sampler.draws_windows:
+            data = self._only_real_rows(data)
         value = lookup(data, self._priority_key)
         index = lookup(data, ("index",))
         for key, found in ((self._priority_key, value), (("index",), index)):
@@ -121,6 +129,38 @@ class Priorities(BufferCore):
                 value.movedim(dim, 0), index.shape[0], sampler, self._priority_key
             )
             sampler.update_priority(index, value, storage=storage, generation=generation)
+
+    def _update_anchors(self, data: Any) -> None:
+        """Sets the priorities of the rows that were drawn for the windows of a sample."""
+        key, sampler = self._priority_key, self._sampler
+        flat = data.reshape(-1)
+        value, anchor = lookup(flat, key), lookup(flat, ("anchor_index",))
+        needed = {format_key(key): value, "anchor_index": anchor}
+        if isinstance(self._sample_unit, Sequence):
+            valid = needed["validity_mask"] = lookup(flat, ("validity_mask",))
+        else:
+            valid = lookup(flat, MASK)
+        for name, item in needed.items():
+            if item is None:
+                raise KeyError(f"expected {name} in the data; got none")
+        if valid is None:  # slices without padding
+            valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
+        with self._locked() as storage:
+            # What a learner computes for rows that fill a gap need not be a number.
+            mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
+            value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
+            update = anchor_priorities(
+                anchor, lookup(flat, ("anchor_generation",)), value, valid.to(anchor.device)
+            )
+            sampler.update_priority(
+                update.anchor, update.priority, storage=storage, generation=update.generation
+            )
+
+    def _only_real_rows(self, data: Any) -> Any:
+        """A sample of windows as flat rows, without those that are padding."""
+        flat = data if data.batch_dims == 1 else data.reshape(-1)
+        mask = lookup(flat, MASK)
+        return flat if mask is None or bool(mask.all()) else flat[mask]
 
 
 def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:

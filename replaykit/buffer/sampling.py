@@ -257,8 +257,10 @@ class Sampling(BufferCore):
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
         if not told and (self._writer.tracks_generations or self._sampler.prioritized):
-            slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
-            drawn.info["index_generation"] = storage.ledger.generations(slots)
+            drawn.info["index_generation"] = _generations(storage, drawn.index)
+            if "anchor_index" in drawn.info:
+                anchors = drawn.info["anchor_index"]
+                drawn.info["anchor_generation"] = _generations(storage, anchors)
         own = self._collate_fn is not None
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
@@ -344,6 +346,10 @@ def _ended(sampler: Sampler) -> bool:
     return sampler.ran_out if overridden else sampler._ran_out
 
 
+def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:
+    return storage.ledger.generations(index[:, 0] if storage.ndim > 1 else index)
+
+
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
     """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
     if isinstance(drawn, tuple):
@@ -424,7 +430,7 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
             return False
     inner = []
     for name, values in nested.items():
-        part = fields_of(data).get(name)
+        part: Any = fields_of(data).get(name)
         if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
             return False
         inner.append((part, values))

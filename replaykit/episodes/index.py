@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
 from replaykit.episodes.kernels import new_ring
-from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.law import ROWS, WINDOWS, CountLaw
 from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
 
@@ -112,14 +112,14 @@ class EpisodeIndex:
         before = ledger.next_position - len(rows)
         if ledger.changes != self._changes and ledger.cleared == before:
             start = -(-self._ring.hi // self.slots) * self.slots
-            head = self._head_after_clear()
-            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
-            self._noted, self._in_order, self._is_ring = before, True, True
+            self._begin_ring(start, None, self._head_after_clear())
+            self._is_ring = True
         elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
             self._rebuild()
             return
-        # What was edited is stored no more, or else it is noted at the next question.
-        self._edited &= len(rows) < self.slots
+        # What was edited or placed before is stored no more.
+        if len(rows) >= self.slots:
+            self._edited, self._in_order = False, True
         leaves = rows.leaves
         self._append({path: leaves[path] for path in self.bound.paths} or leaves)
         self._noted, self._changes = ledger.next_position, ledger.changes
@@ -177,8 +177,7 @@ class EpisodeIndex:
             head = self._head_after_clear()
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
-        self._versions += old.version + 1
-        self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
+        self._begin_ring(start, begin, head)
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
         marks, codes = self._storage.indexes.marks.among(
@@ -206,7 +205,11 @@ class EpisodeIndex:
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
+
+    def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
         self.rebuilt += 1
+        self._versions += self._ring.version + 1
+        self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
 
     def _head_after_clear(self) -> Array:
         """How the first episodes begin of what was written after all rows were forgotten."""
@@ -247,7 +250,7 @@ class EpisodeIndex:
     def place(self, element: Array) -> tuple[Array, Array]:
         """Time and lane of stored elements."""
         if self.lanes == 1:
-            slot, lane = element, np.zeros_like(element)
+            slot, lane = element, np.zeros(element.shape, np.int64)
         else:
             slot, lane = np.divmod(element, self.lanes)
         newest = self._ring.hi - 1
@@ -267,6 +270,15 @@ class EpisodeIndex:
         """First stored and last row of the episodes of stored rows, as times."""
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
+
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements, in one
+        call: int64 ``[6, K]``."""
+        return self._ring.around(element)
+
+    def rows(self, law: CountLaw, number: Array) -> Array:
+        """Elements of single rows by their number: ``find`` of a law of one row, and ``element``."""
+        return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
@@ -336,6 +348,23 @@ class EpisodeIndex:
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return self._ring.find(law, kind, number)
+
+    def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
+        """Bool ``[K]``: whether windows of a law may start with these stored rows.
+
+        It is so for the first ``law.count`` rows of an episode, those without history left out.
+        """
+        begin, last, code, head = self._ring.lookup(time, lane)
+        reset = head == int(Head.RESET)
+        base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
+        rows = last + 1 - base
+        if law.open_future or law.closed:
+            is_open = code == GOES_ON
+            rows = np.where(is_open, 0 if law.closed else rows - law.open_future, rows)
+        if law.intact:
+            rows = np.where(reset, rows, 0)
+        count = np.where(rows >= law.least, rows + law.add, np.where(rows < 1, 0, law.below))
+        return np.asarray((time >= base) & (time - base < count))
 
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""

@@ -106,28 +106,30 @@ class BoundColumns:
         shape = _cells(leaves, self.paths, ndim)
         codes = np.zeros(shape, np.uint8)
         for path in self.flags:
-            is_set = _is_set(leaves[path], shape)
+            is_set = _is_set(leaves[path], ndim, shape)
             if self.terminal is not None or path[-1] == "truncated":
                 codes[is_set] = TRUNCATED
             else:  # `done` alone is read as terminated
                 codes[is_set & (codes == GOES_ON)] = TERMINATED
         if self.terminal is not None:
-            codes[_is_set(leaves[self.terminal], shape) & (codes != GOES_ON)] = TERMINATED
+            codes[_is_set(leaves[self.terminal], ndim, shape) & (codes != GOES_ON)] = TERMINATED
         if self.init is not None:
-            codes[~_is_set(leaves[self.init], shape)] |= NOT_INIT
+            codes[~_is_set(leaves[self.init], ndim, shape)] |= NOT_INIT
         if not self.ids:
             return codes, None
         parts = []
         for path in self.ids:
             values = leaves[path].detach()
             own = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
-            parts.append(own.view(-1).view(torch.uint8).numpy().reshape(*shape, -1))
+            size = values.shape[ndim:].numel() * values.dtype.itemsize
+            parts.append(own.view(-1).view(torch.uint8).numpy().reshape(*shape, size))
         return codes, np.concatenate(parts, -1)
 
 
-def _is_set(tensor: torch.Tensor, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+def _is_set(tensor: torch.Tensor, ndim: int, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Bool ``[n, lanes]``: where any number of a cell is not zero."""
-    found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, -1)
+    size = tensor.shape[ndim:].numel()
+    found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, size)
     return np.asarray(found[..., 0] if found.shape[-1] == 1 else found.any(-1))
 
 

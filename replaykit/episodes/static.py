@@ -41,7 +41,7 @@ class StaticEpisodes(EpisodeIndex):
         self._ring.append(np.roll(codes, -start)[:, None])
         self._last_ids = None
         self._noted, self._changes = ledger.next_position, ledger.changes
-        self._edited, self._in_order, self._versions = False, True, 0
+        self._edited, self._in_order, self._versions, self.rebuilt = False, True, 0, 0
 
     @property
     def is_old(self) -> bool:

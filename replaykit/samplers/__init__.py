@@ -2,6 +2,7 @@
 
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.prioritized import PrioritizedSampler
+from replaykit.samplers.prioritized_slices import PrioritizedSliceSampler
 from replaykit.samplers.random import RandomSampler
 from replaykit.samplers.schedulers import (
     LambdaScheduler,
@@ -10,6 +11,7 @@ from replaykit.samplers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
+from replaykit.samplers.sequence import Sequence
 from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from replaykit.samplers.units import SampleUnit, Transition
@@ -20,11 +22,13 @@ __all__ = [
     "LinearScheduler",
     "ParameterScheduler",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
     "SchedulerList",
+    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StepScheduler",

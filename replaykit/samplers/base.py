@@ -47,6 +47,9 @@ class Sampler(ABC):
 
     prioritized = False
 
+    draws_windows = False
+    """Whether it draws windows of several rows by itself."""
+
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
 

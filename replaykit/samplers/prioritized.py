@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from replaykit.episodes import WINDOWS
+from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.base import as_drawn, require_rows
-from replaykit.samplers.priority_law import importance_weights
+from replaykit.samplers.eligible import SINGLE, index_for, refuse_nothing
+from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.with_priorities import WithPriorities
 from replaykit.storages import Storage
 
@@ -73,40 +76,51 @@ class PrioritizedSampler(WithPriorities):
         """Draws by priority; returns the index and ``priority_weight`` ``[B]`` in ``dtype``.
 
         Raises:
-            RuntimeError: nothing is stored, or every priority is 0 and eps too.
+            RuntimeError: nothing is stored, or every priority is 0 and eps too. NotEnoughData, a
+                kind of it: no row has around it what the buffer's transforms need.
         """
         with storage.lock:
             require_rows(storage)
-            table = self._following(storage)
-            if table.law.may_be_zero and not table.drawable:
-                raise RuntimeError(
-                    f"every stored priority is zero with alpha={self.alpha} and eps={self.eps}, "
-                    "so that nothing can be drawn; give the sampler a larger eps, or some records "
-                    "a priority above zero"
-                )
-            self._ran_out = False  # there is no pass; a flag that was set is over
-            ledger = storage.ledger if storage.ndim == 1 else None
-            drawn = table.draw_weighted(
-                batch_size, self.generator, self.stratified, self._beta, ledger
-            )
-            if drawn is None:
-                flat, value = table.draw(batch_size, self.generator, self.stratified)
-                smallest = table.smallest() if self.weight_norm == "global" else value.amin()
-                weight = importance_weights(value, smallest, self._beta, self.dtype)
-                generation = None
+            if self.needs:
+                table, sums = self._among_eligible(storage)
             else:
-                flat, weight, generation = drawn
+                table, sums = self._following(storage), None
+                if table.law.may_be_zero and not table.drawable:
+                    raise self._all_zero("stored priority")
+            self._ran_out = False  # there is no pass; a flag that was set is over
+            flat, weight, generation = self._drawn(storage, batch_size, table, sums)
         info = {"priority_weight": weight}
         if generation is not None:
             info["index_generation"] = generation
         home = storage.device
         if home == flat.device:
-            return flat if ledger is not None else as_drawn(flat, storage), info
+            return flat if storage.ndim == 1 else as_drawn(flat, storage), info
         return as_drawn(flat, storage), {key: value.to(home) for key, value in info.items()}
+
+    def _among_eligible(self, storage: Storage) -> tuple[PriorityTable, SumSegmentTree]:
+        """The table, and a tree of the rows that have around them what the transforms need."""
+        index, law = index_for(storage), SINGLE.needing(self.needs)
+        table, sums = self._eligible(storage, index, law)
+        # On a device it takes a wait to know a sum; what is stored is known here.
+        if table.device.type == "cpu" and sums.total > 0:
+            return table, sums
+        if not index.totals(law, WINDOWS).any():
+            refuse_nothing(index, self.needs)
+        if table.law.may_be_zero and not sums.total > 0:
+            raise self._all_zero("priority of a row that the transforms allow to be drawn")
+        return table, sums
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         with storage.lock:
-            return len(storage) > 0 and self._following(storage).drawable
+            if not len(storage):
+                return False
+            if not self.needs:
+                return self._following(storage).drawable
+            try:
+                self._among_eligible(storage)
+            except RuntimeError:
+                return False
+            return True
 
     def __repr__(self) -> str:
         return (

@@ -45,6 +45,7 @@ class PriorityTable:
         self.length = 0
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
+        self._changes = 0
         self._allocate(1)
 
     # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
@@ -56,6 +57,7 @@ class PriorityTable:
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
         self.capacity, self._process = capacity, os.getpid()
+        self._changed: list[torch.Tensor] | None = None
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
     # -- setting ------------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class PriorityTable:
             # NumPy assigns in order, so that the last of several stays.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
+        self._note(index)
 
     def set_plain(
         self,
@@ -139,7 +142,10 @@ class PriorityTable:
             self.law.alpha,
             self.law.most,
         )
-        return largest if largest >= 0 else None
+        if largest < 0:
+            return None
+        self._note(index)
+        return largest
 
     def _positive(self, value: Any) -> Any:
         """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
@@ -177,6 +183,7 @@ class PriorityTable:
             return
         self._raw[length : self.length] = -1.0
         self.length = length
+        self._changed = None
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
@@ -193,6 +200,7 @@ class PriorityTable:
         if self.length:
             law.check(0.0, self._raw[: self.length].amax().item())
         self.law = law
+        self._changed = None
         if self.length:
             self._set_range(0, self._raw[: self.length])
 
@@ -230,6 +238,29 @@ class PriorityTable:
             self._least.update_range(start, self._positive(values))
         if self._most is not None:
             self._most.update_range(start, raw)
+        if self._changed is not None:
+            self._note(torch.arange(start, start + len(raw), device=self.device))
+
+    # -- being followed -----------------------------------------------------------------------
+
+    def _note(self, index: torch.Tensor) -> None:
+        """Keeps in mind which elements were set, if anybody asks, and while they are few."""
+        if self._changed is None:
+            return
+        self._changes += index.numel()
+        if self._changes > max(self.length, _FIRST):
+            self._changed = None
+        else:
+            self._changed.append(index.clone())  # it may be the caller's
+
+    def take_changes(self) -> list[torch.Tensor] | None:
+        """Returns which elements were set since the last call; None: it may be all of them."""
+        taken, self._changed, self._changes = self._changed, [], 0
+        return taken
+
+    def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
+        """``v`` as it is in the tree, of elements ``[K]`` or of all stored ones: a copy."""
+        return self._sums[: self.length] if index is None else self._sums[index]
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -265,18 +296,26 @@ class PriorityTable:
         return found if found >= 0 else 1.0
 
     def draw(
-        self, batch_size: int, generator: torch.Generator | None, stratified: bool
+        self,
+        batch_size: int,
+        generator: torch.Generator | None,
+        stratified: bool,
+        sums: SumSegmentTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns elements int64 ``[B]`` drawn by ``v``, and their ``v`` in float64.
 
         A generator of another device makes its numbers there; they are moved.
+
+        Args:
+            sums: a tree over ``v`` of some of the elements, to draw from those alone.
         """
+        sums = self._sums if sums is None else sums
         if generator is None or generator.device.type == self.device.type:
-            return self._sums.draw(batch_size, generator=generator, stratified=stratified)
+            return sums.draw(batch_size, generator=generator, stratified=stratified)
         uniform = torch.rand(
             batch_size, dtype=torch.float64, generator=generator, device=generator.device
         )
-        return self.find(uniform, stratified)
+        return self.find(uniform, stratified, sums)
 
     def draw_weighted(
         self,
@@ -285,13 +324,15 @@ class PriorityTable:
         stratified: bool,
         beta: float,
         ledger: Ledger | None,
+        sums: SumSegmentTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Returns elements, weights and generations in one call of the core; None without it.
 
         Args:
             ledger: of slots that are the elements; None, or one with tables: no generations.
+            sums: as for ``draw``.
         """
-        view, dtype = self._sums.native_view, self.law.dtype
+        view, dtype = (self._sums if sums is None else sums).native_view, self.law.dtype
         if view is None or (generator is not None and generator.device.type != "cpu"):
             return None
         models = self._models
@@ -319,15 +360,18 @@ class PriorityTable:
         )
         return index, weight, generation
 
-    def find(self, uniform: torch.Tensor, stratified: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def find(
+        self, uniform: torch.Tensor, stratified: bool, sums: SumSegmentTree | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what ``draw`` does where the generator gives these numbers of ``[0, 1)``."""
+        sums = self._sums if sums is None else sums
         uniform = uniform.to(self.device)
         if stratified:
             strata = torch.full_like(uniform, len(uniform))
             uniform = (torch.arange(len(uniform), device=self.device) + uniform) / strata
         # Rounded up to 1, it would lie beyond the last part of the sum.
         below_one = uniform.clamp(max=math.nextafter(1.0, 0.0))
-        return self._sums.find(below_one * self._sums.total_tensor())
+        return sums.find(below_one * sums.total_tensor())
 
     # -- pickling -----------------------------------------------------------------------------
 
@@ -338,7 +382,7 @@ class PriorityTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
-        self._models = _outputs(0, self.law.dtype)
+        self._models, self._changes = _outputs(0, self.law.dtype), 0
         self.load(raw)
 
 

@@ -35,12 +35,16 @@ class _Cursor(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where to go on: after (``include``: at) a row of an episode of that age in a lane."""
+    """Where to go on: after (``include``: at) a row of an episode of that age in a lane.
+
+    ``time`` is that of the row; None where it is gone.
+    """
 
     age: int
     position: int
     lane: int
     include: bool
+    time: Array | None = None
 
 
 class Sequential:
@@ -133,7 +137,7 @@ class Sequential:
             return _Place(cursor.age, cursor.mark, cursor.lane, cursor.include)
         time, lane = request.episodes.place(np.array([cursor.element]))
         age, position = self._ages(request, storage, time, lane)
-        return _Place(int(age[0]), int(position[0]), int(lane[0]), cursor.include)
+        return _Place(int(age[0]), int(position[0]), int(lane[0]), cursor.include, time)
 
     def _from(
         self,
@@ -188,6 +192,8 @@ class Sequential:
         until: Array,
     ) -> Array:
         """Numbers of the first episodes of lanes that come after the cursor's."""
+        if cursor.time is not None and request.episodes.lanes == 1 and len(at):
+            return order.after(cursor.time, np.zeros(1, np.int64))
         low, high = at.copy(), until.copy()
         while True:
             open_ = np.nonzero(low < high)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,13 +111,15 @@ class Boundaries:
         # The index of these rules, held since the storage holds it weakly.
         self._index: EpisodeIndex | None = None
         self._pinned: tuple[int, int] | None = None
+        self._home: weakref.ref[Storage] | None = None
 
     def attach(self, storage: Storage) -> None:
         """Told which storage it is about; what was given describes the rows stored now."""
         self._index = None
         self._pinned = None
+        self._home = weakref.ref(storage)
         if self._ends is not None and len(storage):
-            self._pinned = storage.ledger.next_position, storage.ledger.changes
+            self._pinned = _state(storage)
 
     def index(self, storage: Storage) -> EpisodeIndex:
         """The episodes by these rules, up to date. The lock is held.
@@ -139,14 +142,14 @@ class Boundaries:
         name = "ends" if self._by_flags else "trajectories"
         if storage.ndim > 1:
             raise RuntimeError(f"{name} describe rows of one stream, got a storage with lanes")
-        ledger = storage.ledger
         if self._pinned is None:
-            self._pinned = ledger.next_position, ledger.changes
+            self._pinned = _state(storage)
+            self._home = weakref.ref(storage)
         if len(self._ends) != len(storage):
             raise RuntimeError(
                 f"expected {name} for the {len(storage)} stored rows, got {len(self._ends)}"
             )
-        if self._pinned != (ledger.next_position, ledger.changes):
+        if self._pinned != _state(storage):
             raise RuntimeError(f"{name} describe the rows as they were: rows were written since")
         index = self._index
         if not isinstance(index, StaticEpisodes) or index.is_old or index._storage is not storage:
@@ -157,10 +160,19 @@ class Boundaries:
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        return by_value({**self.__dict__, "_index": None})
+        # Numbers of writes are the storage's own: they may start again where this is loaded.
+        home = None if self._home is None else self._home()
+        old = self._pinned is not None and home is not None and self._pinned != _state(home)
+        pinned = (-1, -1) if old else None
+        return by_value({**self.__dict__, "_index": None, "_home": None, "_pinned": pinned})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(from_value(state))
+
+
+def _state(storage: Storage) -> tuple[int, int]:
+    """Two numbers that change with every write."""
+    return storage.ledger.next_position, storage.ledger.changes
 
 
 def _require_tensordicts(storage: Storage) -> ColumnStorage:

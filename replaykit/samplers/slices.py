@@ -100,6 +100,7 @@ class SliceSampler(Sampler):
 
     kind = "slice"
     needs_write_order = True
+    draws_windows = True
 
     def __new__(cls, *, replacement: bool = True, draw: str = "iid", **kwargs: Any) -> Any:
         if not replacement:

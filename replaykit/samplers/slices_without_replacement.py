@@ -56,6 +56,7 @@ class SliceSamplerWithoutReplacement(Sampler):
 
     kind = "slice_without_replacement"
     needs_write_order = True
+    draws_windows = True
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from replaykit.episodes import EpisodeIndex
+from replaykit.samplers.base import Sampler
 from replaykit.storages import Storage
 
 __all__ = ["SampleUnit", "Transition"]
@@ -27,6 +28,12 @@ class SampleUnit(ABC):
         >>> rb.sample(2)
         tensor([7, 7, 7, 7])
     """
+
+    def check(self, storage: Storage, sampler: Sampler) -> None:
+        """Raises TypeError or ValueError where it cannot work with these components of a buffer.
+
+        Asked before a buffer takes any of the three.
+        """
 
     @abstractmethod
     def expand(

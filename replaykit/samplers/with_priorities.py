@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from replaykit._compat import arange
+from replaykit.episodes import CountLaw, EpisodeIndex
+from replaykit.priorities import SumSegmentTree
 from replaykit.reductions import REDUCTIONS
 from replaykit.samplers.base import Sampler
+from replaykit.samplers.eligible_priorities import EligiblePriorities
 from replaykit.samplers.priority_arguments import (
     as_elements,
     as_priorities,
@@ -19,7 +22,7 @@ from replaykit.samplers.priority_arguments import (
     resolved_update,
     stored_elements,
 )
-from replaykit.samplers.priority_law import PriorityLaw, checked_number
+from replaykit.samplers.priority_law import PriorityLaw, checked_number, importance_weights
 from replaykit.samplers.priority_state import SavedPriorities
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.storages import Storage
@@ -94,6 +97,7 @@ class WithPriorities(Sampler):
         self._beta = checked_number("beta", beta)
         self._max_priority = 1.0
         self._table: PriorityTable | None = None
+        self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
 
     # -- what it draws by ---------------------------------------------------------------------
@@ -180,6 +184,44 @@ class WithPriorities(Sampler):
             table.cover(len(storage), self.default_priority)
         return table
 
+    def _drawn(
+        self,
+        storage: Storage,
+        count: int,
+        table: PriorityTable,
+        sums: SumSegmentTree | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Draws elements ``[count]``, from ``sums`` if given, with their weights, and generations
+        where they come with the draw."""
+        ledger = storage.ledger if storage.ndim == 1 else None
+        drawn = table.draw_weighted(
+            count, self.generator, self.stratified, self._beta, ledger, sums
+        )
+        if drawn is not None:
+            return drawn
+        flat, value = table.draw(count, self.generator, self.stratified, sums)
+        return flat, self._weights(table, value), None
+
+    def _weights(self, table: PriorityTable, value: torch.Tensor) -> torch.Tensor:
+        """``priority_weight`` of a batch with these ``v``, float64 ``[B]``."""
+        smallest = table.smallest() if self.weight_norm == "global" else value.amin()
+        return importance_weights(value, smallest, self._beta, self.dtype)
+
+    def _all_zero(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"every {what} is zero with alpha={self.alpha} and eps={self.eps}, so that nothing can "
+            "be drawn; give the sampler a larger eps, or some records a priority above zero"
+        )
+
+    def _eligible(
+        self, storage: Storage, index: EpisodeIndex, law: CountLaw
+    ) -> tuple[PriorityTable, SumSegmentTree]:
+        """The table, and a tree in which only rows have weight with which windows may start."""
+        table = self._following(storage)
+        if self._chosen is None:
+            self._chosen = EligiblePriorities()
+        return table, self._chosen.follow(table, index, law)
+
     def attach(self, storage: Storage) -> None:
         """Takes the storage to draw from; what is stored there gets ``default_priority``.
 
@@ -193,7 +235,7 @@ class WithPriorities(Sampler):
                 f"expected max_capacity of at least the storage's max_size of {storage.max_size}, "
                 f"got {self.max_capacity}; leave it out to have it follow the storage"
             )
-        self._attached, self._table = weakref.ref(storage), None
+        self._attached, self._table, self._chosen = weakref.ref(storage), None, None
         if len(storage):
             self._following(storage)
 
@@ -353,4 +395,4 @@ class WithPriorities(Sampler):
                 "a PrioritizedSampler cannot be handed to a spawned process: each process would "
                 "have priorities of its own; make one there"
             )
-        return {**super().__getstate__(), "_attached": None}
+        return {**super().__getstate__(), "_attached": None, "_chosen": None}

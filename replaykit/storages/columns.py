@@ -152,6 +152,20 @@ class Columns:
                 found[path] = source.index_select(0, rows).view(column.dtype)
         return found
 
+    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
+        """Discounted sums of one number over stored elements and the rows of their lane after them.
+
+        Args:
+            path: a leaf of one float32 or float64 a row.
+            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
+
+        Returns:
+            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
+        """
+        if self._native is None or self.advise:
+            return None
+        return self._native.discounted(path, elements, steps, gamma)
+
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
         if self._native is not None:

@@ -95,7 +95,7 @@ class Compose(Transform):
     def __init__(self, *transforms: Any, order: str = "strict") -> None:
         if order not in ("strict", "auto"):
             raise ValueError(f"expected order as 'strict' or 'auto', got {order!r}")
-        self._entries: list[_Entry] = []
+        self._take([])
         self.order = order
         for transform in transforms:
             self.append(transform)
@@ -119,7 +119,7 @@ class Compose(Transform):
             raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
         entries = self._entries.copy()
         entries.insert(index, _Entry(transform, invert))
-        self._entries = _in_order(entries, self.order)
+        self._take(_in_order(entries, self.order))
         if callable(getattr(transform, "eval", None)):
             transform.eval()
 
@@ -143,14 +143,18 @@ class Compose(Transform):
                 raise TypeError(f"the transform {entry.transform!r} returned None; return the data")
         return data
 
+    def _take(self, entries: list[_Entry]) -> None:
+        """Has these entries from now on; notes what every batch asks of them."""
+        self._entries = entries
+        readers = [entry.transform for entry in entries if entry.reads_around]
+        self._reads_around = bool(readers)
+        changes = [getattr(one, "changes", ()) for one in readers]
+        self._changes: frozenset[Any] = frozenset().union(*changes)
+
     @property
     def changes(self) -> frozenset[Any]:
         """Keys that transforms which read the rows around write: those of a draw give way."""
-        found: frozenset[Any] = frozenset()
-        for entry in self._entries:
-            if entry.reads_around:
-                found |= entry.transform.changes
-        return found
+        return self._changes
 
     @property
     def told_of_writes(self) -> list[Any]:
@@ -162,7 +166,7 @@ class Compose(Transform):
     @property
     def reads_around(self) -> bool:
         """Whether any of them reads other rows than those of the batch."""
-        return any(entry.reads_around for entry in self._entries)
+        return self._reads_around
 
     def inv(self, data: Any) -> Any:
         """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
@@ -197,7 +201,7 @@ class Compose(Transform):
         if not isinstance(index, slice):
             return self._entries[index].transform
         chain = Compose(order=self.order)
-        chain._entries = self._entries[index]
+        chain._take(self._entries[index])
         return chain
 
     def __iter__(self) -> Iterator[Any]:
@@ -206,7 +210,7 @@ class Compose(Transform):
     def copy(self) -> Compose:
         """Returns a chain of the same transforms."""
         chain = Compose(order=self.order)
-        chain._entries = list(self._entries)
+        chain._take(list(self._entries))
         return chain
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class EditedEpisodes(Surroundings):
     ) -> None:
         super().__init__()
         self.root, self.leaves = root, leaves
+        self.keys = leaves
         self.keys = dict(leaf_paths(root))
         self.rows, self.missing = rows, missing
         self.starts = np.cumsum(rows) - rows

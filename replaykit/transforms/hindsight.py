@@ -10,15 +10,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
-from replaykit.transforms.history import (
-    Around,
-    HistoryTransform,
-    Surroundings,
-    as_tensor_like,
-    require,
-)
+from replaykit.transforms.batches import set_all
+from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
 from replaykit.transforms.values import as_number
 
 __all__ = ["HindsightGoal"]
@@ -36,12 +32,10 @@ _REACHED: Final = 0.05
 
 @dataclass
 class _Relabelled:
-    """Which rows of a batch get another goal, bool ``[B]``, and what was achieved elsewhere:
-    as read, and (once the batch was changed) as goals ``[B, *G]``."""
+    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``."""
 
     rows: Array
-    found: Around
-    goals: torch.Tensor | None = None
+    goals: torch.Tensor
 
 
 class HindsightGoal(HistoryTransform):
@@ -140,7 +134,8 @@ class HindsightGoal(HistoryTransform):
         written: set[Path] = {*self._goals, _REWARD}
         needed: list[Path] = [*self._goals, self.achieved, _REWARD]
         if terminated_fn is not None:
-            written |= {_TERMINATED, _DONE}
+            # `truncated` stays, but `done` follows from it, also where a sampler marks it.
+            written |= {_TERMINATED, _DONE, _TRUNCATED}
             needed.append(_TERMINATED)
         self._needed = tuple(needed)
         self.changes = frozenset(written)
@@ -155,18 +150,17 @@ class HindsightGoal(HistoryTransform):
         if not self.p or not len(around):
             return None
         if around.alone and around.mask is None:
-            rows, latest = around.uniform(len(around)) < self.p, around.time
-            group = None
+            chances, draws = around.uniform(2, len(around))
+            rows, low = chances < self.p, around.time
         else:
-            rows, latest, group = self._windows(around)
-        time, lane = self._targets(around, latest, group)
-        if not rows.all():
-            time, lane = np.where(rows, time, around.time), np.where(rows, lane, around.lane)
-        return _Relabelled(rows, around.fetch([self.achieved], time, lane))
+            rows, low, draws = self._windows(around)
+        time, lane = self._targets(around, low, draws)
+        found = around.fetch([self.achieved], time, lane)
+        return _Relabelled(rows, around.seen(found)[self.achieved])
 
     def _windows(self, around: Surroundings) -> tuple[Array, Array, Array]:
-        """Of every row: whether it is relabelled, the last row of its window in the episode of
-        the first real one, and the number of the window."""
+        """Of every row: whether it is relabelled, from which row on goals of the future come, and
+        its draw, a number of [0, 1)."""
         size = len(around)
         real = np.ones(size, bool) if around.mask is None else around.mask
         _, first, group = np.unique(around.window, return_index=True, return_inverse=True)
@@ -174,38 +168,30 @@ class HindsightGoal(HistoryTransform):
         anchor = np.full(len(first), size)
         at = np.nonzero(real)[0]
         np.minimum.at(anchor, group[at], at)
-        chosen = (around.uniform(len(first)) < self.p) & (anchor < size)
+        chances, draws = around.uniform(2, len(first))
+        chosen = (chances < self.p) & (anchor < size)
         anchor = np.minimum(anchor, size - 1)
         own = anchor[group]
         same = real & (around.begin == around.begin[own]) & (around.lane == around.lane[own])
+        rows = same & chosen[group]
+        if self.scope == "step":
+            return rows, around.time, around.uniform(size)
         latest = around.time[anchor].copy()
         np.maximum.at(latest, group[same], around.time[same])
-        return same & chosen[group], latest[group], group
+        # Rows of other episodes get no goal; theirs is only a place that can be read.
+        return rows, np.where(same, latest[group], around.time), draws[group]
 
-    def _targets(
-        self, around: Surroundings, latest: Array, group: Array | None
-    ) -> tuple[Array, Array]:
+    def _targets(self, around: Surroundings, low: Array, draws: Array) -> tuple[Array, Array]:
         """Time and lane of the row that tells the goal, for every row of the batch."""
-        step = self.scope == "step" or group is None
-        low, high = around.time if step else latest, around.last
         if self.strategy == "final":
-            return high, around.lane
+            return around.last, around.lane
+        if self.strategy == "random":
+            stored = around.stored()
+            return around.any_rows(np.minimum((draws * stored).astype(np.int64), stored - 1))
         if self.strategy == "episode":
             low = around.first
-        if self.strategy == "random":
-            low, high = np.zeros_like(low), np.full_like(low, around.stored() - 1)
-        # Padding lies in the place of some real row: a draw for it does no harm.
-        low = np.minimum(low, high)
-        if step:
-            time = around.chosen(low, high)
-        else:
-            assert group is not None
-            drawn = around.uniform(int(group.max()) + 1)[group]
-            count = high - low + 1
-            time = low + np.minimum((drawn * count).astype(np.int64), count - 1)
-        if self.strategy == "random":
-            return around.any_rows(time)
-        return time, around.lane
+        further = around.last - low
+        return low + np.minimum((draws * (further + 1)).astype(np.int64), further), around.lane
 
     # -- new goals, rewards and flags -----------------------------------------------------------
 
@@ -213,24 +199,33 @@ class HindsightGoal(HistoryTransform):
         """Returns the batch with new goals, rewards and, with ``terminated_fn``, flags."""
         if fetched is None and (self.check is None or not len(around)):
             return data
-        leaves = dict(require(data, self._needed, self))
-        if self.terminated_fn is not None:
-            for key in (_DONE, _TRUNCATED):
-                flag = data.get(key, None)
-                if flag is not None:
-                    leaves[key] = flag
-        rows = np.zeros(len(around), bool) if fetched is None else fetched.rows
-        goals = leaves[self.goal]
-        if fetched is not None:
-            goals = self._as_goals(around.seen(fetched.found)[self.achieved], goals)
-            fetched.goals = goals
-        new, rewards = self._relabelled(leaves, as_tensor_like(rows, goals), goals)
+        leaves = self._own(data)
+        if fetched is None:
+            rows, goals = np.zeros(len(around), bool), leaves[self.goal]
+        else:
+            rows, goals = fetched.rows, self._as_goals(fetched.goals, leaves[self.goal])
+        where = torch.from_numpy(rows)
+        new, rewards = self._relabelled(leaves, where.to(goals.device), goals)
         if self.check is not None:
             self._compare(rewards, leaves[_REWARD], rows, around.mask)
         if fetched is not None:
-            for key, value in new.items():
-                data.set(key, value)
+            set_all(data, new)
         return data
+
+    def _own(self, data: Any) -> dict[Path, torch.Tensor]:
+        """Leaves of a batch that are needed; KeyError where one is absent."""
+        leaves = {key: lookup(data, key) for key in self._needed}
+        missing = [format_key(key) for key, leaf in leaves.items() if leaf is None]
+        if missing:
+            raise KeyError(
+                f"HindsightGoal expected the keys {', '.join(missing)}, got a batch without"
+            )
+        if self.terminated_fn is not None:
+            for key in (_DONE, _TRUNCATED):
+                flag = lookup(data, key)
+                if flag is not None:
+                    leaves[key] = flag
+        return leaves
 
     def relabel(
         self,
@@ -240,7 +235,7 @@ class HindsightGoal(HistoryTransform):
         around: Surroundings,
     ) -> dict[Path, torch.Tensor]:
         """Gives other rows of its episode the goal of the row that asked for them."""
-        if fetched is None or fetched.goals is None:
+        if fetched is None:
             return leaves
         shape = where.time.shape
         size, more = shape[0], [1] * (len(shape) - 1)
@@ -255,6 +250,9 @@ class HindsightGoal(HistoryTransform):
         goals = goals.view(size, *more, *features).expand(*shape, *features)
         flat = {key: leaf.flatten(0, len(shape) - 1) for key, leaf in leaves.items()}
         goals = goals.reshape(-1, *features)
+        like = next((flat[key] for key in self._goals if key in flat), None)
+        if like is not None:
+            goals = self._as_goals(goals, like)
         new, _ = self._relabelled(flat, as_tensor_like(rows.reshape(-1), goals), goals)
         return {**leaves, **{key: new[key].view(leaves[key].shape) for key in new}}
 
@@ -295,11 +293,13 @@ class HindsightGoal(HistoryTransform):
             raise ValueError(
                 f"expected one reward a row, got shape {list(old.shape)}; give a reward_fn"
             )
-        apart = achieved - goal
-        if not apart.dtype.is_floating_point:
-            apart = apart.to(torch.float64)
-        near = torch.linalg.vector_norm(apart.flatten(1), dim=1) < _REACHED
-        return (near.to(old.dtype) - 1).view(old.shape)
+        if not achieved.dtype.is_floating_point:
+            achieved = achieved.to(torch.float64)
+        if achieved.ndim != 2:
+            achieved, goal = achieved.flatten(1), goal.flatten(1)
+        apart = torch.sub(achieved, goal).norm(dim=1)
+        near = apart.lt_(_REACHED)  # 1 where it is, in the memory of the distance
+        return near.sub_(1).to(old.dtype).view(old.shape)
 
     def _as_goals(self, achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
         if achieved.shape[1:] != goal.shape[1:]:
@@ -338,7 +338,7 @@ class HindsightGoal(HistoryTransform):
 
 
 def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(rows.view(-1, *[1] * (old.ndim - 1)), new, old)
+    return torch.where(rows.view(-1, *[1] * (old.ndim - 1)) if old.ndim > 1 else rows, new, old)
 
 
 def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:

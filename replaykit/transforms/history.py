@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
 from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
@@ -23,7 +24,8 @@ class Around:
     """Rows read besides those of a batch.
 
     Attributes:
-        time, lane: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
+        time: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
+        lane: the same; ``[B, 1, ...]`` will do until a relabel is asked.
         leaves: by key, ``[B, *k, *F]``, as they are stored.
     """
 
@@ -86,24 +88,32 @@ class Surroundings:
         Args:
             keys: stored keys.
             time: int64 ``[B, *k]``, each in ``[first, last]`` of its row.
-            lane: the same shape; None: that of the row.
+            lane: in a shape that goes with it; None: that of the row.
 
         Raises:
             KeyError: a key that is not stored.
         """
         if lane is None:
-            lane = self._like(self.lane, time)
+            lane = self.lane.reshape(-1, *[1] * (time.ndim - 1))
         wanted = dict.fromkeys(keys)
         for transform, _ in self.relabels:
             if not transform.changes.isdisjoint(wanted):
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
 
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
+        its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """
+        return None
+
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
         leaves = around.leaves
         for transform, own in self.relabels:
             if not transform.changes.isdisjoint(leaves):
+                if around.lane.shape != around.time.shape:
+                    around.lane = np.broadcast_to(around.lane, around.time.shape)
                 leaves = transform.relabel(dict(leaves), around, own, self)
         return leaves
 
@@ -129,10 +139,6 @@ class Surroundings:
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
         raise NotImplementedError
-
-    @staticmethod
-    def _like(own: Array, time: Array) -> Array:
-        return np.broadcast_to(own.reshape(-1, *[1] * (time.ndim - 1)), time.shape)
 
 
 class HistoryTransform(Transform):
@@ -215,7 +221,7 @@ def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
     """Returns leaves of a batch; KeyError naming those that it does not have."""
-    found = {key: data.get(key if len(key) > 1 else key[0], None) for key in keys}
+    found = {key: lookup(data, key) for key in keys}
     missing = [key for key, value in found.items() if value is None]
     if missing:
         raise KeyError(f"{type(who).__name__} expected the keys {missing}, got a batch without")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import EndReason, Needs
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
@@ -38,12 +40,18 @@ _ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
-class _Fetched(NamedTuple):
-    """Rewards of the steps ``[B, m]``, and what is under ``next`` of the last one ``[B]``."""
+_TABLE_STEPS = 4096
+"""Up to so many steps the discounts after them are kept."""
 
-    rewards: Around
-    last: Around | None
+
+class _Fetched(NamedTuple):
+    """How many steps follow ``[B]``; their sums ``[B, *F]``, or the rewards ``[B, m, *F]``; what
+    is under ``next`` of the last one ``[B]``, and under which keys."""
+
     steps: Array
+    sums: torch.Tensor | None
+    rewards: Around | None
+    last: Around | None
     keys: list[Path]
 
 
@@ -137,7 +145,11 @@ class NStep(HistoryTransform):
         self.one_step_key = one_step_key(self.reward_key)
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(_ENDS))
-        self._factors: torch.Tensor | None = None
+        self._known: tuple[Collection[Path], list[Path]] | None = None
+        self._powers: Array | None = None
+        if steps <= _TABLE_STEPS:
+            found = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
+            self._powers = found[:, None].astype(np.float32)
 
     # -- under the lock -----------------------------------------------------------------------
 
@@ -150,28 +162,35 @@ class NStep(HistoryTransform):
                 f"expected {self!r} before {around.next_made[-1]}, whose 'next' it would replace"
             )
         steps = np.minimum(around.last - around.time, self.n - 1)
-        width = int(steps.max()) + 1 if len(steps) else 1
-        time = around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
-        steps, time = self._ended_earlier(around, steps, time)
+        relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
+        if not relabelled.isdisjoint(_ENDS):
+            steps = self._ended_earlier(around, steps)
         last = around.next_time = around.time + steps
-        keys = [key for key in around.keys if key[0] == "next" and key != self.reward_key]
-        if TERMINATED not in keys and TERMINATED in around.keys:
-            keys.append(TERMINATED)
-        rewards = around.fetch([self.reward_key], time)
-        return _Fetched(rewards, around.fetch(keys, last) if keys else None, steps, keys)
+        sums = rewards = None
+        if self.reward_key not in relabelled:
+            sums = around.discounted(self.reward_key, steps, self.gamma)
+        if sums is None:
+            rewards = around.fetch([self.reward_key], _times(around, steps))
+        keys = self._next_keys(around.keys)
+        return _Fetched(steps, sums, rewards, around.fetch(keys, last) if keys else None, keys)
 
-    def _ended_earlier(
-        self, around: Surroundings, steps: Array, time: Array
-    ) -> tuple[Array, Array]:
-        """Steps and times cut short where a transform before this one ends an episode earlier."""
+    def _next_keys(self, keys: Collection[Path]) -> list[Path]:
+        """What comes from the last step, of the keys that are stored; worked out once for each."""
+        known = self._known
+        if known is None or known[0] is not keys:
+            found = [key for key in keys if key[0] == "next" and key != self.reward_key]
+            known = self._known = keys, found
+        return known[1]
+
+    @staticmethod
+    def _ended_earlier(around: Surroundings, steps: Array) -> Array:
+        """Steps cut short where a transform before this one ends an episode earlier."""
         flags = [key for key in _ENDS if key in around.keys]
-        if not flags or all(one.changes.isdisjoint(flags) for one, _ in around.relabels):
-            return steps, time
-        seen = around.seen(around.fetch(flags, time))
+        if not flags:
+            return steps
+        seen = around.seen(around.fetch(flags, _times(around, steps)))
         ended = torch.stack([is_set(seen[key], 2) for key in flags]).any(0).cpu().numpy()
-        first = np.where(ended.any(1), ended.argmax(1), steps)
-        steps = np.minimum(first, steps)
-        return steps, np.minimum(time, (around.time + steps)[:, None])
+        return np.minimum(np.where(ended.any(1), ended.argmax(1), steps), steps)
 
     # -- without it ---------------------------------------------------------------------------
 
@@ -181,45 +200,45 @@ class NStep(HistoryTransform):
         if fetched is None:
             return self._apply_inside(data, own, around)
         steps = fetched.steps
-        rewards = summable(around.seen(fetched.rewards)[self.reward_key])
+        sums = fetched.sums
+        if sums is None:
+            assert fetched.rewards is not None
+            sums = self._summed(around.seen(fetched.rewards)[self.reward_key], steps)
         last: dict[Path, torch.Tensor] = {}
         if fetched.last is not None:
             seen = around.seen(fetched.last)
             last = {key: seen[key] for key in fetched.keys}
         if TERMINATED in last:
-            bootstrap = ~is_set(last[TERMINATED], 1).unsqueeze(-1)
+            bootstrap = ~_column(last[TERMINATED])
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
-        sums = self._summed(rewards, steps)
         values = {
             **last,
             self.reward_key: sums,
             self.one_step_key: own,
-            _DISCOUNT: powers(self.gamma, steps + 1, sums),
-            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
+            _DISCOUNT: self._discounts(steps, sums),
+            _STEPS: torch.from_numpy(steps[:, None] + 1).to(sums.device),
             _BOOTSTRAP: bootstrap,
         }
         set_real(data, values, around.mask)
         return data
 
+    def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
+        if self._powers is not None and sums.dtype is torch.float32:
+            return torch.from_numpy(self._powers.take(steps, 0)).to(sums.device)
+        return powers(self.gamma, steps + 1, sums)
+
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
-        """Discounted sums of rewards ``[B, width, *F]``, of which row b has ``steps[b] + 1``."""
+        """Discounted sums of rewards ``[B, m, *F]``, of which row b has ``steps[b] + 1``."""
+        rewards = summable(rewards)
         width = rewards.shape[1]
         if width == 1 or not self.gamma:
             return rewards[:, 0]
-        exact = rewards.float() if rewards.dtype.itemsize < 4 else rewards
-        factors = self._factors
-        if factors is None or factors.shape[0] != width or factors.dtype != exact.dtype:
-            with torch.inference_mode(False):
-                made = torch.from_numpy(np.power(self.gamma, np.arange(width)))
-                factors = self._factors = made.to(exact.dtype)
-        if factors.device != exact.device:
-            factors = factors.to(exact.device)
-        beyond = as_tensor_like(steps[:, None] < np.arange(width), exact)
+        beyond = as_tensor_like(steps[:, None] < np.arange(width), rewards)
         # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
-        exact = exact.masked_fill(over_features(beyond, exact), 0)
-        shape = (1, width, *[1] * (exact.ndim - 2))
-        return (exact * factors.view(shape)).sum(1).to(rewards.dtype)
+        exact = rewards.double().masked_fill(over_features(beyond, rewards), 0)
+        factors = as_tensor_like(np.power(self.gamma, np.arange(width)), exact)
+        return (exact * over_features(factors, exact[0])).sum(1).to(rewards.dtype)
 
     def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
         """The form that stays inside the windows of the batch."""
@@ -233,9 +252,9 @@ class NStep(HistoryTransform):
         steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
-        terminated = data.get(TERMINATED, None)
+        terminated = lookup(data, TERMINATED)
         if terminated is not None:
-            bootstrap = ~is_set(terminated, 1)[last].unsqueeze(-1)
+            bootstrap = ~_column(terminated)[last]
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
         values = {
@@ -263,6 +282,19 @@ class NStep(HistoryTransform):
         if self.reward_key != ("next", "reward"):
             parts.append(f"reward_key={format_key(self.reward_key)}")
         return f"NStep({', '.join(parts)})"
+
+
+def _times(around: Surroundings, steps: Array) -> Array:
+    """Where all the steps of each row lie, ``[B, m]``; beyond the last one that again."""
+    width = int(steps.max()) + 1 if len(steps) else 1
+    return around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
+
+
+def _column(flag: torch.Tensor) -> torch.Tensor:
+    """A flag as bool ``[B, 1]``."""
+    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
+        return flag
+    return is_set(flag, 1).unsqueeze(-1)
 
 
 def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:

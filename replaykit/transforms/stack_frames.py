@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import Needs
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
@@ -136,11 +137,12 @@ class StackFrames(HistoryTransform):
             if ahead is not None and key in fetched.next_keys:
                 assert around.next_time is not None
                 before = self._cleared(ahead[key], around.next_time, self._ages[1:], around)
-            following = data.get(("next", *key), None) if key in fetched.next_keys else None
+            following = lookup(data, ("next", *key)) if key in fetched.next_keys else None
             if following is not None:
                 if real is not None:
                     before = _or_own(before, following, real)
-                values[("next", *key)] = next_stack(before, following, self)
+                under_next: Path = ("next", *key)
+                values[under_next] = next_stack(before, following, self)
             if real is not None:
                 frames = _or_own(frames, own[key], real)
             values[key] = arranged(frames, self)

@@ -287,6 +287,7 @@ def _cut(copied: _Copied, edited: EditedEpisodes, around: Surroundings) -> _Cut:
 
 
 def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
+    """Puts the edited rows in the place of those of the batch."""
     marks = _marks(data, copied, edited, cut)
     number = torch.from_numpy(cut.number)
     for path in copied.leaves:
@@ -294,48 +295,60 @@ def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
             data.del_(path if len(path) > 1 else path[0])
     for path, leaf in edited.leaves.items():
         data.set(path, leaf.index_select(0, number.to(leaf.device)))
-    for path, where in marks.items():
-        flag = data.get(path)
-        data.set(path, flag | where.view(-1, *[1] * (flag.ndim - 1)))
-    some = next(iter(edited.leaves.values()))
-    real = as_tensor_like(cut.real, some)
+    like = next(iter(edited.leaves.values()))
+    real = as_tensor_like(cut.real, like)
+    for path in (_TRUNCATED, _TERMINATED, _DONE, _IS_INIT):
+        flag = data.get(path, None)
+        if flag is None or flag.dtype is not torch.bool:
+            continue
+        if path in marks:
+            where = _over(marks[path], flag)
+            flag = flag | where if path in edited.leaves else where.expand_as(flag).clone()
+        # Ends and beginnings are told by real rows alone.
+        data.set(path, flag & _over(real, flag))
     data.set(_MASK, real)
     for key in _OTHER_MASKS:
         mask = data.get(key, None)
         if mask is not None and mask.shape[:1] == real.shape and mask.dtype is torch.bool:
-            data.set(key, mask & real.view(-1, *[1] * (mask.ndim - 1)))
+            data.set(key, mask & _over(real, mask))
     return data
+
+
+def _over(rows: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, *[1] * (leaf.ndim - 1))
 
 
 def _marks(
     data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut
 ) -> dict[Path, torch.Tensor]:
-    """Where a sampler's markers go: what it has set at the last (first) row of a window, and is
-    not stored, belongs to what is the last (first) row now. Bool ``[B]`` by key."""
+    """Where a sampler's markers belong now, bool ``[B]`` by key.
+
+    A sampler that marks windows sets ``truncated`` and ``done`` at the last row of one that was cut
+    short, and ``is_init`` at the first: flags that are not stored.
+    """
     found: dict[Path, torch.Tensor] = {}
+    count = len(copied.shift)
+    real = np.nonzero(cut.real)[0]
     for path in (_TRUNCATED, _IS_INIT):
         shown, stored = data.get(path, None), copied.leaves.get(path)
-        if shown is None or stored is None or path not in edited.leaves:
+        if shown is None:
             continue
-        at = torch.from_numpy(cut.drawn).to(stored.device)
-        marked = (shown & ~stored.index_select(0, at)).flatten(1).any(1).cpu().numpy()
-        if not marked.any():
+        if stored is not None:
+            shown = shown & ~stored.index_select(0, torch.from_numpy(cut.drawn).to(stored.device))
+        if not bool(shown.any()):
             continue
-        segments = np.zeros(len(copied.shift), bool)
-        segments[copied.segment[marked]] = True
-        real = np.nonzero(cut.real & segments[copied.segment])[0]
-        best = np.full(len(copied.shift), -1)
+        edge = np.full(count, -1)
         if path == _IS_INIT:
-            best[copied.segment[real[::-1]]] = real[::-1]
+            edge[copied.segment[real[::-1]]] = real[::-1]
         else:
-            best[copied.segment[real]] = real
+            edge[copied.segment[real]] = real
             last = np.cumsum(edited.rows) - 1
-            ended = cut.number[best] == last[edited.lane[best]]
-            # The end of an episode that has ended is no cut of the window's.
-            best[ended & (edited.reason[best] != int(EndReason.OPEN))] = -1
+            lane = edited.lane[edge]
+            flagged = np.isin(edited.reason[edge], (EndReason.TERMINATED, EndReason.TRUNCATED))
+            edge[flagged & (cut.number[edge] == last[lane])] = -1
         where = np.zeros(len(cut.real), bool)
-        where[best[best >= 0]] = True
-        found[path] = as_tensor_like(where, stored)
-    if _TRUNCATED in found and _DONE in edited.leaves:
+        where[edge[edge >= 0]] = True
+        found[path] = as_tensor_like(where, shown)
+    if _TRUNCATED in found:
         found[_DONE] = found[_TRUNCATED]
     return found

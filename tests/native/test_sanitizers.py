@@ -21,6 +21,7 @@ CORE = Path(__file__).parents[2] / "csrc"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Sources beside the harness, with the flags that each is compiled with.
 SOURCES: dict[str, dict[str, list[str]]] = {
+    "episodes": {},
     "rank_heap": {},
     "rows": {},
     "tree": {"tree_portable.cpp": [], **({"tree_avx512.cpp": ["-mavx512f"]} if X86 else {})},
@@ -108,6 +109,7 @@ def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run],
 @pytest.mark.parametrize(
     ("name", "argument", "message"),
     [
+        ("episodes", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--overflow", "integer overflow"),
         ("rows", "--break", "AddressSanitizer: heap-buffer-overflow"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler
 
 
 def _raw(sampler: PrioritizedSampler) -> torch.Tensor:
@@ -93,3 +94,56 @@ def follows() -> Callable[..., bool]:
         return len(counts) == len(probabilities) and _chi_square_is_small(counts, probabilities)
 
     return test
+
+
+def _rows(lengths: Sequence[int], *, start: int = 0, open_: bool = False) -> TensorDict:
+    """Episodes end to end: ``t`` counts rows, ``e`` episodes; the last one may be open."""
+    count = sum(lengths)
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    done = torch.zeros(count, dtype=torch.bool)
+    done[ends] = True
+    if open_:
+        done[-1] = False
+    episode = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return TensorDict(
+        {
+            "t": torch.arange(count) + start,
+            "e": episode,
+            "next": {"terminated": done, "truncated": torch.zeros_like(done), "done": done},
+        },
+        [count],
+    )
+
+
+@pytest.fixture(scope="session")
+def rows() -> Callable[..., TensorDict]:
+    """``rows(lengths, start=0, open_=False)``: terminated episodes of these lengths."""
+    return _rows
+
+
+@pytest.fixture(scope="session")
+def sliced() -> Callable[..., ReplayBuffer]:
+    """``sliced(lengths_or_data, capacity=None, batch_size=None, seed=0, **sampler_options)``."""
+
+    def make(
+        data: Any = (),
+        capacity: int | None = None,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        ndim: int = 1,
+        **options: Any,
+    ) -> ReplayBuffer:
+        written = _rows(data) if isinstance(data, list) else data
+        room = capacity or max(len(written) if ndim == 1 else written.numel(), 1)
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(room, ndim=ndim),
+            sampler=SliceSampler(**options),
+            generator=torch.Generator().manual_seed(seed),
+            batch_size=batch_size,
+        )
+        if len(written):
+            buffer.extend(written)
+        return buffer
+
+    return make

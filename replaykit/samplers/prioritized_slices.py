@@ -1,0 +1,282 @@
+"""Runs of consecutive rows, of which the first is drawn by priority."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import WINDOWS, EpisodeIndex
+from replaykit.episodes.codes import GOES_ON
+from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.distinct_draws import drawn_distinct
+from replaykit.samplers.markers import SEQUENCE_ID, Markers
+from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.slice_arguments import (
+    Boundaries,
+    SliceSize,
+    checked_form,
+    checked_pad_value,
+    checked_span,
+    one_of,
+)
+from replaykit.samplers.slicing import Request, Slicing
+from replaykit.samplers.windows import Cut
+from replaykit.samplers.with_priorities import _REQUIRED, WithPriorities
+from replaykit.storages import Storage
+from replaykit.storages.indexing import unravel_index
+
+__all__ = ["PrioritizedSliceSampler"]
+
+_DRAWS = ("iid", "stratified", "without_replacement")
+_UNITS = ("step", "slice")
+
+
+class PrioritizedSliceSampler(WithPriorities):
+    """Draws windows of consecutive rows, each inside one episode, by the priority of their start.
+
+    A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``, the
+    sum over the rows with which a window may start: those from which on their episode has L rows
+    (fewer with ``strict_length=False``, a right span, or padding), and that have around them what
+    the buffer's transforms need. Priorities of other rows are kept, and count again as soon as
+    their rows can be starts. No draw changes a priority.
+
+    ``priority_weight`` of all rows of a window is that of its start, ``(v_i / min v) ** -beta``,
+    the smallest ``v`` over all stored rows; with ``weight_norm="batch"`` over the batch.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm,
+            device: as in ``PrioritizedSampler``.
+        num_slices, slice_len: one of them; a batch of B rows has ``L = slice_len`` or
+            ``B // num_slices``, and ``K = B // L`` windows.
+        end_key, end_keys, traj_key, ends, trajectories, truncated_key, strict_length, pad_output:
+            as in ``SliceSampler``.
+        span: windows may hang over the end of an episode and are then shorter. Over its start they
+            may not, since they start with the row that was drawn: a UserWarning, and it is off.
+        pad: None or "none": no padding; "right": windows may hang over the end and are padded.
+        short, align, pad_value: how they are padded, as in ``SliceSampler``.
+        unit: whose priorities ``update_tensordict_priority`` sets. "step": every row of a sample
+            has its own. "slice": the largest of a window's rows is that of its start; other rows
+            keep theirs. A sample then says what the start was, ``anchor_index`` and
+            ``anchor_generation``.
+        draw: "iid": independent draws. "stratified": one from each of K equal parts of the sum,
+            also said as ``stratified=True``. "without_replacement": no start twice in a batch, each
+            next one drawn from what is left.
+        allow_short: of draws without replacement: fewer windows where fewer have weight.
+        flat: ``False``: deliver ``[K, L]`` instead of ``[K * L]``.
+        cache_values, compile: no effect.
+        replacement: ``True``; see ``draw``.
+
+    A batch says of its rows what those of ``SliceSampler`` say, besides ``priority_weight`` and
+    ``index_generation``, with which updates that come too late are left out.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``PrioritizedSampler`` and ``SliceSampler`` do;
+            ``pad="left"`` or "both"; an unknown ``unit`` or ``draw``.
+
+    Cost: O(B + K log N), and O(c log N) for c rows written or updated since the last draw. With
+    another window length, other needs or another alpha, once O(N). 6 bytes a row more than a
+    PrioritizedSampler in float32.
+
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", equation 1 and section 3.4.
+
+    Example: slices from the beginnings of episodes alone; nothing else has a priority.
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
+        >>> sampler = PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=6, sampler=sampler)
+        >>> step = torch.arange(20) % 5
+        >>> rows = {"step": step, "td_error": (step == 0).float(), "next": {"done": step == 4}}
+        >>> _ = rb.extend(TensorDict(rows, [20]))
+        >>> rb.sample()["step"].tolist()
+        [0, 1, 2, 0, 1, 2]
+    """
+
+    kind = "prioritized_slice"
+    needs_write_order = True
+    draws_windows = True
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = _REQUIRED,
+        beta: float = _REQUIRED,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Any = None,
+        traj_key: Any = None,
+        ends: torch.Tensor | None = None,
+        trajectories: torch.Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        strict_length: bool = True,
+        pad_output: bool = False,
+        compile: Any = False,
+        span: Any = False,
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | int | None = None,
+        weight_norm: str = "global",
+        unit: str = "step",
+        draw: str = "iid",
+        stratified: bool = False,
+        allow_short: bool = False,
+        pad: str | None = None,
+        short: str | None = None,
+        align: str = "left",
+        pad_value: Any = 0,
+        flat: bool = True,
+        replacement: bool = True,
+    ) -> None:
+        self.draw = one_of("draw", draw, _DRAWS)
+        if stratified and draw == "without_replacement":
+            raise ValueError("expected stratified=True or draw='without_replacement', got both")
+        if allow_short and draw != "without_replacement":
+            raise ValueError(f"allow_short needs draw='without_replacement', got {draw!r}")
+        super().__init__(
+            max_capacity,
+            alpha,
+            beta,
+            eps,
+            dtype,
+            reduction,
+            max_priority_within_buffer,
+            device,
+            weight_norm=weight_norm,
+            stratified=stratified or draw == "stratified",
+            replacement=replacement,
+        )
+        self.unit = one_of("unit", unit, _UNITS)
+        self.allow_short = bool(allow_short)
+        left, right = checked_span(span)
+        if left:
+            warnings.warn(
+                "prioritized slices start with the row that was drawn, so that they cannot hang "
+                f"over the start of an episode: span={span!r} is taken as {(False, right)}",
+                UserWarning,
+                stacklevel=2,
+            )
+        if pad in ("left", "both"):
+            raise ValueError(
+                "expected pad as none or right, since prioritized slices start with the row that "
+                f"was drawn, got {pad!r}"
+            )
+        form = checked_form(
+            span=(False, right),
+            strict_length=strict_length,
+            pad_output=pad_output,
+            pad=pad,
+            short=short,
+            align=align,
+        )
+        boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
+        values = checked_pad_value(pad_value)
+        if pad is None and values != {(): 0}:
+            raise ValueError("pad_value= is for windows that are padded: it needs pad=")
+        markers = Markers(truncated_key, boundaries.rule.flags, None if pad is None else values)
+        size = SliceSize(num_slices, slice_len)
+        if allow_short and not flat and slice_len is None:
+            raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
+        self._slicing = Slicing(size, boundaries, form, markers, flat)
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Draws windows; returns the rows of all, one window after another, and what is known.
+
+        Raises:
+            NotEnoughData: no window is stored, or too few to draw without replacement.
+            RuntimeError: the priorities of all rows with which a window may start are 0, and eps;
+                slices do not fill the batch; records that are no TensorDicts; ``ends`` of other
+                rows than those stored. KeyError: no column to tell episodes by.
+        """
+        with storage.lock:
+            request, table, sums = self._prepare(storage, batch_size)
+            self._ran_out = False  # there is no pass; a flag that was set is over
+            if self.draw == "without_replacement":
+                start, value = drawn_distinct(table, sums, request.slices, self.generator)
+                if len(start) < request.slices and not self.allow_short:
+                    found = f"{len(start)} with weight to draw without replacement"
+                    raise self._slicing.refuse(request, self.needs, found)
+                weight = self._weights(table, value)
+            else:
+                start, weight, _ = self._drawn(storage, request.slices, table, sums)
+            cut = self._cut(request, start)
+            index, info = self._slicing.deliver(storage, request, cut)
+            window = info[SEQUENCE_ID]
+            info["priority_weight"] = weight.to(window.device)[window]
+            slots = index[:, 0] if storage.ndim > 1 else index
+            info["index_generation"] = storage.ledger.generations(slots)
+            if self.unit == "slice":
+                self._name_starts(storage, start.to(index.device), info)
+            return index, info
+
+    def _prepare(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[Request, PriorityTable, SumSegmentTree]:
+        """What is asked for, and what can be drawn; refuses what cannot be. Draws nothing."""
+        request = self._slicing.request(storage, batch_size, self.needs)
+        table, sums = self._eligible(storage, request.episodes, request.law)
+        # On a device it takes a wait to know a sum; what is stored is known here.
+        if table.device.type == "cpu" and sums.total > 0:
+            return request, table, sums
+        if not request.episodes.totals(request.law, WINDOWS).any():
+            raise self._slicing.refuse(request, self.needs)
+        if table.law.may_be_zero and not sums.total > 0:
+            raise self._all_zero("priority of a row with which a slice may start")
+        return request, table, sums
+
+    def _cut(self, request: Request, start: torch.Tensor) -> Cut:
+        """The rows of the windows that start with elements ``[K]``."""
+        index, window = request.episodes, request.window
+        time, lane = index.place(start.cpu().numpy())
+        if window.plain:
+            return Cut(lane, time, time + window.length)
+        _, last, code, _ = index.episodes_at(time, lane)
+        # Rows that are there for transforms only are in no window.
+        last = last - np.where(code == GOES_ON, request.law.open_future, 0)
+        return window.cut_from(time, last, lane)
+
+    @staticmethod
+    def _name_starts(storage: Storage, start: torch.Tensor, info: dict[Any, Any]) -> None:
+        """Adds which row was drawn for the window of every row."""
+        rows, lanes = start[info[SEQUENCE_ID]], storage.lanes
+        info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
+        slots = info["anchor_index"][:, 0] if lanes else rows
+        info["anchor_generation"] = storage.ledger.generations(slots)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        with storage.lock:
+            try:
+                request, table, sums = self._prepare(storage, batch_size)
+            except (RuntimeError, KeyError, ValueError):
+                return False
+            if self.draw != "without_replacement" or self.allow_short:
+                return True
+            return int((sums[: table.length] > 0).sum()) >= request.slices
+
+    def episodes(self, storage: Storage) -> EpisodeIndex:
+        return self._slicing.boundaries.index(storage)
+
+    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
+        return self._slicing.markers.complete(rows, info)
+
+    def shape_of(self, rows: int) -> tuple[int, ...] | None:
+        return self._slicing.shape_of(rows)
+
+    def attach(self, storage: Storage) -> None:
+        super().attach(storage)
+        self._slicing.boundaries.attach(storage)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._slicing.size!r}, alpha={self.alpha}, beta={self.beta}, "
+            f"eps={self.eps}, draw={self.draw!r}, unit={self.unit!r})"
+        )

@@ -1,0 +1,494 @@
+"""Windows around drawn rows: what the contract says, row by row, and against a model that scans."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PreviousStep,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+    Sequence,
+    SliceSampler,
+    TensorStorage,
+    Transition,
+)
+
+
+def rows(done: list[int], start: int = 0, **columns: Any) -> TensorDict:
+    count = len(done)
+    return TensorDict(
+        {
+            "step": torch.arange(start, start + count),
+            "next": {"done": torch.tensor(done, dtype=torch.bool)},
+            **columns,
+        },
+        batch_size=[count],
+    )
+
+
+def buffer(unit: Sequence, done: list[int], capacity: int = 0, **options: Any) -> ReplayBuffer:
+    made = ReplayBuffer(
+        storage=LazyTensorStorage(capacity or len(done)), sample_unit=unit, **options
+    )
+    made.extend(rows(done))
+    return made
+
+
+def expanded(rb: ReplayBuffer, anchors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    index, info = rb._sample_unit.expand(torch.tensor(anchors), {}, rb.storage)
+    return index.tolist(), {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in info.items()
+    }
+
+
+TWO = [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+"""Episodes in rows 0..3 and 4..9."""
+
+
+# -- the contract's own example -------------------------------------------------------------------
+
+
+def test_pad_in_the_middle() -> None:
+    rb = buffer(Sequence(length=3, burn_in=2, bootstrap=1), TWO)
+    index, info = expanded(rb, [5])
+    assert index == [4, 4, 5, 6, 7, 8]
+    assert info["learning_mask"] == [False, False, True, True, True, False]
+    assert info["validity_mask"] == [False, True, True, True, True, True]
+    assert info["anchor_index"] == [5] * 6
+    assert info["sequence_id"] == [0] * 6
+    assert info["step_in_sequence"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_pad_at_the_end() -> None:
+    index, info = expanded(buffer(Sequence(length=3, burn_in=2, bootstrap=1), TWO), [8])
+    assert index == [6, 7, 8, 9, 9, 9]
+    assert info["validity_mask"] == [True, True, True, True, False, False]
+
+
+def test_stop_moves_the_window_back() -> None:
+    unit = Sequence(length=3, burn_in=2, bootstrap=1, episode_boundary="stop")
+    index, info = expanded(buffer(unit, TWO), [8])
+    assert index == [4, 5, 6, 7, 8, 9]
+    assert info["validity_mask"] == [True] * 6
+    assert info["anchor_index"] == [8] * 6
+
+
+def test_stop_moves_the_anchor_at_most_to_the_episode_start() -> None:
+    unit = Sequence(length=6, burn_in=1, episode_boundary="stop")
+    index, info = expanded(buffer(unit, TWO), [2])
+    assert index == [0, 0, 1, 2, 3, 3, 3]
+    assert info["validity_mask"] == [False, True, True, True, True, False, False]
+    assert info["anchor_index"] == [2] * 7
+
+
+def test_include_reset_goes_on_to_the_write_seam() -> None:
+    unit = Sequence(length=4, burn_in=2, episode_boundary="include_reset")
+    index, info = expanded(buffer(unit, TWO), [3, 8, 0])
+    assert index == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 9, 9, 0, 0, 0, 1, 2, 3]
+    assert info["validity_mask"] == [True] * 10 + [False] * 4 + [True] * 4
+
+
+def test_dilation() -> None:
+    unit = Sequence(length=2, burn_in=1, bootstrap=1, dilation=2)
+    index, info = expanded(buffer(unit, TWO), [6])
+    assert index == [4, 6, 8, 9]
+    assert info["validity_mask"] == [True, True, True, False]
+
+
+def test_a_batch() -> None:
+    rb = buffer(Sequence(2, bootstrap=1), TWO, batch_size=4)
+    data, info = rb.sample(return_info=True)
+    assert data.batch_size == (12,)
+    assert torch.equal(data["step"], data["index"])
+    assert torch.equal(data["sequence_id"], torch.arange(4).repeat_interleave(3))
+    assert torch.equal(data["step_in_sequence"], torch.arange(3).repeat(4))
+    assert torch.equal(data["learning_mask"], torch.tensor([True, True, False]).repeat(4))
+    assert "index_generation" not in info
+    assert "anchor_generation" not in info
+
+
+# -- a model that scans ---------------------------------------------------------------------------
+
+
+class Lane:
+    """The rows of one lane in write order, and where an episode of it ends."""
+
+    def __init__(self) -> None:
+        self.done: list[bool] = []
+        self.ids: list[int] = []
+        self.slots = 1
+
+    def first(self) -> int:
+        return max(0, len(self.done) - self.slots)
+
+    def ends(self, row: int, key: str) -> bool:
+        if row == len(self.done) - 1:
+            return True
+        if key == "none":
+            return False
+        return self.done[row] or self.ids[row] != self.ids[row + 1]
+
+    def around(self, row: int, key: str) -> tuple[int, int]:
+        low = high = row
+        while low > self.first() and not self.ends(low - 1, key):
+            low -= 1
+        while not self.ends(high, key):
+            high += 1
+        return low, high
+
+    def window(self, anchor: int, unit: Sequence, key: str) -> tuple[list[int], list[bool]]:
+        across = unit.episode_boundary == "include_reset" or key == "none"
+        low, high = self.around(anchor, "none" if across else key)
+        offsets = [unit.dilation * (s - unit.burn_in) for s in range(unit.width)]
+        if unit.episode_boundary == "stop":
+            while anchor > low and anchor + offsets[-1] > high:
+                anchor -= 1
+        wanted = [anchor + offset for offset in offsets]
+        return (
+            [min(max(row, low), high) for row in wanted],
+            [low <= row <= high for row in wanted],
+        )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    writes=st.lists(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 2)), min_size=1, max_size=9),
+        min_size=1,
+        max_size=6,
+    ),
+    slots=st.integers(1, 14),
+    lanes=st.integers(1, 3),
+    boundary=st.sampled_from(["pad", "stop", "include_reset"]),
+    key=st.sampled_from(["default", "other", "none"]),
+    sizes=st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)),
+)
+def test_it_agrees_with_a_scan(
+    writes: Any, slots: int, lanes: int, boundary: str, key: str, sizes: Any
+) -> None:
+    length, burn_in, bootstrap, dilation = sizes
+    done_key = {"default": ("next", "done"), "other": ("over",), "none": None}[key]
+    unit = Sequence(length, boundary, done_key, burn_in, bootstrap, dilation)
+    ndim = 1 if lanes == 1 else 2
+    rb = ReplayBuffer(storage=LazyTensorStorage(slots * lanes, ndim=ndim), sample_unit=unit)
+    streams = [Lane() for _ in range(lanes)]
+    for number, written in enumerate(writes):
+        parts = []
+        for lane, stream in enumerate(streams):
+            # Lanes have the same pattern, each a little later.
+            turned = written[lane % len(written) :] + written[: lane % len(written)]
+            stream.done += [flag for flag, _ in turned]
+            stream.ids += [one for _, one in turned]
+            stream.slots = slots
+            flags = torch.tensor([flag for flag, _ in turned])
+            parts.append(
+                TensorDict(
+                    {
+                        "step": torch.arange(len(stream.done) - len(turned), len(stream.done)),
+                        "episode": torch.tensor([one for _, one in turned]),
+                        "over": flags if key == "other" else ~flags,
+                        "next": {"truncated": ~flags if key == "other" else flags},
+                    },
+                    batch_size=[len(turned)],
+                )
+            )
+        rb.extend(parts[0] if lanes == 1 else torch.stack(parts))
+        if number % 2 and number < len(writes) - 1:
+            continue
+        cells = [(row, lane) for lane in range(lanes) for row in _stored(streams[lane])]
+        at = [[row % slots, lane] if lanes > 1 else row % slots for row, lane in cells]
+        index, info = unit.expand(torch.tensor(at), {}, rb.storage)
+        assert info["anchor_index"].tolist() == [one for one in at for _ in range(unit.width)]
+        step = rb.storage.get(tuple(index.T) if lanes > 1 else index)["step"]
+        step = step.reshape(len(cells), unit.width).tolist()
+        valid = info["validity_mask"].reshape(len(cells), unit.width).tolist()
+        for place, (row, lane) in enumerate(cells):
+            assert (step[place], valid[place]) == streams[lane].window(row, unit, key)
+        if lanes > 1:
+            assert torch.equal(
+                index[:, 1], torch.tensor([lane for _, lane in cells]).repeat_interleave(unit.width)
+            )
+
+
+def _stored(lane: Lane) -> range:
+    return range(lane.first(), len(lane.done))
+
+
+# -- with other parts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_storages(storage: Any) -> None:
+    rb = ReplayBuffer(storage=storage(10), sample_unit=Sequence(3))
+    rb.extend(rows(TWO))
+    data = rb.sample(16)
+    window = data["step"].reshape(16, 3)
+    valid = data["validity_mask"].reshape(16, 3)
+    assert valid[:, 0].all()
+    assert ((window[:, 1:] - window[:, :-1]) == valid[:, 1:].long()).all()
+
+
+def test_what_a_sampler_tells_is_repeated() -> None:
+    class Telling(RandomSampler):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            index = torch.tensor([3, 8])
+            return index, {"score": torch.tensor([[1.0], [2.0]]), "temperature": torch.tensor(0.5)}
+
+    rb = buffer(Sequence(2), TWO, sampler=Telling())
+    _, info = rb.sample(2, return_info=True)
+    assert info["score"].tolist() == [[1.0], [1.0], [2.0], [2.0]]
+    assert info["temperature"] == 0.5
+
+
+def test_generations() -> None:
+    from replaykit import RoundRobinWriter
+
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(4),
+        sample_unit=Sequence(2),
+        writer=RoundRobinWriter(track_generations=True),
+    )
+    rb.extend(rows([0, 0, 0, 0]))
+    rb.extend(rows([0, 0], start=4))
+    data = rb.sample(64)
+    now = rb.writer.generations_of(torch.arange(4))
+    assert now.tolist() == [1, 1, 0, 0]
+    assert torch.equal(data["index_generation"], now[data["index"]])
+    assert torch.equal(data["anchor_generation"], now[data["anchor_index"]])
+
+
+def test_with_transforms_that_read_around() -> None:
+    rb = buffer(Sequence(3, burn_in=1), TWO, transform=PreviousStep(["step"], init=-1))
+    data = rb.sample(50)
+    step = data["step"]
+    first = (step == 0) | (step == 4)
+    valid = data["validity_mask"]
+    before = torch.where(first, -1, step - 1)
+    assert torch.equal(data["previous_step"].reshape(-1)[valid], before[valid])
+
+
+def test_prefetch_and_seeds() -> None:
+    def draws(prefetch: int | None) -> list[Any]:
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(10),
+            sample_unit=Sequence(3, burn_in=1),
+            batch_size=4,
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(3),
+        )
+        rb.extend(rows(TWO))
+        found = [rb.sample()["step"].tolist() for _ in range(5)]
+        rb.shutdown()
+        return found
+
+    assert draws(None) == draws(3) == draws(None)
+
+
+def test_an_index_of_another_key_follows_writes() -> None:
+    unit = Sequence(3, done_key="over")
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sample_unit=unit)
+    rb.extend(rows([0] * 4, over=torch.tensor([0, 1, 0, 0])))
+    assert expanded(rb, [0, 2])[0] == [0, 1, 1, 2, 3, 3]
+    rb.extend(rows([0] * 2, start=4, over=torch.tensor([1, 0])))
+    assert expanded(rb, [2, 4])[0] == [2, 3, 4, 4, 4, 4]
+    rb.set_at_("over", torch.tensor([1]), torch.tensor([3]))
+    assert expanded(rb, [2])[0] == [2, 3, 3]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_copies(copied: Any) -> None:
+    rb = buffer(Sequence(3, done_key=None), TWO)
+    rb.sample(2)
+    other = copied(rb)
+    assert expanded(other, [2])[0] == [2, 3, 4]
+
+
+def test_after_loading_no_window_crosses_the_restart(tmp_path: Any) -> None:
+    rb = buffer(Sequence(3), [0, 0, 0], capacity=6)
+    rb.dumps(tmp_path / "saved")
+    other = ReplayBuffer(storage=LazyTensorStorage(6), sample_unit=Sequence(3))
+    other.loads(tmp_path / "saved")
+    other.extend(rows([0, 0], start=3))
+    assert expanded(other, [1, 3])[0] == [1, 2, 2, 3, 4, 4]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"length": 0}, ValueError),
+        ({"length": 2, "burn_in": -1}, ValueError),
+        ({"length": 2, "bootstrap": -1}, ValueError),
+        ({"length": 2, "dilation": 0}, ValueError),
+        ({"length": 2, "episode_boundary": "wrap"}, ValueError),
+        ({"length": 2.0}, TypeError),
+        ({"length": True}, TypeError),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=list(options)[-1]):
+        Sequence(**options)
+
+
+def test_other_content_is_refused() -> None:
+    with pytest.raises(TypeError, match="ListStorage"):
+        ReplayBuffer(storage=ListStorage(4), sample_unit=Sequence(2))
+    with pytest.raises(TypeError, match="tensor"):
+        ReplayBuffer(storage=TensorStorage(torch.zeros(4)), sample_unit=Sequence(2))
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=Sequence(2))
+    rb.extend(torch.zeros(3))
+    with pytest.raises(TypeError, match="TensorDicts"):
+        rb.sample(1)
+
+
+def test_setters_keep_the_old_part() -> None:
+    def windows() -> SliceSampler:
+        return SliceSampler(slice_len=2)
+
+    with pytest.raises(ValueError, match="SliceSampler"):
+        buffer(Sequence(2), TWO, sampler=windows())
+    rb = buffer(Sequence(2), TWO)
+    before: tuple[Sampler, Any] = rb.sampler, rb.storage
+    with pytest.raises(ValueError, match="SliceSampler"):
+        rb.set_sampler(windows())
+    with pytest.raises(TypeError, match="ListStorage"):
+        rb.set_storage(ListStorage(3))
+    assert (rb.sampler, rb.storage) == before
+    assert rb.sample(2).batch_size == (4,)
+    other = ReplayBuffer(sampler=windows(), sample_unit=Transition())
+    assert other.sampler.draws_windows
+
+
+def test_a_missing_done_key() -> None:
+    rb = buffer(Sequence(2, done_key=("next", "over")), TWO)
+    with pytest.raises(KeyError, match="over"):
+        rb.sample(2)
+
+
+# -- priorities -----------------------------------------------------------------------------------
+
+
+def prioritized(unit: Sequence, **options: Any) -> ReplayBuffer:
+    return buffer(
+        unit,
+        TWO,
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
+
+
+def test_anchors_are_drawn_by_priority(follows: Any) -> None:
+    rb = prioritized(Sequence(2, burn_in=1))
+    rb.update_priority(torch.arange(10), torch.arange(10.0))
+    data = rb.sample(20_000)
+    anchors = data["anchor_index"].reshape(-1, 3)[:, 0]
+    law = torch.arange(10, dtype=torch.float64)
+    assert follows(anchors, law / law.sum())
+    assert torch.equal(data["priority_weight"], 1 / data["anchor_index"].float())
+
+
+def test_an_anchor_gets_the_largest_of_its_valid_rows() -> None:
+    rb = prioritized(Sequence(3, burn_in=1))
+    data = rb.sample(30)
+    shape = (30, 4)
+    anchors = data["anchor_index"].reshape(shape)[:, 0]
+    data["td_error"] = torch.rand(120, generator=torch.Generator().manual_seed(1))
+    data["td_error"][~data["validity_mask"]] = float("nan")
+    rb.update_tensordict_priority(data)
+    now = rb.sampler.state_dict()["_priorities"]
+    for row in range(10):
+        windows = (data["anchor_index"] == row) & data["validity_mask"]
+        expected = data["td_error"][windows].max() if windows.any() else torch.tensor(1.0)
+        assert now[row] == expected
+    assert len(anchors.unique()) < 30  # several windows of one anchor were among them
+
+
+@pytest.mark.parametrize("shape", [(120, 1), (120, 2, 3), (30, 4), (30, 4, 1)])
+def test_shapes_of_priorities(shape: tuple[int, ...]) -> None:
+    rb = prioritized(Sequence(3, burn_in=1))
+    data = rb.sample(30)
+    value = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    if shape[0] == 30:
+        data = data.reshape(30, 4)
+    data["td_error"] = value
+    rb.update_tensordict_priority(data)
+    flat = value.reshape(120, -1).amax(1)
+    data = data.reshape(-1)
+    flat[~data["validity_mask"]] = 0
+    now = rb.sampler.state_dict()["_priorities"]
+    for row in data["anchor_index"].unique().tolist():
+        assert now[row] == flat[data["anchor_index"] == row].max()
+
+
+def test_part_of_a_sample_in_any_order() -> None:
+    rb = prioritized(Sequence(3))
+    data = rb.sample(20)
+    data["td_error"] = torch.rand(60, generator=torch.Generator().manual_seed(1))
+    some = data[torch.randperm(60, generator=torch.Generator().manual_seed(2))[:40]]
+    rb.update_tensordict_priority(some)
+    now = rb.sampler.state_dict()["_priorities"]
+    for row in some["anchor_index"].unique().tolist():
+        chosen = (some["anchor_index"] == row) & some["validity_mask"]
+        assert now[row] == (some["td_error"][chosen].max() if chosen.any() else 1.0)
+
+
+def test_an_anchor_that_was_overwritten_keeps_the_new_priority() -> None:
+    rb = prioritized(Sequence(3))
+    data = rb.sample(40)
+    rb.extend(rows([0, 0, 0], start=10))  # slots 0..2
+    data["td_error"] = torch.full((120,), 7.0)
+    rb.update_tensordict_priority(data)
+    now = rb.sampler.state_dict()["_priorities"]
+    drawn = data["anchor_index"].unique()
+    assert (now[:3] == 1.0).all()
+    assert (now[drawn[drawn > 2]] == 7.0).all()
+    assert rb.sampler.dropped_updates == (drawn < 3).sum()
+
+
+def test_lanes_have_priorities_of_their_own() -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
+        sample_unit=Sequence(2),
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb.extend(torch.stack([rows([0, 0, 1, 0, 0, 0]), rows([0] * 6, start=100)]))
+    data = rb.sample(64)
+    assert data["anchor_index"].shape == (128, 2)
+    data["td_error"] = data["step"].float()
+    rb.update_tensordict_priority(data)
+    now = rb.sampler.state_dict()["_priorities"].reshape(6, 2)
+    assert now[:, 0].tolist() == [1, 2, 2, 4, 5, 5]
+    assert now[:, 1].tolist() == [101, 102, 103, 104, 105, 105]
+
+
+def test_missing_entries() -> None:
+    rb = prioritized(Sequence(3))
+    data = rb.sample(2)
+    with pytest.raises(KeyError, match="td_error"):
+        rb.update_tensordict_priority(data)
+    data["td_error"] = torch.zeros(6)
+    with pytest.raises(KeyError, match="validity_mask"):
+        rb.update_tensordict_priority(data.exclude("validity_mask"))
+    data["td_error"][0] = -1
+    with pytest.raises(ValueError, match="not negative"):
+        rb.update_tensordict_priority(data)
+    assert (rb.sampler.state_dict()["_priorities"] == 1).all()

@@ -1,0 +1,233 @@
+"""Windows from the oldest on, batch after batch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
+
+Make = Callable[..., ReplayBuffer]
+
+
+def _firsts(rb: ReplayBuffer, slices: int, length: int) -> list[int]:
+    batch = rb.sample(slices * length)
+    return batch["t"].reshape(slices, length)[:, 0].tolist()
+
+
+def test_oldest_first_and_on_where_the_last_batch_ended(sliced: Make) -> None:
+    """Not overlapping, the remainder is skipped, after the newest comes the oldest."""
+    rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
+    assert _firsts(rb, 2, 3) == [0, 3]
+    assert _firsts(rb, 2, 3) == [6, 9]
+    assert rb.sampler.pass_index == 0
+    assert _firsts(rb, 3, 3) == [14, 0, 3]
+    assert rb.sampler.pass_index == 1
+    assert _firsts(rb, 11, 3) == [6, 9, 14, 0, 3, 6, 9, 14, 0, 3, 6]
+    assert rb.sampler.pass_index == 3
+    assert not rb.sampler.ran_out
+
+
+@pytest.mark.parametrize(
+    ("stride", "every"), [(1, [0, 3, 4, 5, 6, 7]), (2, [0, 3, 5, 7]), (3, [0, 3, 6]), (9, [0, 3])]
+)
+def test_other_strides(stride: int, every: list[int], sliced: Make) -> None:
+    rb = sliced([3, 7], slice_len=3, draw="sequential", stride=stride)
+    assert _firsts(rb, 2 * len(every), 3) == every * 2
+
+
+def test_the_remainder_padded(sliced: Make) -> None:
+    rb = sliced([4, 2], slice_len=3, draw="sequential", pad="right", pad_value=-1)
+    batch = rb.sample(9)
+    assert batch["t"].tolist() == [0, 1, 2, 3, -1, -1, 4, 5, -1]
+    assert batch["collector", "mask"].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_short_episodes_come_whole(sliced: Make) -> None:
+    rb = sliced([2, 5, 1], slice_len=3, draw="sequential", strict_length=False)
+    assert rb.sample(9)["t"].tolist() == [0, 1, 2, 3, 4, 7]
+    assert rb.sample(3)["t"].tolist() == [0, 1]
+
+
+def test_the_place_is_kept_through_writes(sliced: Make, rows: Callable[..., Any]) -> None:
+    rb = sliced([4, 4], 12, slice_len=2, draw="sequential")
+    assert _firsts(rb, 2, 2) == [0, 2]
+    rb.extend(rows([4], start=8))  # an episode that comes is visited in this pass
+    assert _firsts(rb, 2, 2) == [4, 6]
+    assert _firsts(rb, 1, 2) == [8]
+    rb.extend(rows([4, 2], start=12))  # rows 0..5 are gone; the episode of 4..7 has lost its head
+    assert _firsts(rb, 4, 2) == [10, 12, 14, 16]
+    assert rb.sampler.pass_index == 0
+    assert _firsts(rb, 2, 2) == [6, 8]
+    assert rb.sampler.pass_index == 1
+    rb.extend(rows([10], start=18))  # where it was is gone: on with what came next
+    assert _firsts(rb, 2, 2) == [16, 18]
+
+
+def test_rows_that_are_gone_are_skipped_inside_an_episode(
+    sliced: Make, rows: Callable[..., Any]
+) -> None:
+    data = rows([40], open_=True)
+    rb = sliced(data[:10], 10, slice_len=2, draw="sequential")
+    assert _firsts(rb, 2, 2) == [0, 2]
+    rb.extend(data[10:17])  # 7..16 are stored; the grid of the episode stays
+    assert _firsts(rb, 3, 2) == [8, 10, 12]
+
+
+def test_lanes_by_the_age_of_their_episodes(sliced: Make, rows: Callable[..., Any]) -> None:
+    data = torch.stack([rows([4, 2, 4]), rows([2, 6, 2], start=100)], 0)
+    rb = sliced(data, slice_len=2, ndim=2, draw="sequential")
+    every = [0, 2, 100, 102, 104, 106, 4, 6, 8, 108]
+    assert _firsts(rb, 3, 2) == every[:3]
+    assert _firsts(rb, 7, 2) == every[3:]
+    assert _firsts(rb, 4, 2) == every[:4]
+
+
+def test_after_empty_it_begins_anew(sliced: Make, rows: Callable[..., Any]) -> None:
+    rb = sliced([6], 10, slice_len=2, draw="sequential")
+    assert _firsts(rb, 2, 2) == [0, 2]
+    rb.empty()
+    rb.extend(rows([6], start=50))
+    assert _firsts(rb, 2, 2) == [50, 52]
+
+
+@pytest.mark.parametrize("way", ["dumps", "state_dict", "pickle", "smaller"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_saved_buffer_goes_on(
+    way: str, prefetch: int, tmp_path: Any, sliced: Make, rows: Callable[..., Any]
+) -> None:
+    def make(capacity: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(capacity),
+            sampler=SliceSampler(slice_len=2, draw="sequential"),
+            batch_size=4,
+            prefetch=prefetch,
+        )
+
+    rb = make(12)
+    rb.extend(rows([6, 6, 6], start=0))  # 6..17 are stored
+    assert rb.sample()["t"].tolist() == [6, 7, 8, 9]
+    if way == "pickle":
+        other = pickle.loads(pickle.dumps(rb))
+    else:
+        other = make(8 if way == "smaller" else 12)
+        if way == "dumps":
+            rb.dumps(tmp_path / "saved")
+            other.loads(tmp_path / "saved")
+        elif way == "state_dict":
+            other.load_state_dict(rb.state_dict())
+        else:
+            with pytest.warns(UserWarning, match="rows"):
+                other.load_state_dict(rb.state_dict())
+    for buffer in (rb, other):
+        assert buffer.sample()["t"].tolist() == [10, 11, 12, 13]
+        assert buffer.sample()["t"].tolist()[:2] == [14, 15]
+        buffer.shutdown()
+
+
+def test_a_place_that_was_loaded_and_overwritten(sliced: Make, rows: Callable[..., Any]) -> None:
+    rb = sliced([6, 6], 12, slice_len=2, draw="sequential")
+    assert _firsts(rb, 2, 2) == [0, 2]
+    other = sliced((), 12, slice_len=2, draw="sequential")
+    other.load_state_dict(rb.state_dict())
+    other.extend(rows([4], start=12))
+    assert _firsts(other, 2, 2) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    "change", [{"element": "3"}, {"include": 1}, {"pass_index": None}, {"element": -2}]
+)
+def test_a_state_that_is_none(change: dict[str, Any], sliced: Make) -> None:
+    rb = sliced([6], slice_len=2, draw="sequential")
+    rb.sample(2)
+    state = {**rb.sampler.state_dict(), **change}
+    with pytest.raises(ValueError, match="place of a sequential draw"):
+        rb.sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match="expected the state of a 'slice_sequential'"):
+        rb.sampler.load_state_dict(SliceSampler(slice_len=2).state_dict())
+    assert _firsts(rb, 1, 2) == [2]
+
+
+def test_draws_that_are_given_back_come_again(sliced: Make) -> None:
+    rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
+    sampler, storage = rb.sampler, rb.storage
+    first = sampler.sample(storage, 6)[0]
+    second = sampler.sample(storage, 12)[0]
+    assert sampler.pass_index == 1
+    sampler.put_back([second], storage)
+    assert sampler.pass_index == 0
+    assert torch.equal(sampler.sample(storage, 12)[0], second)
+    sampler.put_back([first.clone()], storage)  # of a draw that it does not remember
+    assert torch.equal(sampler.sample(storage, 6)[0], first)
+
+    def broken(data: Any) -> Any:
+        raise ArithmeticError
+
+    rb.append_transform(broken)
+    with pytest.raises(ArithmeticError):
+        rb.sample(3)
+    assert sampler.sample(storage, 6)[0].reshape(2, 3)[0].tolist() == second.tolist()[:3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    slots=st.integers(3, 12),
+    lanes=st.sampled_from([1, 3]),
+    length=st.integers(1, 3),
+    stride=st.integers(1, 4),
+    history=st.lists(
+        st.one_of(st.integers(1, 6), st.lists(st.booleans(), min_size=3, max_size=3)), max_size=40
+    ),
+)
+def test_a_pass_has_every_window_of_the_grid_once(
+    slots: int, lanes: int, length: int, stride: int, history: list[Any]
+) -> None:
+    """Against a model: all windows by (age of the episode, lane, time); the next is the least one
+    above the last one drawn, or the least of all."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(slots * lanes, ndim=1 if lanes == 1 else 2),
+        sampler=SliceSampler(slice_len=length, stride=stride, draw="sequential"),
+    )
+    begin, clock, last = [0] * lanes, 0, None
+    stored: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]  # time, its episode's begin
+    for step in history:
+        if isinstance(step, list):
+            ends = step[:lanes]
+            for lane in range(lanes):
+                stored[lane].append((clock, begin[lane]))
+                del stored[lane][:-slots]
+                begin[lane] = clock + 1 if ends[lane] else begin[lane]
+            clock += 1
+            t = torch.tensor([[(clock - 1) * lanes + lane] for lane in range(lanes)])
+            done = torch.tensor(ends).reshape(lanes, 1)
+            data = TensorDict({"t": t, "next": {"done": done}}, [lanes, 1])
+            rb.extend(data if lanes > 1 else data[0])
+            continue
+        grid = []
+        for lane in range(lanes):
+            times = dict(stored[lane])
+            for time, age in times.items():
+                fits = all(times.get(time + i) == age for i in range(length))
+                if fits and (time - age) % stride == 0:
+                    grid.append((age, lane, time))
+        grid.sort()
+        assert rb.can_sample(length) == any(
+            all(dict(lane).get(time + i) == age for i in range(length))
+            for lane in stored
+            for time, age in lane
+        )
+        if not grid:
+            continue
+        expected = []
+        for _ in range(step):
+            later = [one for one in grid if last is not None and one > last]
+            last = (later or grid)[0]
+            expected.append(last[2] * lanes + last[1])
+        assert _firsts(rb, step, length) == expected

@@ -1,0 +1,188 @@
+"""One slice of every episode, before any gives another."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+
+
+def _buffer(
+    data: Any, batch_size: int, capacity: int | None = None, prefetch: int = 0, **options: Any
+) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(capacity or len(data)),
+        sampler=SliceSamplerWithoutReplacement(**options),
+        batch_size=batch_size,
+        prefetch=prefetch,
+        generator=torch.Generator().manual_seed(0),
+    )
+    if data is not None:
+        rb.extend(data)
+    return rb
+
+
+def _episodes(batch: Any, length: int) -> list[int]:
+    return batch["e"].reshape(-1, length)[:, 0].tolist()
+
+
+def test_a_pass_has_one_slice_of_every_episode(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([5] * 4), 6, slice_len=2)
+    for _ in range(20):
+        batches = list(rb)
+        assert [len(batch) for batch in batches] == [6, 2]
+        drawn = [e for batch in batches for e in _episodes(batch, 2)]
+        assert sorted(drawn) == [0, 1, 2, 3]
+    assert rb.sampler.ran_out
+
+
+def test_orders_and_starts_are_uniform(
+    rows: Callable[..., Any], follows: Callable[..., bool]
+) -> None:
+    rb = _buffer(rows([3, 5, 2]), 6, slice_len=2)
+    firsts, starts = [], []
+    for _ in range(3000):
+        batch = rb.sample()
+        firsts.append(_episodes(batch, 2)[0])
+        t, e = batch["t"].reshape(-1, 2)[:, 0], batch["e"].reshape(-1, 2)[:, 0]
+        starts.append(int(t[e == 1]) - 3)
+    assert follows(torch.tensor(firsts), torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert follows(torch.tensor(starts), torch.full((4,), 1 / 4, dtype=torch.float64))
+
+
+def test_written_order_on_request(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([5, 2, 3, 4, 5]), 6, slice_len=3, shuffle=False)
+    assert [_episodes(batch, 3) for batch in rb] == [[0, 2], [3, 4]]
+    assert [_episodes(batch, 3) for batch in rb] == [[0, 2], [3, 4]]
+
+
+def test_more_slices_than_episodes(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([5, 2, 3]), 30, num_slices=10)
+    assert _episodes(rb.sample(), 3) in ([0, 2], [2, 0])
+    assert rb.sampler.ran_out
+    rb = _buffer(rows([5, 2, 3]), 30, num_slices=10, strict_length=False)
+    assert sorted(rb.sample()["sequence_id"].bincount().tolist()) == [2, 3, 3]
+
+
+def test_a_short_tail_can_be_left_out(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([5] * 5), 4, slice_len=2, drop_last=True)
+    for _ in range(10):
+        batches = list(rb)
+        assert [len(batch) for batch in batches] == [4, 4]
+        assert len({e for batch in batches for e in _episodes(batch, 2)}) == 4
+    with pytest.raises(ValueError, match="at most 5 slices with drop_last"):
+        rb.sample(12)
+    assert not rb.can_sample(12)
+    assert rb.can_sample(10)
+    with pytest.raises(ValueError, match="batch_size"):
+        ReplayBuffer(sampler=SliceSamplerWithoutReplacement(slice_len=2, drop_last=True))
+
+
+def test_a_write_begins_a_pass(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([2] * 4), 4, 8, slice_len=2, shuffle=False)
+    assert rb.sample()["t"].tolist() == [0, 1, 2, 3]
+    rb.extend(rows([2], start=8))
+    assert rb.sample()["t"].tolist() == [2, 3, 4, 5]
+    rb.set_at_(("next", "done"), torch.tensor([[False]]), torch.tensor([3]))
+    rb.set_at_(("next", "terminated"), torch.tensor([[False]]), torch.tensor([3]))
+    assert sum(len(rb.sample()) for _ in range(2)) == 6
+
+
+@pytest.mark.parametrize("way", ["dumps", "state_dict", "pickle", "larger"])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_saved_pass_goes_on(
+    way: str, prefetch: int, tmp_path: Any, rows: Callable[..., Any]
+) -> None:
+    """No episode is lost or comes twice."""
+    rb = _buffer(rows([3] * 9), 4, 27, prefetch, slice_len=2)
+    seen = _episodes(rb.sample(), 2)
+    if way == "pickle":
+        other = pickle.loads(pickle.dumps(rb))
+    else:
+        other = _buffer(None, 4, 40 if way == "larger" else 27, prefetch, slice_len=2)
+        if way == "dumps":
+            rb.dumps(tmp_path / "saved")
+            other.loads(tmp_path / "saved")
+        else:
+            other.load_state_dict(rb.state_dict())
+    for buffer in (rb, other):
+        rest = [_episodes(buffer.sample(), 2) for _ in range(4)]
+        assert [len(part) for part in rest] == [2, 2, 2, 1]
+        assert sorted([*seen, *itertools.chain(*rest)]) == list(range(9))
+        assert buffer.sampler.ran_out
+        buffer.shutdown()
+
+
+def test_a_smaller_buffer_begins_a_pass(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([3] * 4), 4, slice_len=2, shuffle=False)
+    rb.sample()
+    other = _buffer(None, 4, 7, slice_len=2, shuffle=False)
+    with pytest.warns(UserWarning, match="rows"):
+        other.load_state_dict(rb.state_dict())
+    assert [_episodes(batch, 2) for batch in other] == [[2, 3]]
+
+
+def test_draws_that_are_given_back_come_again(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([3, 1, 4, 2, 5, 2]), 4, slice_len=2)
+    sampler, storage = rb.sampler, rb.storage
+    drawn = [sampler.sample(storage, 4)[0] for _ in range(3)]
+    assert sampler.ran_out
+    sampler.put_back(drawn[1:], storage)
+    episode = rb["e"]
+    again = [sampler.sample(storage, 4)[0] for _ in range(2)]
+    for one, other in zip(drawn[1:], again, strict=True):
+        assert episode[one].tolist() == episode[other].tolist()
+    assert sampler.ran_out
+
+
+def test_lanes(rows: Callable[..., Any]) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20, ndim=2),
+        sampler=SliceSamplerWithoutReplacement(slice_len=2, shuffle=False),
+        batch_size=8,
+    )
+    rb.extend(torch.stack([rows([4, 6]), rows([5, 1, 4], start=100)], 0))
+    batch = rb.sample()
+    assert _episodes(batch, 2) == [0, 1, 0, 2]
+    assert batch["index"][:, 1].tolist() == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_remaining": torch.tensor([9])},
+        {"_remaining": [0]},
+        {"_returned": torch.tensor([0.5])},
+        {"_episodes": -1},
+        {"_length": "2"},
+        {"_ran_out": None},
+    ],
+)
+def test_a_state_that_is_none(change: dict[str, Any], rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([3] * 4), 4, slice_len=2)
+    rb.sample()
+    state = {**rb.sampler.state_dict(), **change}
+    before = rb.sampler.state_dict()
+    with pytest.raises(ValueError, match="expected"):
+        rb.sampler.load_state_dict(state)
+    assert torch.equal(rb.sampler.state_dict()["_remaining"], before["_remaining"])
+
+
+def test_a_seed_repeats_a_pass(rows: Callable[..., Any]) -> None:
+    one, other = (_buffer(rows([4] * 6), 4, slice_len=2) for _ in range(2))
+    before = torch.get_rng_state()
+    assert [b["index"].tolist() for b in one] == [b["index"].tolist() for b in other]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_there_is_is_said(rows: Callable[..., Any]) -> None:
+    rb = _buffer(rows([3, 2]), 4, slice_len=4)
+    with pytest.raises(RuntimeError, match="5 rows are stored, and the longest episode has 3"):
+        rb.sample()
+    assert not rb.can_sample()

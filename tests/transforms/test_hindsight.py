@@ -1,0 +1,547 @@
+"""Hindsight goals against a model that scans, and against laws."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    Compose,
+    HindsightGoal,
+    HistoryTransform,
+    LazyTensorStorage,
+    NStep,
+    ReplayBuffer,
+    RewardScale,
+    SampleUnit,
+    SliceSampler,
+    Transition,
+)
+from replaykit.episodes import Needs
+from replaykit.transforms.history import Around, Surroundings
+
+SMALLEST_P = 1e-4
+
+
+def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Upper tail of the statistic, by Wilson and Hilferty's cube root."""
+    free = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    z = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def rows_of(ends: list[bool], start: int = 0) -> TensorDict:
+    """Row i achieves (i, 1) and its next one (i + 0.5, 1); it wants (-1, -1)."""
+    count = len(ends)
+    number = torch.arange(start, start + count, dtype=torch.float32)
+    achieved = torch.stack([number, torch.ones(count)], 1)
+    wanted = torch.full((count, 2), -1.0)
+    end = torch.tensor(ends, dtype=torch.bool).reshape(count, 1)
+    return TensorDict(
+        {
+            "row": torch.arange(start, start + count),
+            "achieved_goal": achieved,
+            "desired_goal": wanted,
+            "next": {
+                "achieved_goal": achieved + torch.tensor([0.5, 0.0]),
+                "desired_goal": wanted.clone(),
+                "reward": torch.full((count, 1), -7.0),
+                "terminated": end,
+                "truncated": torch.zeros_like(end),
+                "done": end.clone(),
+            },
+        },
+        [count],
+    )
+
+
+def ends_every(length: int, count: int) -> list[bool]:
+    return [row % length == length - 1 for row in range(count)]
+
+
+def told_by(batch: TensorDict) -> torch.Tensor:
+    """The rows whose achieved goal became the goal; -1 where that was not changed."""
+    goal = batch["desired_goal"][:, 0]
+    return torch.where(goal < 0, -1.0, goal - 0.5).to(torch.int64)
+
+
+def buffer_of(transform: Any, ends: list[bool], capacity: int = 100, **others: Any) -> ReplayBuffer:
+    others.setdefault("generator", torch.Generator().manual_seed(0))
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(capacity), transform=transform, batch_size=64, **others
+    )
+    rb.extend(rows_of(ends))
+    return rb
+
+
+class Windows(SampleUnit):
+    """Windows of so many rows, across episodes too, the first ``pad`` rows of each padded."""
+
+    def __init__(self, length: int, pad: int = 0) -> None:
+        self.length, self.pad = length, pad
+
+    def expand(
+        self, index: torch.Tensor, info: dict[Any, Any], storage: Any
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        start = index.clamp(max=len(storage) - self.length)
+        steps = torch.arange(self.length)
+        window = torch.arange(len(index)).repeat_interleave(self.length)
+        mask = (steps >= self.pad).repeat(len(index))
+        rows = (start[:, None] + steps.clamp(min=self.pad)).reshape(-1)
+        return rows, {"sequence_id": window, ("collector", "mask"): mask}
+
+
+def episode_of(ends: list[bool], row: int) -> tuple[int, int]:
+    first = row
+    while first > 0 and not ends[first - 1]:
+        first -= 1
+    last = row
+    while last < len(ends) - 1 and not ends[last]:
+        last += 1
+    return first, last
+
+
+def stored_bits(rb: ReplayBuffer) -> list[torch.Tensor]:
+    columns = rb.storage.get(slice(None))
+    return [columns[key].clone() for key in columns.keys(True, True)]
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+@pytest.mark.parametrize("scope", ["window", "step"])
+@given(
+    ends=st.lists(st.booleans(), min_size=6, max_size=30),
+    length=st.integers(1, 5),
+    pad=st.integers(0, 2),
+    p=st.sampled_from([0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_goals_lie_where_the_strategy_says(
+    strategy: str, scope: str, ends: list[bool], length: int, pad: int, p: float, seed: int
+) -> None:
+    pad = min(pad, length - 1)
+    rb = buffer_of(
+        HindsightGoal(p, strategy, scope=scope),
+        ends,
+        sample_unit=Windows(length, pad) if length > 1 else Transition(),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    before = stored_bits(rb)
+    batch = rb.sample(8)
+    after = stored_bits(rb)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    stored = rows_of(ends)[batch["row"]]
+    told, row = told_by(batch).reshape(8, length), batch["row"].reshape(8, length)
+    real = torch.arange(length) >= pad
+    for window in range(8):
+        first, last = episode_of(ends, int(row[window, pad]))
+        inside = real & (row[window] >= first) & (row[window] <= last)
+        changed = told[window] >= 0
+        assert not changed[~inside].any()
+        assert bool(changed[inside].all()) or not changed[inside].any()
+        if p == 1.0:
+            assert changed[inside].all()
+        if not changed.any():
+            continue
+        goals = told[window][inside]
+        latest = row[window][inside] if scope == "step" else row[window][inside].max()
+        if strategy == "future":
+            assert ((goals >= latest) & (goals <= last)).all()
+        elif strategy == "final":
+            assert (goals == last).all()
+        elif strategy == "episode":
+            assert ((goals >= first) & (goals <= last)).all()
+        else:
+            assert ((goals >= 0) & (goals < len(ends))).all()
+        if scope == "window":
+            assert len(goals.unique()) == 1
+    flat = told.reshape(-1) >= 0
+    for key in batch.keys(True, True):
+        if key not in stored.keys(True, True):
+            continue
+        # Bit for bit where nothing was relabelled, and in what is no goal or reward.
+        own = ~flat if key in GOALS or key == ("next", "reward") else slice(None)
+        assert torch.equal(batch[key][own], stored[key][own]), key
+    assert torch.equal(batch["desired_goal"], batch["next", "desired_goal"])
+    apart = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1)
+    expected = torch.where(apart < 0.05, 0.0, -1.0)
+    assert torch.equal(batch["next", "reward"][flat, 0], expected[flat])
+
+
+GOALS = ("desired_goal", ("next", "desired_goal"))
+
+
+@pytest.mark.parametrize("writes", [[1] * 60, [64, 64], [50, 13, 1, 1], [200]])
+def test_a_ring_at_capacity(writes: list[int]) -> None:
+    """Extends of one row, of a batch, of more than there is room for; then a sample."""
+    capacity = 40
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(capacity), transform=HindsightGoal(1.0), batch_size=32
+    )
+    total = 0
+    for count in writes:
+        ends = [row % 7 == 6 for row in range(total, total + count)]
+        rb.extend(rows_of(ends, total))
+        total += count
+        batch = rb.sample()
+        told, row = told_by(batch), batch["row"]
+        assert ((told >= row) & (told // 7 == row // 7) & (told < total)).all()
+        assert (told >= total - capacity).all()
+
+
+def test_headless_episodes_and_those_of_lanes() -> None:
+    """Lanes: rows of other lanes of the same time never tell a goal."""
+    lanes = 3
+    parts = [rows_of([False] * 7 + [True] + [False] * 12, 1000 * lane) for lane in range(lanes)]
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(lanes * 16, ndim=2),
+        transform=HindsightGoal(1.0, "episode"),
+        batch_size=2000,
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb.extend(torch.stack(parts))
+    batch = rb.sample()
+    told, row = told_by(batch), batch["row"]
+    assert (told // 1000 == row // 1000).all()
+    assert ((told % 1000 >= 8) == (row % 1000 >= 8)).all()
+    assert (told % 1000 >= 4).all()  # what is stored of the first episode
+    assert set(told.unique().tolist()) == {
+        1000 * lane + time for lane in range(lanes) for time in range(4, 20)
+    }
+
+
+def test_p_of_zero_is_the_identity() -> None:
+    rb = buffer_of(HindsightGoal(0.0), ends_every(5, 30))
+    plain = buffer_of(None, ends_every(5, 30))
+    assert (rb.sample() == plain.sample()).all()
+
+
+def test_chosen_rows_are_spread_over_the_batch() -> None:
+    """Not the first int(B * p) rows of it."""
+    rb = buffer_of(HindsightGoal(0.25), ends_every(5, 100))
+    size, draws = 20, 2000
+    counts = np.zeros(size)
+    for _ in range(draws):
+        counts += (told_by(rb.sample(size)) >= 0).numpy()
+    expected = np.full(size, draws * 0.25)
+    statistic = ((counts - expected) ** 2 / (expected * 0.75)).sum()
+    z = ((statistic / size) ** (1 / 3) - (1 - 2 / (9 * size))) / math.sqrt(2 / (9 * size))
+    assert 0.5 * math.erfc(z / math.sqrt(2)) > SMALLEST_P
+
+
+@pytest.mark.parametrize(
+    ("strategy", "low", "high"), [("future", 3, 7), ("episode", 0, 7), ("random", 0, 15)]
+)
+@pytest.mark.parametrize("length", [1, 3])
+def test_goals_are_uniform(strategy: str, low: int, high: int, length: int) -> None:
+    rb = buffer_of(
+        HindsightGoal(1.0, strategy),
+        ends_every(8, 16),
+        sample_unit=Windows(length) if length > 1 else Transition(),
+    )
+    counts = np.zeros(16)
+    for _ in range(40):
+        batch = rb.sample(512)
+        last = batch["row"].reshape(-1, length)[:, -1]
+        first = batch["row"].reshape(-1, length)[:, 0]
+        at = (last == 3) & (first < 8)
+        counts += np.bincount(told_by(batch).reshape(-1, length)[at, 0].numpy(), minlength=16)
+    assert counts[:low].sum() == counts[high + 1 :].sum() == 0
+    expected = np.full(high - low + 1, counts.sum() / (high - low + 1))
+    assert counts.sum() > 800
+    assert chi_square_p(counts[low : high + 1], expected) > SMALLEST_P
+
+
+def test_the_reward_function_decides() -> None:
+    def closeness(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return -(achieved - goal).abs().sum(-1, keepdim=True)
+
+    rb = buffer_of(HindsightGoal(1.0, "final", reward_fn=closeness), ends_every(10, 30))
+    batch = rb.sample()
+    last = (batch["row"] // 10 * 10 + 9).float()
+    assert torch.equal(batch["next", "reward"][:, 0], -(last - batch["row"]))
+
+
+def test_rewards_without_a_last_dimension() -> None:
+    rows = rows_of(ends_every(5, 20))
+    rows["next", "reward"] = torch.zeros(20)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20), transform=HindsightGoal(1.0, "final"), batch_size=64
+    )
+    rb.extend(rows)
+    batch = rb.sample()
+    assert batch["next", "reward"].shape == (64,)
+    assert torch.equal(batch["next", "reward"] == 0, batch["row"] % 5 == 4)
+
+
+def test_integer_goals_and_goals_of_other_dtypes() -> None:
+    rows = rows_of(ends_every(5, 20))
+    for key in (*GOALS,):
+        rows[key] = rows[key].to(torch.float64)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=HindsightGoal(1.0), batch_size=8)
+    rb.extend(rows)
+    assert rb.sample()["desired_goal"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_termination_may_be_rewritten(truncated: bool) -> None:
+    def reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return ((achieved - goal).norm(dim=-1, keepdim=True) < 1.2) & (goal >= 0).all(-1, True)
+
+    ends = ends_every(5, 20)
+    rows = rows_of(ends)
+    if truncated:
+        rows["next", "terminated"] = torch.zeros(20, 1, dtype=torch.bool)
+        rows["next", "truncated"] = torch.tensor(ends).unsqueeze(-1)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20),
+        transform=HindsightGoal(0.5, "final", terminated_fn=reached),
+        batch_size=200,
+    )
+    rb.extend(rows)
+    batch = rb.sample()
+    chosen, step = told_by(batch) >= 0, batch["row"] % 5
+    ended, cut = batch["next", "terminated"][:, 0], batch["next", "truncated"][:, 0]
+    assert torch.equal(ended[chosen], step[chosen] >= 3)
+    assert torch.equal(ended[~chosen], (step[~chosen] == 4) & (not truncated))
+    assert torch.equal(batch["next", "done"][:, 0], ended | cut)
+    assert torch.equal(cut, (step == 4) & truncated)
+
+
+class Ahead(HistoryTransform):
+    """What the rows from one on have: rewards and goals of ``n`` rows, as far as there are."""
+
+    needs = Needs()
+    changes = frozenset({("ahead",), ("goals",)})
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def fetch(self, around: Surroundings) -> Around:
+        time = np.minimum(around.time[:, None] + np.arange(self.n), around.last[:, None])
+        return around.fetch([("next", "reward"), ("desired_goal",)], time)
+
+    def apply(self, data: Any, fetched: Around, around: Surroundings) -> Any:
+        seen = around.seen(fetched)
+        data["ahead"] = seen[("next", "reward")].squeeze(-1)
+        data["goals"] = seen[("desired_goal",)]
+        return data
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_later_transforms_see_other_rows_relabelled(length: int) -> None:
+    """Sums of n rewards are those by hand over relabelled rewards."""
+    n, ends = 3, ends_every(6, 60)
+    rb = buffer_of(
+        Compose(HindsightGoal(0.6, "future"), Ahead(n), RewardScale(2.0)),
+        ends,
+        sample_unit=Windows(length) if length > 1 else Transition(),
+    )
+    batch = rb.sample(200)
+    told = told_by(batch)
+    assert 0 < (told >= 0).float().mean() < 1
+    for row, goal, ahead, goals in zip(
+        batch["row"].tolist(), told.tolist(), batch["ahead"], batch["goals"], strict=True
+    ):
+        last = row // 6 * 6 + 5
+        others = [min(row + k, last) for k in range(n)]
+        if goal < 0:
+            assert ahead.tolist() == [-7.0] * n
+            assert (goals == -1).all()
+        else:
+            assert ahead.tolist() == [0.0 if other == goal else -1.0 for other in others]
+            assert (goals[:, 0] == goal + 0.5).all()
+
+
+def test_same_seed_same_batches_also_made_ahead() -> None:
+    def draw(prefetch: int) -> list[TensorDict]:
+        rb = buffer_of(
+            HindsightGoal(0.5), ends_every(5, 50), prefetch=prefetch, sample_unit=Windows(3)
+        )
+        return [rb.sample() for _ in range(6)]
+
+    for one, other, ahead in zip(draw(0), draw(0), draw(3), strict=True):
+        assert (one == other).all()
+        assert (one == ahead).all()
+
+
+def test_rows_are_read_by_index_too() -> None:
+    rb = buffer_of(HindsightGoal(1.0, "final"), ends_every(4, 10))
+    assert told_by(rb[:]).tolist() == [3] * 4 + [7] * 4 + [9] * 2
+    assert rb[2]["desired_goal"].tolist() == [3.5, 1.0]
+
+
+def test_rewards_of_others_are_compared() -> None:
+    ends = ends_every(5, 20)
+    honest = rows_of(ends)
+    honest["next", "reward"] = torch.full((20, 1), -1.0)
+    for check in ("warn", "error"):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(20),
+            transform=HindsightGoal(0.5, check=check),
+            batch_size=64,
+            generator=torch.Generator().manual_seed(0),
+        )
+        rb.extend(honest)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rb.sample()
+    warning = buffer_of(HindsightGoal(0.5, check="warn"), ends)
+    with pytest.warns(UserWarning, match=r"reward_fn: .* in \d+ of \d+ rows .* \[-7\.0\] stored"):
+        warning.sample()
+    refusing = buffer_of(HindsightGoal(0.0, check="error"), ends)
+    with pytest.raises(ValueError, match=r"reward_fn: .* in 64 of 64 rows"):
+        refusing.sample()
+    # All rows are relabelled: none is left to be compared.
+    buffer_of(HindsightGoal(1.0, check="error"), ends).sample()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"p": 1.5}, ValueError, r"p: expected a probability in \[0, 1\], got 1.5"),
+        ({"p": -0.1}, ValueError, "p: "),
+        ({"p": float("nan")}, ValueError, "p: "),
+        ({"p": "half"}, TypeError, "p: "),
+        ({"strategy": "past"}, ValueError, "strategy: expected one of 'future'.*'past'"),
+        ({"scope": "batch"}, ValueError, "scope: "),
+        ({"check": "always"}, ValueError, "check: "),
+        ({"reward_fn": 3}, TypeError, "reward_fn: "),
+        ({"terminated_fn": 3}, TypeError, "terminated_fn: "),
+        ({"goal": ("next", "goal")}, ValueError, "goal: .*outside of 'next'"),
+        ({"achieved": 3}, TypeError, "expected a key"),
+        ({"achieved": "desired_goal"}, ValueError, "different keys"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        HindsightGoal(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"goal": "target"}, KeyError, "target"),
+        ({"achieved": "reached"}, KeyError, "reached"),
+        ({"reward_fn": lambda a, g: a[:, 0]}, ValueError, r"reward_fn: .*\[64, 1\].*got \[64\]"),
+        ({"reward_fn": lambda a, g: 0.0}, TypeError, "reward_fn: expected a tensor, got float"),
+        ({"terminated_fn": lambda a, g: a > 0}, ValueError, r"terminated_fn: .*got \[64, 2\]"),
+    ],
+)
+def test_bad_reads(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    rb = buffer_of(HindsightGoal(1.0, **arguments), ends_every(5, 20))
+    with pytest.raises(error, match=text):
+        rb.sample()
+
+
+def test_goals_of_another_shape_are_refused() -> None:
+    rows = rows_of(ends_every(5, 20))
+    for key in GOALS:
+        rows[key] = rows[key][:, :1].clone()
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=HindsightGoal(1.0), batch_size=8)
+    rb.extend(rows)
+    with pytest.raises(ValueError, match=r"shape of 'desired_goal', \[1\] a row, got \[2\]"):
+        rb.sample()
+
+
+def test_vector_rewards_need_a_function() -> None:
+    rows = rows_of(ends_every(5, 20))
+    rows["next", "reward"] = torch.zeros(20, 2)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=HindsightGoal(1.0), batch_size=8)
+    rb.extend(rows)
+    with pytest.raises(ValueError, match="one reward a row"):
+        rb.sample()
+
+
+def test_the_order_of_stages() -> None:
+    with pytest.raises(ValueError, match="HindsightGoal"):
+        Compose(RewardScale(2.0), HindsightGoal())
+    with pytest.raises(RuntimeError, match="give it to a ReplayBuffer"):
+        HindsightGoal()(rows_of([True]))
+
+
+@pytest.mark.parametrize("scope", ["window", "step"])
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_slices(scope: str, pad_output: bool) -> None:
+    rb = buffer_of(
+        HindsightGoal(0.5, scope=scope),
+        ends_every(6, 60),
+        sampler=SliceSampler(
+            slice_len=8 if pad_output else 4,
+            strict_length=not pad_output,
+            pad_output=pad_output,
+        ),
+    )
+    batch = rb.sample(640)
+    width = 8 if pad_output else 4
+    real = batch["collector", "mask"] if pad_output else torch.ones(640, dtype=torch.bool)
+    told, row = told_by(batch), batch["row"]
+    chosen = told >= 0
+    assert not chosen[~real].any()
+    share = chosen.reshape(-1, width)[:, 0].float().mean()
+    assert 0.3 < share < 0.7
+    assert torch.equal(chosen.reshape(-1, width)[:, :4].all(1), chosen.reshape(-1, width)[:, 0])
+    assert (told[chosen] >= row[chosen]).all()
+    assert torch.equal(told[chosen] // 6, row[chosen] // 6)
+    for window in range(len(batch) // width):
+        at = slice(window * width, (window + 1) * width)
+        if scope == "window" and chosen[at].any():
+            assert len(told[at][real[at]].unique()) == 1
+            assert int(told[at][0]) >= int(row[at].max())
+    assert batch["next", "done"].reshape(-1, width)[:, 5 if pad_output else 3].all()
+
+
+def test_slices_may_end_where_the_new_goal_is_reached() -> None:
+    """A slice that is cut is marked, also where ends are rewritten."""
+
+    def reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return (achieved - goal).norm(dim=-1, keepdim=True) < 0.05
+
+    rb = buffer_of(
+        HindsightGoal(1.0, terminated_fn=reached),
+        ends_every(10, 100),
+        sampler=SliceSampler(slice_len=4),
+    )
+    batch = rb.sample(400)
+    ended = batch["next", "terminated"][:, 0]
+    assert torch.equal(ended, told_by(batch) == batch["row"])
+    last = (torch.arange(400) % 4 == 3) & (batch["row"] % 10 != 9)
+    assert torch.equal(batch["next", "truncated"][:, 0], last)
+    assert torch.equal(batch["next", "done"][:, 0], last | ended)
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_steps_that_are_summed_have_the_new_goal(terminates: bool) -> None:
+    """Sums over n steps by hand over relabelled rewards, up to where the new goal is reached."""
+
+    def reached(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        return (achieved - goal).norm(dim=-1, keepdim=True) < 0.05
+
+    n, gamma = 3, 0.5
+    rb = buffer_of(
+        Compose(HindsightGoal(0.6, terminated_fn=reached if terminates else None), NStep(n, gamma)),
+        ends_every(6, 60),
+    )
+    batch = rb.sample(300)
+    for row, goal, total, steps in zip(
+        batch["row"].tolist(),
+        told_by(batch).tolist(),
+        batch["next", "reward"].flatten().tolist(),
+        batch["steps_used"].flatten().tolist(),
+        strict=True,
+    ):
+        others = [other for other in range(row, row + n) if other // 6 == row // 6]
+        if goal >= 0 and terminates:
+            others = [other for other in others if other <= goal]
+        rewards = [-7.0 if goal < 0 else 0.0 if other == goal else -1.0 for other in others]
+        assert steps == len(others)
+        assert total == sum(gamma**k * reward for k, reward in enumerate(rewards))

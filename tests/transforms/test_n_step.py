@@ -1,0 +1,639 @@
+"""Sums over several steps against plain recursions over lists of rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    Bootstrap,
+    Compose,
+    LazyTensorStorage,
+    NStep,
+    NStepWriting,
+    ReplayBuffer,
+    SliceSampler,
+    StackFrames,
+    Transform,
+)
+from replaykit.samplers import Sampler
+from replaykit.transforms.discounting import discounted_sums
+from replaykit.transforms.history import HistoryTransform
+
+TERMINATED, TRUNCATED = 1, 2
+
+
+def check(streams: Any, found: dict[Any, Any], n: int, gamma: float) -> None:
+    """Compares every row with what a scan of the lists gives."""
+    for (lane, number), row in found.items():
+        own = streams.rows[lane]
+        last = min(streams.last(lane, number), number + n - 1)
+        total = 0.0
+        for step in reversed(range(number, last + 1)):
+            total = own[step].reward + gamma * total
+        steps = last - number + 1
+        assert row["steps_used"].tolist() == [steps]
+        assert row["next", "reward"].tolist() == pytest.approx([total], abs=1e-5)
+        assert row["next", "reward_1"].tolist() == [own[number].reward]
+        assert row["discount"].tolist() == pytest.approx([gamma**steps], abs=1e-6)
+        assert row["bootstrap"].tolist() == [own[last].end != TERMINATED]
+        assert row["next", "observation"].tolist() == [lane * 2 + 1, last * 2 + 1]
+        assert row["next", "done"].tolist() == [own[last].end > 0]
+        assert row["next", "terminated"].tolist() == [own[last].end == TERMINATED]
+        assert row["next", "truncated"].tolist() == [own[last].end == TRUNCATED]
+        assert row["action"].tolist() == number * 10
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), n=st.integers(1, 6), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
+def test_read_time_agrees_with_a_scan(
+    data: Any, n: int, gamma: float, histories: Any, play: Any
+) -> None:
+    streams = play(NStep(n, gamma), data.draw(histories))
+    found = streams.drawn()
+    assert set(found) == set(streams.stored())
+    check(streams, found, n, gamma)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 6))
+def test_excluded_are_the_newest_rows_of_open_episodes(
+    data: Any, n: int, histories: Any, play: Any
+) -> None:
+    streams = play(NStep(n, 0.9, on_open="exclude"), data.draw(histories))
+    complete = {
+        (lane, number)
+        for lane, number in streams.stored()
+        if not streams.is_open(lane, number) or streams.last(lane, number) - number >= n - 1
+    }
+    if not complete:
+        with pytest.raises(RuntimeError, match=f"{n - 1} rows after it"):
+            streams.buffer.sample()
+        return
+    found = streams.drawn()
+    assert set(found) == complete
+    check(streams, found, n, 0.9)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_nothing_is_summed_across_a_restart(streams: Any, lanes: int, tmp_path: Path) -> None:
+    """S17."""
+    own = streams(NStep(4, 0.9), lanes, 9)
+    own.extend([[0] * lanes] * 6)
+    own.restart(tmp_path / "saved")
+    own.extend([[0] * lanes] * 5)
+    found = own.drawn()
+    assert len(found) == 9 * lanes
+    assert found[0, 5]["steps_used"].item() == 1
+    assert found[0, 5]["bootstrap"].item() is True
+    check(own, found, 4, 0.9)
+
+
+def test_rows_by_index_and_a_single_one(streams: Any) -> None:
+    own = streams(NStep(3, 0.5), slots=5)
+    own.extend([[0]] * 8)  # the newest row lies in slot 2, the oldest in slot 3
+    rows = own.buffer[:]
+    assert rows["steps_used"].squeeze(-1).tolist() == [3, 2, 1, 3, 3]
+    assert own.buffer[3]["next", "observation"].tolist() == [1, 11]
+    assert own.buffer.storage[:]["next", "observation"][:, 1].tolist() == [11, 13, 15, 7, 9]
+
+
+def test_a_prefetched_batch_is_the_same(streams: Any) -> None:
+    own = streams(NStep(3, 0.5))
+    own.extend([[0], [0], [2], [0], [1], [0]] * 4)
+    batches = []
+    for prefetch in (0, 2):
+        buffer = ReplayBuffer(
+            storage=own.buffer.storage, transform=NStep(3, 0.5), batch_size=8, prefetch=prefetch,
+            generator=torch.Generator().manual_seed(3),
+        )  # fmt: skip
+        batches.append([buffer.sample() for _ in range(4)])
+        buffer.shutdown()
+    for plain, fetched in zip(*batches, strict=True):
+        assert (plain == fetched).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_rewards_of_any_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rewards = torch.arange(6 * int(np.prod(shape))).reshape(6, *shape).to(dtype)
+    done = torch.tensor([False] * 5 + [True])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6), transform=NStep(3, 0.5))
+    buffer.extend(TensorDict({"next": {"reward": rewards, "done": done}}, [6]))
+    found = buffer[:]
+    sums = found["next", "reward"]
+    assert sums.dtype is (dtype if dtype.is_floating_point else torch.float32)
+    assert found["discount"].dtype is sums.dtype
+    assert found["next", "reward_1"].equal(buffer.storage[:]["next", "reward"])
+    exact = rewards.double().numpy()
+    expected = np.stack(
+        [sum(0.5**k * exact[t + k] for k in range(min(3, 6 - t))) for t in range(6)]
+    )
+    assert torch.allclose(sums.double(), torch.from_numpy(expected), rtol=1e-2)
+    # Without `terminated` the index tells it: `done` alone is a termination.
+    assert found["bootstrap"].squeeze(-1).tolist() == [True] * 3 + [False] * 3
+
+
+def test_infinite_rewards_stay_in_their_sums() -> None:
+    inf = float("inf")
+    rewards = torch.tensor([1.0, inf, 1.0, 1.0, -inf])
+    done = torch.tensor([False, True, False, False, True])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), transform=NStep(3, 0.5))
+    buffer.extend(TensorDict({"next": {"reward": rewards, "done": done}}, [5]))
+    assert buffer[:]["next", "reward"].flatten().tolist() == [inf, inf, -inf, -inf, -inf]
+
+
+def test_other_rewards_and_data_without_next() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(5), transform=NStep(2, 0.5, reward_key=("info", "cost"))
+    )
+    rows = {"info": {"cost": torch.tensor([4.0, 2.0, 1.0])}, "episode": torch.tensor([0, 0, 1])}
+    buffer.extend(TensorDict(rows, [3]))
+    found = buffer[:]
+    assert found["info", "cost"].flatten().tolist() == [5.0, 2.0, 1.0]
+    assert found["info", "cost_1"].flatten().tolist() == [4.0, 2.0, 1.0]
+    assert found["bootstrap"].all()
+
+
+class _Ends(HistoryTransform):
+    """Ends episodes where the observation says so, and doubles rewards: as a relabel may."""
+
+    relabels = True
+    relabel_keys = (("observation",),)
+    changes = frozenset({("next", "reward"), ("next", "terminated"), ("next", "done")})
+
+    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
+        leaves = {key: data[key] for key in [*self.changes, ("observation",)]}
+        for key, leaf in self.relabel(leaves, None, None, None).items():
+            data.set(key, leaf)
+        return data
+
+    def relabel(self, leaves: Any, where: Any, fetched: Any, around: Any) -> Any:
+        at_five = leaves["observation",][..., 1:] % 5 == 4
+        for key in self.changes:
+            if key in leaves:
+                leaves[key] = leaves[key] * 2 if key[-1] == "reward" else leaves[key] | at_five
+        return leaves
+
+
+def test_rewards_and_ends_are_those_of_a_relabel_before(streams: Any) -> None:
+    own = streams(Compose(_Ends(), NStep(3, 0.5)))
+    own.extend([[0]] * 12)
+    for (_, number), row in own.drawn().items():
+        steps = min(3, 5 - number % 5, 12 - number)
+        rewards = [own.rows[0][number + k].reward * 2 for k in range(steps)]
+        assert row["steps_used"].item() == steps
+        assert row["next", "reward"].item() == pytest.approx(
+            sum(0.5**k * reward for k, reward in enumerate(rewards)), abs=1e-5
+        )
+        assert row["bootstrap"].item() is ((number + steps - 1) % 5 != 4)
+    stored = own.buffer.storage[:]
+    assert not stored["next", "done"].any()
+
+
+# -- windows --------------------------------------------------------------------------------------
+
+
+class Windows(Sampler):
+    """Draws given windows: lists of slots, -1 for padding, which repeats the nearest real row."""
+
+    def __init__(self, windows: list[list[int]]) -> None:
+        super().__init__()
+        self.windows = windows
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        index, ids = [], []
+        for number, window in enumerate(self.windows):
+            real = [slot for slot in window if slot >= 0]
+            for place, slot in enumerate(window):
+                before = [one for one in window[:place] if one >= 0]
+                index.append(slot if slot >= 0 else before[-1] if before else real[0])
+                ids.append(number)
+        mask = torch.tensor([slot >= 0 for window in self.windows for slot in window])
+        info: dict[Any, Any] = {"sequence_id": torch.tensor(ids)}
+        if not mask.all():
+            info["collector", "mask"] = mask
+        return torch.tensor(index), info
+
+
+def drawn_windows(buffer: ReplayBuffer, transform: Any, windows: list[list[int]]) -> Any:
+    own = ReplayBuffer(storage=buffer.storage, sampler=Windows(windows), transform=transform)
+    return own.sample(sum(map(len, windows)))
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.99, 1.0, 0.0])
+@pytest.mark.parametrize("end", [TERMINATED, TRUNCATED, 0])
+@pytest.mark.parametrize("window", [[0, 1, 2, 3], [4], [2, 3, 4], [0], [-1, 3, 4], [3, 4, -1, -1]])
+def test_per_step_is_the_backward_recursion(
+    streams: Any, window: list[int], end: int, gamma: float
+) -> None:
+    """S37: ``G[i] = r[i] + gamma * G[i+1]``, begun with ``mask * V`` at the window's end."""
+    own = streams(None)
+    own.extend([[0], [0], [0], [0], [end]])
+    batch = drawn_windows(own.buffer, NStep(gamma=gamma, per_step=True), [window])
+    real = [slot for slot in window if slot >= 0]
+    mask = 0.0 if real[-1] == 4 and end == TERMINATED else 1.0
+    value, expected = mask * 7.0, {}
+    for slot in reversed(real):
+        value = expected[slot] = own.rows[0][slot].reward + gamma * value
+    target = batch["next", "reward"] + batch["discount"] * batch["bootstrap"] * 7.0
+    for place, slot in enumerate(window):
+        assert batch["boot", "observation"][place].tolist() == [1, 2 * real[-1] + 1]
+        if slot < 0:
+            assert batch["steps_used"][place].item() == 0
+            continue
+        assert target[place].item() == pytest.approx(expected[slot], abs=1e-5)
+        assert batch["bootstrap"][place].item() == bool(mask)
+        assert batch["steps_used"][place].item() == real[-1] - slot + 1
+        assert batch["next", "reward_1"][place].item() == own.rows[0][slot].reward
+        assert batch["next", "observation"][place].tolist() == [1, 2 * slot + 1]
+
+
+def test_per_step_stops_at_ends_inside_of_a_window(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [1], [0], [2], [0], [0]])
+    own.cut()
+    own.extend([[0], [0]])
+    windows = [[0, 1, 2, 3], [3, 4, 5, 6]]
+    batch = drawn_windows(own.buffer, NStep(gamma=1.0, per_step=True), windows)
+    assert batch["steps_used"].flatten().tolist() == [2, 1, 2, 1, 1, 2, 1, 1]
+    assert batch["bootstrap"].flatten().tolist() == [False, False] + [True] * 6
+    assert batch["boot", "observation"][:, 1].tolist() == [3, 3, 7, 7, 7, 11, 11, 13]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ends=st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=2, max_size=20),
+    n=st.integers(1, 7),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    data=st.data(),
+)
+def test_per_step_with_a_limit(
+    streams: Any, ends: list[int], n: int, gamma: float, data: Any
+) -> None:
+    own = streams(None)
+    own.extend([[end] for end in ends])
+    length = data.draw(st.integers(1, len(ends)))
+    starts = data.draw(st.lists(st.integers(0, len(ends) - length), min_size=1, max_size=4))
+    windows = [list(range(start, start + length)) for start in starts]
+    batch = drawn_windows(own.buffer, NStep(n, gamma, per_step=True), windows)
+    place = 0
+    for window in windows:
+        for slot in window:
+            stop = min(own.last(0, slot), window[-1], slot + n - 1)
+            rewards = [own.rows[0][k].reward for k in range(slot, stop + 1)]
+            total = sum(gamma**k * reward for k, reward in enumerate(rewards))
+            assert batch["next", "reward"][place].item() == pytest.approx(total, abs=1e-5)
+            assert batch["bootstrap"][place].item() == (ends[stop] != 1)
+            assert batch["boot", "observation"][place, 1].item() == 2 * stop + 1
+            place += 1
+
+
+def test_per_step_wants_rows_that_follow_each_other(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0]] * 6)
+    with pytest.raises(ValueError, match="gaps between rows"):
+        drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [[0, 2, 4]])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 20, None])
+def test_sums_by_doubling_are_plain_sums(n: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    reward = torch.randn(19, 3, 2, generator=generator, dtype=torch.float64)
+    stops = torch.rand(19, 3, generator=generator) < 0.2
+    stops[-1] = True
+    ahead = torch.zeros(19, 3, dtype=torch.int64)
+    for t in reversed(range(18)):
+        ahead[t] = torch.where(stops[t], 0, ahead[t + 1] + 1)
+    found = discounted_sums(reward, ahead, 0.9, n)
+    for t in range(19):
+        for lane in range(3):
+            steps = min(int(ahead[t, lane]) + 1, n or 99)
+            expected = sum(0.9**k * reward[t + k, lane] for k in range(steps))
+            assert torch.allclose(found[t, lane], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_slices(streams: Any, lanes: int) -> None:
+    """Rows of slices sum beyond them; ``next`` and its flags are those of the last step."""
+    own = streams(None, lanes, 30)
+    own.extend([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), transform=NStep(3, 0.5),
+        batch_size=64, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    batch = buffer.sample()
+    assert batch["sequence_id"].tolist() == [number // 2 for number in range(64)]
+    for row in batch:
+        place = tuple(row["observation"].tolist())
+        check(own, {place: row}, 3, 0.5)
+
+
+def test_padded_slices(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [1], [0], [0], [0], [2], [1]])
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, batch_size=40, generator=torch.Generator().manual_seed(0),
+        sampler=SliceSampler(slice_len=4, pad="right"), transform=NStep(2, 0.5),
+    )  # fmt: skip
+    batch = buffer.sample()
+    real = batch["collector", "mask"]
+    assert not real.all()
+    for row in batch[real]:
+        check(own, {tuple(row["observation"].tolist()): row}, 2, 0.5)
+    for key in ("discount", "steps_used", "bootstrap", ("next", "reward"), ("next", "done")):
+        assert not batch[key][~real].any()
+
+
+def test_per_step_of_slices(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [0], [0], [0], [1]] * 3)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, batch_size=30, generator=torch.Generator().manual_seed(0),
+        sampler=SliceSampler(slice_len=3, flat=False), transform=NStep(gamma=1.0, per_step=True),
+    )  # fmt: skip
+    batch = buffer.sample()
+    assert batch.batch_size == (10, 3)
+    assert batch["steps_used"].squeeze(-1).tolist() == [[3, 2, 1]] * 10
+    last = batch["observation"][:, -1, 1]
+    assert batch["bootstrap"].squeeze(-1).tolist() == [[bool(n % 5 != 4)] * 3 for n in last]
+    assert (batch["boot", "observation"][..., 1] == last[:, None] * 2 + 1).all()
+
+
+# -- the bootstrap mask ---------------------------------------------------------------------------
+
+
+def test_bootstrap_of_an_episode(streams: Any) -> None:
+    """S26."""
+    own = streams(None)
+    own.extend([[0], [0], [0], [1]])
+    batch = drawn_windows(own.buffer, Bootstrap(), [[0, 1, 2, 3]])
+    assert batch["next", "observation"][:, 1].tolist() == [1, 3, 5, 7]
+    assert batch["next", "done"].flatten().tolist() == [False, False, False, True]
+    assert batch["bootstrap"].flatten().tolist() == [True, True, True, False]
+    for window, mask in (([0, 1, 2, 3], False), ([0, 1, 2], True)):
+        batch = drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [window])
+        assert batch["observation"][:, 1].tolist() == window
+        assert {tuple(one) for one in batch["boot", "observation"].tolist()} == {
+            (1, 2 * window[-1] + 1)
+        }
+        assert set(batch["boot"].keys()) == {"observation"}
+        assert batch["bootstrap"].flatten().tolist() == [mask] * len(window)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("end", [TERMINATED, TRUNCATED])
+def test_bootstrap_of_windows(streams: Any, length: int, end: int) -> None:
+    """S27: 0 only where a window reaches the end of an episode that terminated."""
+    own = streams(None)
+    own.extend([[0]] * 5 + [[end]] + [[0]] * 3)
+    starts = range(6 - length + 1)
+    windows = [list(range(start, start + length)) for start in starts]
+    batch = drawn_windows(own.buffer, Bootstrap(per_window=True), windows)
+    reached = [window[-1] == 5 and end == TERMINATED for window in windows]
+    assert batch["bootstrap"].view(-1, length).tolist() == [[not one] * length for one in reached]
+    by_row = drawn_windows(own.buffer, Bootstrap(), windows)
+    assert by_row["bootstrap"].equal(~by_row["next", "terminated"])
+
+
+def test_bootstrap_of_padded_windows_and_other_signals(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [0], [1], [0], [0]])
+    windows = [[1, 2, -1], [-1, 0, 1], [-1, -1, 2]]
+    batch = drawn_windows(own.buffer, Bootstrap(per_window=True), windows)
+    assert batch["bootstrap"].view(3, 3).tolist() == [[False] * 3, [True] * 3, [False] * 3]
+    batch = drawn_windows(own.buffer, Bootstrap(), windows)
+    assert batch["bootstrap"].flatten().tolist() == [
+        True, False, False, False, True, True, False, False, False,
+    ]  # fmt: skip
+    batch = drawn_windows(own.buffer, Bootstrap(("next", "done")), [[0, 1, 2, 3]])
+    assert batch["bootstrap"].flatten().tolist() == [True, True, False, True]
+    with pytest.raises(KeyError, match="life_lost"):
+        drawn_windows(own.buffer, Bootstrap(("next", "life_lost")), [[0]])
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"n": 0, "gamma": 0.9}, ValueError, "n: expected an int of at least 1, got 0"),
+        ({"n": 1.5, "gamma": 0.9}, ValueError, "got 1.5"),
+        ({"n": True, "gamma": 0.9}, ValueError, "got True"),
+        ({"gamma": 0.9}, ValueError, "got None"),
+        ({"n": 2, "gamma": 1.01}, ValueError, "in \\[0, 1\\], got 1.01"),
+        ({"n": 2, "gamma": -0.1}, ValueError, "gamma"),
+        ({"n": 2, "gamma": float("nan")}, ValueError, "gamma"),
+        ({"n": 2, "gamma": "x"}, TypeError, "gamma"),
+        ({"n": 2, "gamma": 0.9, "on_open": "cut"}, ValueError, "'exclude', got 'cut'"),
+        ({"n": 2, "gamma": 0.9, "when": "later"}, ValueError, "got 'later'"),
+        ({"n": 2, "gamma": 0.9, "reward_key": 3}, TypeError, "expected a key"),
+        ({"gamma": 0.9, "per_step": True, "on_open": "exclude"}, ValueError, "per_step"),
+        ({"n": 2, "gamma": 0.9, "when": "write", "time_dim": "x"}, TypeError, "time_dim"),
+        ({"n": 0, "gamma": 0.9, "when": "write"}, ValueError, "at least 1"),
+    ],
+)
+def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        NStep(**arguments)
+
+
+def test_refused_on_read(streams: Any) -> None:
+    own = streams(Compose(StackFrames(["observation"], 2), NStep(2, 0.9)))
+    own.extend([[0]] * 3)
+    with pytest.raises(ValueError, match="before StackFrames"):
+        own.buffer.sample()
+    own = streams(NStep(2, 0.9, reward_key="reward"))
+    own.extend([[0]] * 3)
+    with pytest.raises(KeyError, match="reward"):
+        own.buffer.sample()
+    with pytest.raises(RuntimeError, match="ReplayBuffer"):
+        NStep(2, 0.9)(own.make([[0]]))
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(NStep(3, 0.5)) == "NStep(3, gamma=0.5)"
+    assert repr(NStep(gamma=1, per_step=True)) == "NStep(gamma=1, per_step=True)"
+    assert repr(NStep(3, 0.5, when="write")) == "NStep(3, gamma=0.5, when='write')"
+    for one in (NStep(3, 0.5), NStep(3, 0.5, when="write")):
+        for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert type(again) is type(one)
+            assert repr(again) == repr(one)
+
+
+# -- on the way in --------------------------------------------------------------------------------
+
+
+def written(transform: Any, pieces: list[int], rows: Any) -> ReplayBuffer:
+    """A buffer that was given the rows in pieces, and flushed."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10**4, ndim=max(1, rows.batch_dims)), transform=transform
+    )
+    done, dim = 0, rows.batch_dims - 1
+    for piece in pieces:
+        part = rows.narrow(dim, done, piece)
+        if piece == 1 and not dim:
+            buffer.add(part[0])
+        else:
+            buffer.extend(part)
+        done += piece
+    buffer.flush()
+    return buffer
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 5), lanes=st.sampled_from([1, 2]))
+def test_on_the_way_in_it_is_as_at_read_time(streams: Any, data: Any, n: int, lanes: int) -> None:
+    """However the stream is split into calls, and rows in are rows out."""
+    end = st.sampled_from([0, 0, 0, 1, 2])
+    step = st.lists(end, min_size=lanes, max_size=lanes)
+    ends = data.draw(st.lists(step, min_size=1, max_size=25))
+    pieces, left = [], len(ends)
+    while left:
+        pieces.append(data.draw(st.integers(1, left)))
+        left -= pieces[-1]
+    own = streams(NStep(n, 0.9), lanes)
+    rows = own.make(ends)
+    own.buffer.extend(rows)
+    transform = NStep(n, 0.9, when="write")
+    assert isinstance(transform, NStepWriting)
+    buffer = written(transform, pieces, rows)
+    stored = buffer.storage[:]
+    found = {
+        (row["observation"][0].item(), row["observation"][1].item()): row
+        for row in stored.reshape(-1)
+    }
+    check(own, found, n, 0.9)
+    expected = own.drawn()
+    assert set(found) == set(expected)
+    for place, row in expected.items():
+        for key in ("discount", ("next", "reward")):
+            assert torch.allclose(found[place][key], row[key], atol=1e-6)
+            assert found[place][key].dtype is row[key].dtype
+
+
+def test_rows_are_held_until_they_are_known(streams: Any) -> None:
+    own = streams(None)
+    rows = own.make([[0], [0], [0], [0], [1], [0], [0]])
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20), transform=NStep(3, 0.5, when="write"), batch_size=2
+    )
+    counts = []
+    for step in range(7):
+        buffer.extend(rows[step : step + 1])
+        counts.append(buffer.write_count)
+    assert counts == [0, 0, 1, 2, 5, 5, 5]
+    assert buffer.flush().tolist() == [5, 6]
+    assert buffer.flush().tolist() == []
+    assert buffer["observation"][:, 1].tolist() == list(range(7))
+    assert "fetch" not in dir(buffer.transform[0])
+    assert buffer.transform[0].stage is None
+    batch = buffer.sample()  # reading changes nothing
+    assert batch["next", "reward"].equal(buffer.storage[:]["next", "reward"][batch["index"]])
+
+
+def test_ids_end_episodes_on_the_way_in() -> None:
+    rows = TensorDict(
+        {
+            "collector": {"traj_ids": torch.tensor([3, 3, 3, 8, 8])},
+            "next": {"reward": torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0])},
+        },
+        [5],
+    )
+    found = []
+    for when in ("read", "write"):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=NStep(3, 0.5, when=when))
+        for step in range(5):
+            buffer.extend(rows[step : step + 1])
+        buffer.flush()
+        found.append(buffer[:])
+    assert (found[0] == found[1]).all()
+    assert found[0]["steps_used"].flatten().tolist() == [3, 2, 1, 2, 1]
+
+
+def through_files(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -> Any:
+    buffer.dumps(folder)
+    fresh = make()
+    fresh.loads(folder)
+    return fresh
+
+
+@pytest.mark.pitfall("WR18")
+@pytest.mark.parametrize(
+    "onward",
+    [through_files, lambda buffer, folder, make: pickle.loads(pickle.dumps(buffer))],
+    ids=["dumps", "pickle"],
+)
+def test_rows_held_back_are_saved(streams: Any, onward: Any, tmp_path: Path) -> None:
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(99), transform=NStep(4, 0.5, when="write"))
+
+    own = streams(NStep(4, 0.5))
+    rows = own.make([[0], [0], [0], [2], [0], [0], [1], [0], [0], [0], [0]])
+    own.buffer.extend(rows)
+    buffer = make()
+    for turn, step in enumerate(range(0, 11, 2)):
+        buffer.extend(rows[step : step + 2])
+        buffer = onward(buffer, tmp_path / str(turn), make)
+    buffer.flush()
+    expected = own.buffer[:]
+    for key in ("steps_used", "bootstrap", ("next", "reward"), ("next", "observation")):
+        assert buffer.storage[:][key].equal(expected[key])
+
+
+def test_refused_on_the_way_in_changes_nothing(streams: Any) -> None:
+    own = streams(None)
+    rows = own.make([[0]] * 4)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=NStep(3, 0.5, when="write"))
+    buffer.extend(rows[:2])
+    other = rows[2:].clone()
+    other["action"] = other["action"].float()
+    with pytest.raises(ValueError, match="'action'"):
+        buffer.extend(other)
+    with pytest.raises(TypeError, match="TensorDict"):
+        buffer.transform[0].inv(torch.zeros(3))
+    buffer.extend(rows[2:])
+    buffer.flush()
+    assert buffer["observation"][:, 1].tolist() == [0, 1, 2, 3]
+    fresh = NStep(3, 0.5, when="write")
+    with pytest.raises(KeyError, match="reward"):
+        fresh.inv(TensorDict({"x": torch.zeros(2)}, [2]))
+    with pytest.raises(ValueError, match="time_dim"):
+        NStep(3, 0.5, when="write", time_dim=1).inv(rows)
+    with pytest.raises(ValueError, match="held"):
+        fresh.load_state_dict({"other": 1})
+
+
+def test_what_stands_before_in_the_chain_sees_flushed_rows(streams: Any) -> None:
+    """``inv`` goes from the last to the first; so do the rows that were held back."""
+
+    class Seen(Transform):
+        def __init__(self) -> None:
+            self.rows = 0
+
+        def inv(self, data: Any) -> Any:
+            self.rows += len(data)
+            return data
+
+    before, after = Seen(), Seen()
+    chain = Compose(before, NStep(3, 0.5, when="write"), NStep(2, 0.5, when="write",
+                    reward_key=("next", "cost")), after)  # fmt: skip
+    own = streams(None)
+    rows = own.make([[0]] * 5)
+    rows["next", "cost"] = rows["next", "reward"].clone()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=chain)
+    buffer.extend(rows)
+    assert (before.rows, after.rows, len(buffer)) == (2, 5, 2)
+    buffer.flush()
+    assert (before.rows, after.rows, len(buffer)) == (5, 5, 5)

@@ -1,0 +1,198 @@
+"""What came before a row, and how many rows, against a scan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    Compose,
+    HistoryTransform,
+    LazyTensorStorage,
+    NStep,
+    PreviousStep,
+    ReplayBuffer,
+    StepCount,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), init=st.sampled_from([0, -3]), n=st.sampled_from([1, 3]))
+def test_it_agrees_with_a_scan(data: Any, init: int, n: int, histories: Any, play: Any) -> None:
+    """S20: ``init`` at the first row of an episode, reward and action of row t - 1 at row t."""
+    chain = Compose(*[NStep(n, 0.9)] * (n > 1), PreviousStep(init=init))
+    streams = play(chain, data.draw(histories))
+    eligible = {place for place in streams.stored() if streams.has_past(*place, 1)}
+    if not eligible:
+        with pytest.raises(RuntimeError, match="1 rows of history"):
+            streams.buffer.sample()
+        return
+    found = streams.drawn()
+    assert set(found) == eligible
+    for (lane, number), row in found.items():
+        own = streams.rows[lane]
+        begins = number == streams.begin(lane, number)
+        action, reward = row["previous_action"], row["previous_reward"]
+        assert action.item() == (init if begins else (number - 1) * 10)
+        assert reward.tolist() == [init if begins else own[number - 1].reward]
+        last = min(streams.last(lane, number), number + n - 1)
+        assert row["next", "previous_action"].item() == last * 10
+        assert row["next", "previous_reward"].tolist() == [own[last].reward]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_steps_are_counted_from_where_the_episode_began(
+    data: Any, histories: Any, play: Any
+) -> None:
+    streams = play(StepCount(), data.draw(histories))
+    found = streams.drawn()
+    assert set(found) == set(streams.stored())
+    for (lane, number), row in found.items():
+        assert row["step_count"].tolist() == [number - streams.begin(lane, number)]
+        assert row["step_count"].dtype is torch.int64
+
+
+def test_a_restart_is_a_beginning(streams: Any, tmp_path: Path) -> None:
+    """S17."""
+    own = streams(Compose(PreviousStep(), StepCount("n")), slots=9)
+    own.extend([[0]] * 6)
+    own.restart(tmp_path / "saved")
+    own.extend([[0]] * 3)
+    found = own.drawn()
+    for number, action, count in ((6, 0, 0), (5, 40, 5)):
+        assert found[0, number]["previous_action"].item() == action
+        assert found[0, number]["n"].item() == count
+
+
+class _Negated(HistoryTransform):
+    relabels = True
+    changes = frozenset({("next", "reward")})
+
+    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
+        return data.set(("next", "reward"), -data["next", "reward"])
+
+    def relabel(self, leaves: Any, where: Any, fetched: Any, around: Any) -> Any:
+        leaves["next", "reward"] = -leaves["next", "reward"]
+        return leaves
+
+
+def test_rewards_are_those_of_a_relabel_before(streams: Any) -> None:
+    """S20, F39."""
+    own = streams(Compose(_Negated(), PreviousStep()))
+    own.extend([[0]] * 5)
+    found = own.drawn()
+    for number in range(1, 5):
+        assert found[0, number]["previous_reward"].item() == -own.rows[0][number - 1].reward
+        assert found[0, number]["next", "previous_reward"].item() == -own.rows[0][number].reward
+        assert found[0, number]["next", "reward"].item() == -own.rows[0][number].reward
+
+
+def test_joined(streams: Any) -> None:
+    """Reward in column 0, the action after it, zeros at the first row."""
+    own = streams(PreviousStep(concat=True, num_actions=41))
+    own.extend([[0], [1], [0], [0], [0]])
+    found = own.drawn()
+    for number, row in found.items():
+        step = number[1]
+        begins = step in (0, 2)
+        columns = row["previous_step"]
+        assert columns.dtype is torch.float32
+        one_hot = [0.0] * 41
+        if not begins:
+            one_hot[(step - 1) * 10] = 1.0
+        reward = 0.0 if begins else own.rows[0][step - 1].reward
+        assert columns.tolist() == [reward, *one_hot]
+        assert row["next", "previous_step"][1 + step * 10].item() == 1.0
+        assert row["next", "previous_step"][0].item() == own.rows[0][step].reward
+
+
+@pytest.mark.parametrize(
+    ("action", "columns"),
+    [
+        (torch.tensor([[0.5, 2.0], [1.5, 3.0]]), [0.5, 2.0]),
+        (torch.tensor([[False, True], [True, False]]), [0.0, 1.0]),
+        (torch.tensor([[0, 1, 0], [1, 0, 0]]), [0.0, 1.0, 0.0]),
+        (torch.tensor([[1.0], [2.0]], dtype=torch.float64), [1.0]),
+    ],
+)
+def test_actions_that_are_columns_already(action: torch.Tensor, columns: list[float]) -> None:
+    rows = {"action": action, "next": {"reward": torch.tensor([7, 8]), "done": torch.zeros(2)}}
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2), transform=PreviousStep(concat=True))
+    buffer.extend(TensorDict(rows, [2]))
+    assert buffer[1]["previous_step"].tolist() == [7.0, *columns]
+    assert buffer[0]["previous_step"].tolist() == [0.0] * (1 + len(columns))
+
+
+def test_values_keep_dtype_and_shape() -> None:
+    rows = {
+        "image": torch.arange(12, dtype=torch.uint8).reshape(2, 2, 3),
+        "flag": torch.tensor([True, True]),
+        ("agent", "action"): torch.tensor([[1], [2]], dtype=torch.int32),
+        "next": {"done": torch.zeros(2)},
+    }
+    transform = PreviousStep(["image", "flag", ("agent", "action")], init=1)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2), transform=transform)
+    buffer.extend(TensorDict(rows, [2]))
+    found = buffer[:]
+    assert found["previous_image"].tolist() == [[[1] * 3] * 2, [[0, 1, 2], [3, 4, 5]]]
+    assert found["previous_image"].dtype is torch.uint8
+    assert found["previous_flag"].tolist() == [True, True]
+    assert found["agent", "previous_action"].tolist() == [[1], [1]]
+    assert found["agent", "previous_action"].dtype is torch.int32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"keys": "action"}, TypeError, "a list of keys"),
+        ({"keys": [3]}, TypeError, "expected a key"),
+        ({"keys": []}, ValueError, "at least one"),
+        ({"keys": ["reward", ("next", "reward")]}, ValueError, "differ in more than 'next'"),
+        ({"init": "x"}, TypeError, "init"),
+        ({"init": float("inf")}, ValueError, "init"),
+        ({"num_actions": 4}, ValueError, "concat"),
+        ({"concat": True, "num_actions": 0}, ValueError, "num_actions"),
+    ],
+)
+def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        PreviousStep(**arguments)
+    with pytest.raises(TypeError):
+        StepCount(3)
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "words"),
+    [
+        (PreviousStep(["velocity"]), KeyError, "velocity"),
+        (PreviousStep(init=0.5), ValueError, "'previous_action', got 0.5"),
+        (PreviousStep(concat=True), ValueError, "num_actions="),
+        (PreviousStep(concat=True, num_actions=10), ValueError, r"in \[0, 10\), got 0 to 20"),
+    ],
+)
+def test_refused_on_read(streams: Any, transform: Any, error: Any, words: str) -> None:
+    own = streams(transform)
+    own.extend([[0]] * 3)
+    with pytest.raises(error, match=words):
+        own.buffer[:]
+
+
+def test_n_step_goes_first(streams: Any) -> None:
+    own = streams(Compose(PreviousStep(), NStep(2, 0.9)))
+    own.extend([[0]] * 3)
+    with pytest.raises(ValueError, match="before PreviousStep"):
+        own.buffer.sample()
+
+
+def test_they_say_what_they_are() -> None:
+    assert repr(PreviousStep()) == "PreviousStep(['action', ('next', 'reward')])"
+    shown = repr(PreviousStep(["action"], 2, True, 3))
+    assert shown == "PreviousStep(['action'], init=2, concat=True, num_actions=3)"
+    assert repr(StepCount()) == "StepCount('step_count')"

@@ -1,0 +1,480 @@
+"""Stored returns against a model that scans, over random writes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    ReturnToGo,
+    TensorStorage,
+)
+from replaykit.transforms.return_to_go import discounted_sums
+
+DEFAULT = -1000.0
+
+
+def rows_of(
+    rewards: list[float],
+    terminated: list[bool] | None = None,
+    truncated: list[bool] | None = None,
+    start: int = 0,
+) -> TensorDict:
+    count = len(rewards)
+    ended = torch.tensor(terminated or [False] * count).reshape(count, 1)
+    cut = torch.tensor(truncated or [False] * count).reshape(count, 1)
+    return TensorDict(
+        {
+            "row": torch.arange(start, start + count),
+            "next": {
+                "observation": torch.arange(start, start + count).float().unsqueeze(-1),
+                "reward": torch.tensor(rewards, dtype=torch.float32).reshape(count, 1),
+                "terminated": ended,
+                "truncated": cut,
+                "done": ended | cut,
+            },
+        },
+        [count],
+    )
+
+
+def buffer_of(transform: Any, capacity: int = 100, **others: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(capacity), transform=transform, **others)
+
+
+def returns_of(rb: ReplayBuffer) -> list[float]:
+    rows = rb.storage.get(slice(None))
+    order = rb.storage.ledger.write_order()
+    return [round(value, 4) for value in rows["episode_return"][order].flatten().tolist()]
+
+
+def valid_of(rb: ReplayBuffer) -> list[bool]:
+    order = rb.storage.ledger.write_order()
+    return rb.storage.get(slice(None))["return_valid"][order].flatten().tolist()
+
+
+def test_the_numbers_of_the_reference() -> None:
+    """S13, in two lanes."""
+    yes, no = True, False
+    lanes = [
+        rows_of([-1, -1, -1, 0, -1], [no, yes, no, yes, yes]),
+        rows_of([-1, 0, -1, -1, -1], [yes, yes, no, yes, no]),
+    ]
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(10, ndim=2), transform=ReturnToGo(0.99, default=DEFAULT)
+    )
+    rb.extend(torch.stack(lanes))
+    found = rb.storage.get(slice(None))
+    assert found["episode_return"].shape == (5, 2, 1)
+    assert found["return_valid"].shape == (5, 2, 1)
+    expected = torch.tensor([[-1.99, -1, -1, 0, -1], [-1, 0, -1.99, -1, DEFAULT]])
+    assert torch.equal(found["episode_return"].squeeze(-1).T, expected)
+    assert torch.equal(found["return_valid"].squeeze(-1).T, expected != DEFAULT)
+
+
+def test_until_the_end_all_rows_hold_the_default() -> None:
+    rb = buffer_of(ReturnToGo(0.5, default=DEFAULT))
+    for reward in (1.0, 2.0):
+        rb.add(rows_of([reward])[0])
+        assert set(returns_of(rb)) == {DEFAULT}
+    assert not any(valid_of(rb))
+    rb.add(rows_of([4.0], [True])[0])
+    assert returns_of(rb) == [3.0, 4.0, 4.0]
+    assert all(valid_of(rb))
+
+
+def test_rewards_are_clipped_before_they_are_summed() -> None:
+    rb = buffer_of(ReturnToGo(1.0, reward_clip=(-1, 1)))
+    rb.extend(rows_of([5, -3], [False, True]))
+    assert returns_of(rb) == [0.0, -1.0]
+    assert rb.storage.get(slice(None))["next", "reward"].flatten().tolist() == [5.0, -3.0]
+
+
+def test_truncated_episodes_keep_the_default() -> None:
+    rb = buffer_of(ReturnToGo(0.99, default=DEFAULT))
+    rb.extend(rows_of([1, 1, 1], None, [False, False, True]))
+    assert returns_of(rb) == [DEFAULT] * 3
+    assert not any(valid_of(rb))
+
+
+@pytest.mark.parametrize("kind", ["key", "function"])
+def test_truncated_episodes_may_go_on_with_a_value(kind: str) -> None:
+    seen = []
+
+    def value(rows: TensorDict) -> torch.Tensor:
+        seen.append(rows["observation"].flatten().tolist())
+        return rows["observation"] * 10
+
+    rows = rows_of([1, 2, 1, 2], [False, True, False, False], [False, False, False, True])
+    rows["next", "v"] = rows["next", "observation"] * 10
+    transform = ReturnToGo(
+        0.5, on_truncated="bootstrap", value=("next", "v") if kind == "key" else value
+    )
+    rb = buffer_of(transform)
+    rb.extend(rows)
+    assert returns_of(rb) == [2.0, 2.0, 1 + 0.5 * (2 + 0.5 * 30), 2 + 0.5 * 30]
+    assert all(valid_of(rb))
+    assert seen == ([] if kind == "key" else [[3.0]])
+
+
+def test_sums_end_at_a_boundary_inside_an_episode() -> None:
+    """Its row counts its own reward; the row after it counts its own, and all that follow."""
+    rows = rows_of([1, 2, 4, 8, 16], [False] * 4 + [True])
+    rows["lost"] = torch.tensor([False, True, False, True, False])
+    rb = buffer_of(ReturnToGo(0.5, boundary="lost"))
+    rb.extend(rows)
+    assert returns_of(rb) == [2.0, 2.0, 8.0, 8.0, 16.0]
+
+
+def test_nothing_is_added_after_a_boundary_at_the_end() -> None:
+    rows = rows_of([1, 2, 4], None, [False, False, True])
+    rows["lost"] = torch.tensor([[False], [False], [True]])
+    rows["v"] = torch.full((3, 1), 100.0)
+    rb = buffer_of(ReturnToGo(0.5, boundary="lost", on_truncated="bootstrap", value="v"))
+    rb.extend(rows)
+    assert returns_of(rb) == [3.0, 4.0, 4.0]
+
+
+def test_vector_rewards_and_those_without_a_last_dimension() -> None:
+    for shape in ((2,), ()):
+        rows = rows_of([1, 2, 4], [False, False, True])
+        reward = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        rows["next", "reward"] = torch.stack([reward, -reward], 1) if shape else reward
+        rb = buffer_of(ReturnToGo(0.5))
+        rb.extend(rows)
+        found = rb[:]["episode_return"]
+        expected = torch.tensor([3.0, 4.0, 4.0], dtype=torch.float64)
+        assert torch.equal(found, torch.stack([expected, -expected], 1) if shape else expected)
+        assert rb[:]["return_valid"].shape == (3, 1)
+
+
+def test_integer_rewards_have_floating_returns() -> None:
+    rows = rows_of([1, 2, 4], [False, False, True])
+    rows["next", "reward"] = torch.tensor([[1], [2], [4]])
+    rb = buffer_of(ReturnToGo(0.25))
+    rb.extend(rows)
+    assert rb[:]["episode_return"].dtype == torch.float32
+    assert returns_of(rb) == [1.75, 3.0, 4.0]
+
+
+def model(
+    rewards: list[float], ended: list[bool], cut: list[bool], lost: list[bool], gamma: float
+) -> list[float | None]:
+    """Returns of rows of one stream; None: the default. Bootstraps with 5."""
+    found: list[float | None] = [None] * len(rewards)
+    start = 0
+    for row in range(len(rewards)):
+        if not (ended[row] or cut[row]):
+            continue
+        after = 0.0 if ended[row] else 5.0
+        for back in range(row, start - 1, -1):
+            if lost[back]:
+                after = 0.0
+            after = rewards[back] + gamma * after
+            found[back] = after
+        start = row + 1
+    return found
+
+
+@given(
+    batches=st.lists(st.lists(st.sampled_from("....LTR"), min_size=1, max_size=25), max_size=8),
+    capacity=st.integers(3, 40),
+    lanes=st.sampled_from([0, 1, 3]),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    emptied=st.integers(0, 12),
+    loaded=st.integers(0, 12),
+)
+@settings(max_examples=120, deadline=None)
+def test_random_writes_against_a_model(
+    batches: list[list[str]], capacity: int, lanes: int, gamma: float, emptied: int, loaded: int
+) -> None:
+    """Wrapping rings, lanes, batches of any length, `empty` and a load in between."""
+    width = max(lanes, 1)
+
+    def make() -> ReplayBuffer:
+        transform = ReturnToGo(
+            gamma, default=DEFAULT, boundary="lost", on_truncated="bootstrap", value="v"
+        )
+        storage = LazyTensorStorage(capacity * width, ndim=2 if lanes else 1)
+        return ReplayBuffer(storage=storage, transform=transform)
+
+    rb = make()
+    written: list[list[str]] = [[] for _ in range(width)]
+    written_rows = 0
+    # From which row on rows are there at all, and where a restart has ended what was open.
+    begun, restarts = 0, set()
+    for number, batch in enumerate(batches):
+        if number == emptied:
+            rb.empty()
+            begun = written_rows
+        if number == loaded:
+            old, rb = rb, make()
+            if written_rows:
+                rb.load_state_dict(old.state_dict())
+                restarts.add(written_rows)
+        parts = []
+        for lane in range(width):
+            marks = batch[lane % len(batch) :] + batch[: lane % len(batch)]
+            numbers = range(len(written[lane]), len(written[lane]) + len(marks))
+            rows = rows_of(
+                [float(number % 5 - 2) for number in numbers],
+                [mark == "T" for mark in marks],
+                [mark == "R" for mark in marks],
+                len(written[lane]),
+            )
+            rows["lost"] = torch.tensor([mark == "L" for mark in marks])
+            rows["v"] = torch.full((len(marks), 1), 5.0)
+            written[lane] += marks
+            parts.append(rows)
+        rb.extend(torch.stack(parts) if lanes else parts[0])
+        written_rows = len(written[0])
+        if begun == written_rows:
+            continue
+        order = rb.storage.ledger.write_order()
+        rows = rb.storage.get(slice(None))[order].reshape(len(order), width)
+        for lane in range(width):
+            marks = written[lane]
+            found: list[float | None] = []
+            # Streams end where the buffer was emptied or loaded.
+            cuts = sorted({0, begun, *restarts, len(marks)})
+            for first, last in itertools.pairwise(cuts):
+                part = marks[first:last]
+                found += model(
+                    [float(number % 5 - 2) for number in range(first, last)],
+                    [mark == "T" for mark in part],
+                    [mark == "R" for mark in part],
+                    [mark == "L" for mark in part],
+                    gamma,
+                )
+            own = rows[:, lane]
+            for row in range(len(own)):
+                expected = found[int(own["row"][row])]
+                assert bool(own["return_valid"][row]) == (expected is not None)
+                value = float(own["episode_return"][row])
+                assert value == pytest.approx(DEFAULT if expected is None else expected, rel=1e-6)
+
+
+def test_a_stored_flag_that_changes() -> None:
+    """With the next write all returns are those of the episodes as they are now."""
+    rb = buffer_of(ReturnToGo(1.0, default=DEFAULT))
+    rb.extend(rows_of([1, 1, 1, 1], [False, True, False, True]))
+    assert returns_of(rb) == [2.0, 1.0, 2.0, 1.0]
+    for key in ("done", "terminated"):
+        rb.set_at_(("next", key), torch.tensor([[False], [False]]), [1, 3])
+    rb.extend(rows_of([1]))
+    assert returns_of(rb) == [DEFAULT] * 5
+    assert not any(valid_of(rb))
+    rb.extend(rows_of([1], [True]))
+    assert returns_of(rb) == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+
+
+def test_a_row_written_anew() -> None:
+    rb = buffer_of(ReturnToGo(1.0, default=DEFAULT))
+    rb.extend(rows_of([1, 1, 1], [False, False, True]))
+    rb[1] = rows_of([5])[0]
+    assert returns_of(rb) == [3.0, DEFAULT, 1.0]
+    rb.extend(rows_of([1]))
+    assert returns_of(rb) == [7.0, 6.0, 1.0, DEFAULT]
+
+
+def test_open_episodes_end_with_a_cut_and_hold_the_default() -> None:
+    rows = rows_of([1, 1, 1, 1], [False, False, False, True])
+    rows["episode"] = torch.tensor([0, 0, 1, 1])
+    rb = buffer_of(ReturnToGo(1.0, default=DEFAULT))
+    rb.extend(rows)
+    assert returns_of(rb) == [DEFAULT, DEFAULT, 2.0, 1.0]
+
+
+def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows looked at per write: those written. Rows summed: those of what ended."""
+    looked, summed = [], []
+    transform = ReturnToGo(0.9)
+    rb = buffer_of(transform, 1000)
+    rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
+    index = type(rb.storage.episodes)
+    among, fill = index.ended_among, ReturnToGo._fill
+
+    def counted(self: Any, newest: int) -> Any:
+        looked.append(newest)
+        return among(self, newest)
+
+    def filled(self: Any, *arguments: Any) -> None:
+        summed.append(arguments[2].tolist())
+        fill(self, *arguments)
+
+    monkeypatch.setattr(index, "ended_among", counted)
+    monkeypatch.setattr(ReturnToGo, "_fill", filled)
+    for row in range(30):
+        rb.add(rows_of([1.0], [row == 29])[0])
+    rb.extend(rows_of([1.0] * 5))
+    assert looked == [1] * 30 + [5]
+    assert summed == [[39]]
+
+
+def test_flags_and_what_reads_them_are_left_alone() -> None:
+    rb = buffer_of(ReturnToGo(0.9))
+    rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
+    index = rb.storage.episodes
+    version, rebuilt = index.version, index.rebuilt
+    rb.add(rows_of([1.0], [True])[0])
+    assert rb.storage.episodes is index
+    assert index.rebuilt == rebuilt
+    assert index.version == version + 1
+
+
+def test_data_that_is_given_stays_as_it_is() -> None:
+    rows = rows_of([1, 2], [False, True])
+    before = rows.clone()
+    buffer_of(ReturnToGo(0.9)).extend(rows)
+    assert set(rows.keys(True, True)) == set(before.keys(True, True))
+    assert (rows == before).all()
+
+
+@pytest.mark.parametrize("kind", ["memory", "memmap"])
+def test_checkpoints_keep_returns(tmp_path: Path, kind: str) -> None:
+    def make(name: str) -> ReplayBuffer:
+        storage = (
+            LazyTensorStorage(20)
+            if kind == "memory"
+            else LazyMemmapStorage(20, scratch_dir=tmp_path / name)
+        )
+        return ReplayBuffer(storage=storage, transform=ReturnToGo(0.5, default=DEFAULT))
+
+    rb = make("a")
+    rb.extend(rows_of([1, 2], None))
+    rb.dumps(tmp_path / "saved")
+    rb.extend(rows_of([4], [True]))
+    rb.dumps(tmp_path / "saved")  # the first rows have changed since
+    other = make("b")
+    other.loads(tmp_path / "saved")
+    assert returns_of(other) == [3.0, 4.0, 4.0]
+    other.extend(rows_of([1], [True]))
+    assert returns_of(other) == [3.0, 4.0, 4.0, 1.0]
+
+
+def test_samples_have_returns_of_all_rows() -> None:
+    rb = buffer_of(ReturnToGo(0.5), batch_size=32)
+    rb.extend(rows_of([1, 2, 4], [False, False, True]))
+    batch = rb.sample()
+    expected = torch.tensor([3.0, 4.0, 4.0])[batch["row"]]
+    assert torch.equal(batch["episode_return"].squeeze(-1), expected)
+    assert batch["return_valid"].shape == (32, 1)
+
+
+def test_one_transform_for_several_buffers_and_copies_of_it() -> None:
+    transform = ReturnToGo(0.5)
+    for made in (transform, copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
+        one, other = buffer_of(made), buffer_of(made)
+        one.extend(rows_of([1, 2], [False, False]))
+        other.extend(rows_of([8, 4], [False, True]))
+        one.extend(rows_of([4], [True]))
+        assert returns_of(one) == [3.0, 4.0, 4.0]
+        assert returns_of(other) == [10.0, 4.0]
+
+
+def test_rows_as_a_list() -> None:
+    rb = buffer_of(ReturnToGo(0.5))
+    rb.extend(list(rows_of([1, 2, 4], [False, False, True]).unbind(0)))
+    assert returns_of(rb) == [3.0, 4.0, 4.0]
+
+
+@given(
+    values=st.lists(st.floats(-10, 10), min_size=1, max_size=70),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_against_one_row_after_the_other(
+    values: list[float], gamma: float, data: st.DataObject
+) -> None:
+    count = len(values)
+    stops = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    stops[-1] = True
+    expected, after = np.zeros(count), 0.0
+    for row in range(count - 1, -1, -1):
+        after = values[row] + (0.0 if stops[row] else gamma * after)
+        expected[row] = after
+    found = discounted_sums(np.array(values), stops, gamma)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"gamma": 1.1}, ValueError, r"gamma: expected a discount in \[0, 1\], got 1.1"),
+        ({"gamma": -0.1}, ValueError, "gamma: "),
+        ({"gamma": float("nan")}, ValueError, "gamma: "),
+        ({"gamma": "all"}, TypeError, "gamma: "),
+        ({"reward_clip": (1, -1)}, ValueError, "reward_clip: .*got 1.0 and -1.0"),
+        ({"reward_clip": 1}, TypeError, "reward_clip: "),
+        ({"default": None}, TypeError, "default: "),
+        ({"on_truncated": "never"}, ValueError, "on_truncated: .*'never'"),
+        ({"on_truncated": "bootstrap"}, ValueError, "expected value with"),
+        ({"value": "v"}, ValueError, "expected value with"),
+        ({"key": ("next", "reward")}, ValueError, "key: "),
+        ({"key": "return_valid"}, ValueError, "key: "),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ReturnToGo(**{"gamma": 0.9, **arguments})
+
+
+def test_missing_keys_are_refused_before_anything_is_written() -> None:
+    rows = rows_of([1, 2])
+    for transform, key in (
+        (ReturnToGo(0.9, boundary="lost"), "lost"),
+        (ReturnToGo(0.9, on_truncated="bootstrap", value="v"), "v"),
+        (ReturnToGo(0.9, reward="reward"), "reward"),
+    ):
+        rb = buffer_of(transform)
+        with pytest.raises(KeyError, match=key):
+            rb.extend(rows)
+        assert len(rb) == 0
+    with pytest.raises(TypeError, match="expected a TensorDict"):
+        buffer_of(ReturnToGo(0.9)).extend(torch.zeros(3))
+
+
+def test_without_terminated_flags_done_ends_an_episode() -> None:
+    rows = rows_of([1, 2], [False, True])
+    del rows["next", "terminated"], rows["next", "truncated"]
+    rb = buffer_of(ReturnToGo(0.5))
+    rb.extend(rows)
+    assert returns_of(rb) == [2.0, 2.0]
+
+
+def test_values_in_another_shape() -> None:
+    rows = rows_of([1, 2], None, [False, True])
+    rb = buffer_of(ReturnToGo(0.5, on_truncated="bootstrap", value=lambda rows: torch.zeros(1)))
+    with pytest.raises(ValueError, match=r"value: .*\[1, 1\], got \[1\]"):
+        rb.extend(rows)
+    rb = buffer_of(ReturnToGo(0.5, on_truncated="bootstrap", value=lambda rows: 0.0))
+    with pytest.raises(TypeError, match="value: expected a tensor, got float"):
+        rb.extend(rows)
+
+
+def test_storages_that_know_no_episodes() -> None:
+    rb = ReplayBuffer(storage=ListStorage(10), transform=ReturnToGo(0.5))
+    with pytest.raises(RuntimeError, match="a ListStorage does not know where episodes end"):
+        rb.extend(rows_of([1]))
+
+
+def test_rows_that_were_there_before() -> None:
+    rows = ReturnToGo(0.5, default=DEFAULT).inv(rows_of([1, 2, 4, 0], [False, False, True, False]))
+    rb = ReplayBuffer(storage=TensorStorage(rows), transform=ReturnToGo(0.5, default=DEFAULT))
+    rb.extend(rows_of([1]))
+    assert returns_of(rb)[:2] == [4.0, 4.0]

@@ -1,0 +1,380 @@
+"""Stacks of frames against a scan for the beginning of the episode, and against live ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    Compose,
+    LazyTensorStorage,
+    NStep,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StackFrames,
+)
+from replaykit.episodes import Needs
+from replaykit.samplers import Sampler
+from replaykit.storages.columns import Columns
+
+
+def frames_of(streams: Any, lane: int, number: int, k: int) -> list[int]:
+    """Numbers of the frames of a row, -1 before the beginning."""
+    first = streams.first(lane, number)
+    return [place if place >= first else -1 for place in range(number - k + 1, number + 1)]
+
+
+def check(streams: Any, found: dict[Any, Any], k: int, pad: str, n: int = 1) -> None:
+    for (lane, number), row in found.items():
+        last = min(streams.last(lane, number), number + n - 1)
+        first = streams.first(lane, number)
+
+        def frame(place: int, lane: int = lane, first: int = first) -> list[int]:
+            if place >= 0:
+                return [lane, place]
+            return [0, 0] if pad == "zero" else [lane, first]
+
+        own = [frame(place) for place in frames_of(streams, lane, number, k)]
+        assert row["observation"].tolist() == own
+        before = [frame(place) for place in frames_of(streams, lane, last, k)]
+        following = [*before[1:], [lane * 2 + 1, last * 2 + 1]]
+        assert row["next", "observation"].tolist() == following
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(),
+    k=st.integers(1, 5),
+    pad=st.sampled_from(["repeat", "zero"]),
+    n=st.sampled_from([1, 1, 3]),
+)
+def test_it_agrees_with_a_scan(
+    data: Any, k: int, pad: str, n: int, histories: Any, play: Any
+) -> None:
+    def place(batch: Any) -> Any:
+        return batch.set("place", batch["observation"].clone())
+
+    stack = StackFrames(["observation"], k, pad=pad, new_dim=True)
+    chain = Compose(place, *[NStep(n, 0.9)] * (n > 1), stack)
+    streams = play(chain, data.draw(histories))
+    eligible = {
+        (lane, number) for lane, number in streams.stored()
+        if streams.has_past(lane, number, k - 1)
+    }  # fmt: skip
+    if not eligible:
+        with pytest.raises(RuntimeError, match=f"{k - 1} rows of history"):
+            streams.buffer.sample()
+        return
+    found = streams.drawn()
+    assert set(found) == eligible
+    check(streams, found, k, pad, n)
+
+
+def test_no_stack_spans_a_restart(streams: Any, tmp_path: Path) -> None:
+    """S17."""
+    own = streams(StackFrames(["action"], 3), slots=9)
+    own.extend([[0]] * 6)
+    own.restart(tmp_path / "saved")
+    own.extend([[0]] * 3)
+    found = own.drawn()
+    assert found[0, 6]["action"].tolist() == [60, 60, 60]
+    assert found[0, 8]["action"].tolist() == [60, 70, 80]
+    assert found[0, 5]["action"].tolist() == [30, 40, 50]
+
+
+# -- S15 ------------------------------------------------------------------------------------------
+
+
+def starts(lane: int, step: int) -> bool:
+    return step % (17, 22)[lane] == 0
+
+
+def frame(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The frame of a step, every number of it the step's."""
+    return torch.full(shape, step)
+
+
+def recorded(shape: tuple[int, ...], steps: int = 60) -> TensorDict:
+    """Two lanes ``[2, steps]``, the frame of a row its number."""
+    lanes = []
+    for lane in range(2):
+        ends = torch.tensor([starts(lane, step + 1) for step in range(steps)])[:, None]
+        lanes.append(
+            TensorDict(
+                {
+                    "x": torch.stack([frame(step, shape) for step in range(steps)]),
+                    "next": {
+                        "x": torch.stack([frame(step + 1, shape) for step in range(steps)]),
+                        "done": ends,
+                        "terminated": ends.clone(),
+                    },
+                },
+                [steps],
+            )
+        )
+    return torch.stack(lanes)
+
+
+class Pairs(Sampler):
+    """Draws windows of two rows that begin at given ``(lane, step)``."""
+
+    def __init__(self, begins: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.begins = begins
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        index = [[step + k, lane] for lane, step in self.begins for k in range(2)]
+        ids = torch.arange(len(self.begins)).repeat_interleave(2)
+        return torch.tensor(index), {"sequence_id": ids}
+
+
+SHAPES = [
+    ((), 0, (3,)),
+    ((7,), 0, (21,)),
+    ((7,), -1, (21,)),
+    ((5, 6), 0, (15, 6)),
+    ((5, 6), -1, (5, 18)),
+    ((2, 3, 4), 0, (6, 3, 4)),
+    ((2, 3, 4), -1, (2, 3, 12)),
+    ((2, 3, 4), 1, (2, 9, 4)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "stacked"), SHAPES)
+@pytest.mark.parametrize("pad", ["repeat", "zero"])
+def test_read_time_equals_live(
+    shape: tuple[int, ...], dim: int, stacked: tuple[int, ...], pad: str
+) -> None:
+    """S15: shapes, bounds, and every row the same as stacked while it was played."""
+    transform = StackFrames(["x"], 3, dim, pad)
+    rows = recorded(shape)
+    stream = transform.stream()
+    live = []
+    for step in range(60):
+        resets = torch.tensor([starts(lane, step) for lane in range(2)])
+        live.append(stream(rows[:, step], resets if step else None))
+        assert rows[0, step]["x"].shape == shape  # the caller's own stays as it is
+    played = torch.stack(live, 1)
+    assert played["x"].shape == (2, 60, *stacked)
+    assert transform.tiled(frame(255, shape)).equal(frame(255, stacked))
+
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(120, ndim=2), transform=transform, batch_size=120,
+        sampler=SamplerWithoutReplacement(),
+    )  # fmt: skip
+    buffer.extend(rows)
+    batch = buffer.sample()
+    step, lane = batch["index"].unbind(-1)
+    for key in ("x", ("next", "x")):
+        assert batch[key].equal(played[lane, step][key])
+        assert batch[key].dtype is torch.int64
+
+
+def test_live_numbers() -> None:
+    """S15, the numbers themselves."""
+    stream = StackFrames(["x"], 3).stream()
+    rows = recorded(())
+    found = {}
+    for step in range(60):
+        resets = torch.tensor([starts(lane, step) for lane in range(2)])
+        found[step] = stream(rows[:, step].select("x"), resets)["x"].tolist()
+    assert [found[step][0] for step in range(3)] == [[0, 0, 0], [0, 0, 1], [0, 1, 2]]
+    assert found[17] == [[17, 17, 17], [15, 16, 17]]
+    assert found[22] == [[20, 21, 22], [22, 22, 22]]
+
+
+def test_windows_from_storage() -> None:
+    """S15: each step of a window is clamped by itself (F15)."""
+    begins = [(0, 0), (1, 1), (0, 18), (1, 22), (0, 16)]
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(120, ndim=2), transform=StackFrames(["x"], 3),
+        sampler=Pairs(begins), batch_size=10,
+    )  # fmt: skip
+    buffer.extend(recorded(()))
+    assert buffer.sample()["x"].view(5, 2, 3).tolist() == [
+        [[0, 0, 0], [0, 0, 1]],
+        [[0, 0, 1], [0, 1, 2]],
+        [[17, 17, 18], [17, 18, 19]],
+        [[22, 22, 22], [22, 22, 23]],
+        [[14, 15, 16], [17, 17, 17]],
+    ]
+
+
+def test_slices(streams: Any) -> None:
+    """Slices begin where their first row has its history, or its reset."""
+    own = streams(None, slots=19)
+    own.extend([[0], [0], [0], [0], [0], [0], [1]] * 5)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), batch_size=200,
+        transform=StackFrames(["observation"], 3, new_dim=True),
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    batch = buffer.sample()
+    drawn = set()
+    for row in batch:
+        number = row["observation"][-1, 1].item()
+        drawn.add(number)
+        check(own, {(0, number): row}, 3, "repeat")
+    # Stored are rows 16 to 34; 16 and 17 have lost frames that they had.
+    assert drawn == set(range(18, 35))
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+class Padded(Sampler):
+    """Draws slots, some of them padding."""
+
+    def __init__(self, slots: list[int], real: list[bool]) -> None:
+        super().__init__()
+        self.slots, self.real = slots, real
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        info: dict[Any, Any] = {"sequence_id": torch.zeros(len(self.slots), dtype=torch.int64)}
+        info["collector", "mask"] = torch.tensor(self.real)
+        return torch.tensor(self.slots), info
+
+
+def test_padding_has_its_own_frame(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0]] * 5)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, transform=StackFrames(["action"], 3),
+        sampler=Padded([2, 3, 4, 4], [True, True, True, False]),
+    )  # fmt: skip
+    assert buffer.sample(4)["action"].tolist() == [
+        [0, 10, 20], [10, 20, 30], [20, 30, 40], [40, 40, 40],
+    ]  # fmt: skip
+
+
+def test_rows_by_index_are_cut_short(streams: Any) -> None:
+    own = streams(StackFrames(["action"], 3), slots=4)
+    own.extend([[0]] * 6)
+    assert own.buffer[:]["action"].tolist() == [
+        [20, 30, 40], [30, 40, 50], [20, 20, 20], [20, 20, 30],
+    ]  # fmt: skip
+    assert set(own.drawn()) == {(0, 4), (0, 5)}
+
+
+def test_only_the_frames_are_read(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    gather = Columns.gather_keys
+
+    def noted(self: Any, paths: Any, elements: Any) -> Any:
+        read.append((list(paths), len(elements)))
+        return gather(self, paths, elements)
+
+    own = streams(StackFrames(["action"], 4), batch_size=3)
+    own.extend([[0]] * 9)
+    monkeypatch.setattr(Columns, "gather_keys", noted)
+    own.buffer.sample()
+    assert [paths for paths, _ in read] == [[("action",)]]
+    assert read[0][1] <= 12
+
+
+def test_one_frame_changes_nothing(streams: Any) -> None:
+    own = streams(StackFrames(["observation"], 1))
+    own.extend([[0]] * 3)
+    assert own.buffer[:]["observation"].equal(own.buffer.storage[:]["observation"])
+    assert StackFrames(["x"], 1).needs == Needs()
+    own = streams(StackFrames(["observation"], 1, new_dim=True))
+    own.extend([[0]] * 3)
+    assert own.buffer[:]["observation"].shape == (3, 1, 2)
+    assert own.buffer[:]["next", "observation"].shape == (3, 1, 2)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (5, 2, 6)), (-1, (5, 6, 2))])
+def test_a_dimension_of_their_own(dim: int, shape: tuple[int, ...]) -> None:
+    transform = StackFrames(["x"], 2, dim, new_dim=True)
+    rows = recorded((5, 6))[0]
+    buffer = ReplayBuffer(storage=LazyTensorStorage(60), transform=transform)
+    buffer.extend(rows)
+    found = buffer[5]
+    assert found["x"].shape == found["next", "x"].shape == shape
+    assert found["x"].movedim(dim, 0)[:, 0, 0].tolist() == [4, 5]
+    assert found["next", "x"].movedim(dim, 0)[:, 0, 0].tolist() == [5, 6]
+    assert transform.tiled(frame(7, (5, 6))).shape == shape
+
+
+def test_leaves_of_a_batch_do_not_share_memory(streams: Any) -> None:
+    own = streams(StackFrames(["observation"], 3, new_dim=True))
+    own.extend([[0]] * 9)
+    batch = own.buffer.sample()
+    following = batch["next", "observation"].clone()
+    batch["observation"].zero_()
+    assert batch["next", "observation"].equal(following)
+    assert own.buffer.storage[:]["observation"][:, 1].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((["x"], 0), ValueError, "k: expected an int of at least 1, got 0"),
+        ((["x"], 2.0), ValueError, "got 2.0"),
+        ((["x"], True), ValueError, "got True"),
+        (([], 2), ValueError, "at least one key"),
+        ((5, 2), TypeError, "a list of keys, got 5"),
+        (([5], 2), TypeError, "expected a key"),
+        (([("next", "x")], 2), ValueError, "outside of 'next'"),
+        ((["x", "x"], 2), ValueError, "'x' twice"),
+        ((["x"], 2, "0"), TypeError, "dim"),
+        ((["x"], 2, 0, "ones"), ValueError, "got 'ones'"),
+    ],
+)
+def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+    pad = {"pad": arguments[3]} if len(arguments) > 3 else {}
+    with pytest.raises(error, match=words):
+        StackFrames(*arguments[:3], **pad)
+
+
+@pytest.mark.parametrize(
+    ("key", "dim", "new_dim", "error", "words"),
+    [
+        ("observation", 1, False, ValueError, r"in \[-1, 1\) for frames \[2\], got 1"),
+        ("observation", -2, False, ValueError, "got -2"),
+        ("observation", 2, True, ValueError, r"in \[-2, 2\)"),
+        ("action", 1, False, ValueError, "0 or -1 for single numbers"),
+        ("pixels", 0, False, KeyError, "pixels"),
+    ],
+)
+def test_refused_on_read(
+    streams: Any, key: str, dim: int, new_dim: bool, error: Any, words: str
+) -> None:
+    own = streams(StackFrames([key], 2, dim, new_dim=new_dim))
+    own.extend([[0]] * 3)
+    with pytest.raises(error, match=words):
+        own.buffer.sample()
+
+
+def test_a_stream_refuses_and_stays_as_it_is() -> None:
+    stream = StackFrames(["x"], 2).stream()
+    stream(TensorDict({"x": torch.tensor([1, 2])}, [2]))
+    with pytest.raises(TypeError, match="TensorDict"):
+        stream(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"\[lanes\], got \[\]"):
+        stream(TensorDict({"x": torch.tensor(1)}, []))
+    with pytest.raises(ValueError, match=r"'x': expected torch\.int64"):
+        stream(TensorDict({"x": torch.zeros(2)}, [2]))
+    with pytest.raises(ValueError, match="'x'"):
+        stream(TensorDict({"x": torch.tensor([1, 2, 3])}, [3]))
+    with pytest.raises(KeyError, match="x"):
+        stream(TensorDict({"y": torch.zeros(2)}, [2]))
+    for reset in (torch.zeros(2), torch.zeros(3, dtype=torch.bool), [True, False]):
+        with pytest.raises(ValueError, match="reset"):
+            stream(TensorDict({"x": torch.tensor([1, 2])}, [2]), reset)
+    assert stream(TensorDict({"x": torch.tensor([3, 4])}, [2]))["x"].tolist() == [[1, 3], [2, 4]]
+    stream.reset()
+    assert stream(TensorDict({"x": torch.tensor([5, 6])}, [2]))["x"].tolist() == [[5, 5], [6, 6]]
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(StackFrames("x", 4)) == "StackFrames(['x'], 4)"
+    shown = repr(StackFrames(["x", ("a", "b")], 2, -1, "zero", True))
+    assert shown == "StackFrames(['x', ('a', 'b')], 2, dim=-1, pad='zero', new_dim=True)"
