@@ -258,6 +258,29 @@ void replaykit::bind_episodes(nb::module_& m) {
            },
            nb::arg("time"), nb::arg("lane"), nb::arg("out"),
            "Writes begin, last, code and head of stored rows.")
+      .def("around",
+           [](const Index& self, nb::handle element, nb::handle out) {
+             const Array elements(element, "element", Array::kInt64, 1);
+             const std::int64_t n = elements.size();
+             const Answers found(out, 6, n);
+             std::int64_t* to = found.out();
+             const Numbers given = elements.numbers();
+             const std::int64_t wrong = unlocked(n, [&] {
+               const std::int64_t placed = self.episodes.place(given, n, to, to + n);
+               if (placed != n) return placed;
+               const auto own = [&](std::int64_t row) {
+                 return Numbers{reinterpret_cast<const char*>(to + row * n), sizeof(*to)};
+               };
+               return self.episodes.lookup(own(0), own(1), n, to + 2 * n, to + 3 * n, to + 4 * n,
+                                           to + 5 * n);
+             });
+             if (wrong != n) {
+               throw nb::index_error(("expected elements of stored rows, got " +
+                                      std::to_string(given[wrong])).c_str());
+             }
+           },
+           nb::arg("element"), nb::arg("out"),
+           "Writes time, lane, begin, last, code and head of stored rows by their elements.")
       .def("codes",
            [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
              const Array times(time, "time", Array::kInt64, 1);

@@ -207,6 +207,22 @@ class Episodes {
 
   // -- rows ---------------------------------------------------------------------------------------
 
+  // Time and lane of n rows by their elements, `slot * lanes + lane`; the first one that there
+  // cannot be, or n. Which are stored is for `lookup` to say.
+  std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time,
+                     std::int64_t* lane) const {
+    const std::int64_t wide = lanes();
+    const std::int64_t newest = (hi_ - 1) % slots_;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t own = element[i];
+      if (own < 0 || own / wide >= slots_ || hi_ == lo_) return i;
+      const std::int64_t slot = wide == 1 ? own : own / wide;
+      lane[i] = wide == 1 ? 0 : own % wide;
+      time[i] = hi_ - 1 - (newest - slot + (slot > newest ? slots_ : 0));
+    }
+    return n;
+  }
+
   // What `RingEpisodes.lookup` says of n rows; the first one that is not stored, or n.
   std::int64_t lookup(Numbers time, Numbers lane, std::int64_t n, std::int64_t* begin,
                       std::int64_t* last, std::int64_t* code, std::int64_t* head) const {

@@ -40,9 +40,9 @@ class StoredSurroundings(Surroundings):
         super().__init__()
         self._storage, self._index = storage, index
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self.time, self.lane = index.place(cells.cpu().numpy())
+        found = index.around(cells.cpu().numpy())
+        self.time, self.lane, self.begin, self.last, self._code, self.head = found
         self._lowest = index.bounds(self.lane)[0]
-        self.begin, self.last, self._code, self.head = index.episodes_at(self.time, self.lane)
         self.alone = window is None
         self._window = window
         self.mask = mask

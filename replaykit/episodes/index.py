@@ -254,6 +254,10 @@ class EpisodeIndex:
         newest = self._ring.hi - 1
         return newest - (newest - slot) % self.slots, lane
 
+    def around(self, element: Array) -> tuple[Array, ...]:
+        """Time and lane of stored elements, and what ``episodes_at`` says of them."""
+        return self._ring.around(element)
+
     def element(self, time: Array, lane: Array) -> Array:
         """Elements of rows; the inverse of ``place``."""
         if self.lanes == 1:

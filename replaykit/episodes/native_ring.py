@@ -80,6 +80,7 @@ class NativeRing:
         self.longest = made.longest
         self.nbytes = made.nbytes
         self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
+        self._around = made.around
         self._note = made.append_columns
         # Columns that rows were noted from: as the core takes them, or None where it cannot.
         self._bound: BoundColumns | None = None
@@ -183,6 +184,12 @@ class NativeRing:
         self._lookup(time, lane, out)
         begin, last, code, head = out
         return begin, last, code, head
+
+    def around(self, element: Array) -> tuple[Array, ...]:
+        """Time and lane of stored rows by their elements, and what ``lookup`` says of them."""
+        out = np.empty((6, len(element)), np.int64)
+        self._around(element, out)
+        return tuple(out)
 
     def codes(self, time: Array, lane: Array) -> Array:
         """What was noted of stored rows."""

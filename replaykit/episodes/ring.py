@@ -249,6 +249,17 @@ class RingEpisodes:
                 f"got time {time[at]} of lane {lane[at]}"
             )
 
+    def around(self, element: Array) -> tuple[Array, ...]:
+        """Time and lane of stored rows by their elements, ``slot * lanes + lane``, and what
+        ``lookup`` says of them."""
+        slot, lane = np.divmod(element, self.lanes)
+        newest = self.hi - 1
+        time = newest - (newest - slot) % self.slots
+        wrong = (slot < 0) | (slot >= self.slots) | (time < self.lo)
+        if wrong.any():
+            raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
+        return (time, lane, *self.lookup(time, lane))
+
     def codes(self, time: Array, lane: Array) -> Array:
         """Returns what was noted of stored rows.
 
