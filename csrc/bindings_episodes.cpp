@@ -264,23 +264,21 @@ void replaykit::bind_episodes(nb::module_& m) {
              const std::int64_t n = elements.size();
              const Answers found(out, 6, n);
              std::int64_t* to = found.out();
-             const Numbers given = elements.numbers();
-             const std::int64_t wrong = unlocked(n, [&] {
-               const std::int64_t placed = self.episodes.place(given, n, to, to + n);
-               if (placed != n) return placed;
-               const auto own = [&](std::int64_t row) {
-                 return Numbers{reinterpret_cast<const char*>(to + row * n), sizeof(*to)};
-               };
-               return self.episodes.lookup(own(0), own(1), n, to + 2 * n, to + 3 * n, to + 4 * n,
-                                           to + 5 * n);
+             const Episodes& episodes = self.episodes;
+             const std::int64_t wrong = unlocked(n, [&]() -> std::int64_t {
+               const std::int64_t bad = episodes.place(elements.numbers(), n, to, to + n);
+               if (bad != n) return bad;
+               const Numbers time{reinterpret_cast<const char*>(to), 8};
+               const Numbers lane{reinterpret_cast<const char*>(to + n), 8};
+               return episodes.lookup(time, lane, n, to + 2 * n, to + 3 * n, to + 4 * n, to + 5 * n);
              });
              if (wrong != n) {
                throw nb::index_error(("expected elements of stored rows, got " +
-                                      std::to_string(given[wrong])).c_str());
+                                      std::to_string(elements.numbers()[wrong])).c_str());
              }
            },
            nb::arg("element"), nb::arg("out"),
-           "Writes time, lane, begin, last, code and head of stored rows by their elements.")
+           "Writes time, lane, begin, last, code and head of stored elements.")
       .def("codes",
            [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
              const Array times(time, "time", Array::kInt64, 1);
@@ -350,6 +348,30 @@ void replaykit::bind_episodes(nb::module_& m) {
              }
            },
            "Writes lane, base, rows, count and rest of windows by their number.")
+      .def("pick",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
+              nb::handle number, nb::handle out) {
+             const Array numbers(number, "number", Array::kInt64, 1);
+             const std::int64_t n = numbers.size();
+             const Answers found(out, 1, n);
+             const EpisodeSums& sums =
+                 self.sums(least, add, below, past, open_future, closed, intact, kind);
+             std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
+             const std::int64_t wrong = unlocked(4 * n, [&] {
+               const std::int64_t bad = sums.find(self.episodes, numbers.numbers(), n, all.data());
+               const std::int64_t slots = self.episodes.slots(), lanes = self.episodes.lanes();
+               for (std::int64_t i = 0; i < bad; ++i) {
+                 found.out()[i] = (all[n + i] + all[4 * n + i]) % slots * lanes + all[i];
+               }
+               return bad;
+             });
+             if (wrong != n) {
+               throw nb::index_error(("expected numbers in [0, " + std::to_string(sums.total()) +
+                                      "), got " + std::to_string(numbers.numbers()[wrong])).c_str());
+             }
+           },
+           "Writes the elements of single rows by their number.")
       .def("nbytes",
            [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
            "Bytes that the index takes.");

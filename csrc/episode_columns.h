@@ -42,9 +42,9 @@ class EpisodeColumns {
   bool has_ids() const { return !ids_.empty(); }
   std::int64_t id_bytes() const { return id_bytes_; }
 
-  // Codes of n cells; of the first `followed` ones, those whose next row is in the columns too, with
-  // the ends that ids make. Columns of one row often lie side by side: a few rows at a time are
-  // read by all of them.
+  // Codes of n cells; those of the first `followed` ones, whose next row is in the columns too, with
+  // the ends that ids make. Columns of a row often lie side by side: all of them read a few rows at
+  // a time.
   void codes(std::int64_t cell, std::int64_t n, std::int64_t followed, std::uint8_t* out) const {
     for (std::int64_t done = 0; done < n; done += kCells) {
       const std::int64_t m = std::min(kCells, n - done);

@@ -1,6 +1,6 @@
-// How many windows a law counts in all episodes, and in which one a number of them lies. Kept up with
-// an `Episodes`: what was asked before costs O(new episodes + lanes) after a write, and a search
-// O(log episodes). No Python, no global state.
+// How many windows a law counts in all episodes, and in which one a number of them lies. Kept up
+// with an `Episodes`: what was asked before costs O(new episodes + lanes) after a write, and a
+// search O(log episodes). No Python, no global state.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace replaykit {
 
 // Sums are kept before every group of episodes only: half a byte an episode, so that the search
-// stays in the cache; inside a group episodes are counted again. Episodes that lost their first rows
-// and open ones are counted anew after every write, for their counts change.
+// stays in the cache; inside a group episodes are counted again. Episodes that lost their first
+// rows and open ones are counted anew after every write, for their counts change.
 class EpisodeSums {
  public:
   EpisodeSums(const CountLaw& law, std::int64_t lanes, std::int64_t slots) : law_(law) {

@@ -75,7 +75,7 @@ class Episodes {
     explicit Lane(std::int64_t slots) : log(slots + 2 * kGroup + 2) {}
 
     std::int64_t open = -1;        // begin of the episode that may go on, or -1
-    std::int64_t head_begin = -1;  // of the episode of the oldest row, if that one is stored no more
+    std::int64_t head_begin = -1;  // of the oldest row's episode, if it lies before lo
     std::int64_t head_last = 0;    // its last row, when it has ended
     std::int64_t first = 1;        // entry of the oldest ended episode with a stored row
     std::uint8_t open_head = kReset, next_head = kReset;
@@ -179,11 +179,13 @@ class Episodes {
     const bool severs = code == kSevered || code == kRestored;
     forget_severed();
     const bool again = !severed_.empty() && severed_.back().first == time;
+    const auto marked = [&](const auto& place) {
+      return again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
+    };
     for (std::int64_t at = 0; at < lanes(); ++at) {
       if (!chosen[at]) continue;
       const std::pair<std::int64_t, std::int64_t> place{time, at};
-      const bool known = again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
-      if (severs && !known) severed_.push_back(place);
+      if (severs && !marked(place)) severed_.push_back(place);
       close_lane(at, code);
     }
     ++version_;
@@ -207,18 +209,18 @@ class Episodes {
 
   // -- rows ---------------------------------------------------------------------------------------
 
-  // Time and lane of n rows by their elements, `slot * lanes + lane`; the first one that there
-  // cannot be, or n. Which are stored is for `lookup` to say.
+  // Time and lane of the rows in n elements; the first one that is none of the ring's, or n.
   std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time,
                      std::int64_t* lane) const {
-    const std::int64_t wide = lanes();
-    const std::int64_t newest = (hi_ - 1) % slots_;
+    const std::int64_t newest = hi_ - 1;
+    const auto width = static_cast<std::int64_t>(lanes_.size());
+    const std::int64_t seam = newest % slots_;  // -1 without rows: nothing is stored then anyway
     for (std::int64_t i = 0; i < n; ++i) {
-      const std::int64_t own = element[i];
-      if (own < 0 || own / wide >= slots_ || hi_ == lo_) return i;
-      const std::int64_t slot = wide == 1 ? own : own / wide;
-      lane[i] = wide == 1 ? 0 : own % wide;
-      time[i] = hi_ - 1 - (newest - slot + (slot > newest ? slots_ : 0));
+      const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
+      if (element[i] < 0 || slot >= slots_) return i;
+      const std::int64_t back = seam - slot;
+      time[i] = newest - (back < 0 ? back + slots_ : back);
+      lane[i] = width == 1 ? 0 : element[i] % width;
     }
     return n;
   }

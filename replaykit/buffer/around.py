@@ -83,10 +83,8 @@ class StoredSurroundings(Surroundings):
             raise KeyError(f"expected the columns {unknown}; there are {known}")
         if time.ndim == 1:
             return columns.gather_keys(keys, torch.from_numpy(self._index.element(time, lane)))
-        rows = torch.from_numpy(self._index.element(time.reshape(-1), lane.reshape(-1)))
+        rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
         leaves = columns.gather_keys(keys, rows)
-        if time.ndim == 1:
-            return leaves
         return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
 from replaykit.episodes.kernels import new_ring
-from replaykit.episodes.law import ROWS, CountLaw
+from replaykit.episodes.law import ROWS, WINDOWS, CountLaw
 from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
 
@@ -112,15 +112,14 @@ class EpisodeIndex:
         before = ledger.next_position - len(rows)
         if ledger.changes != self._changes and ledger.cleared == before:
             start = -(-self._ring.hi // self.slots) * self.slots
-            head = self._head_after_clear()
-            self._versions += self._ring.version + 1
-            self._ring = new_ring(self.slots, self.lanes, start=start, head=head)
-            self._noted, self._in_order, self._is_ring = before, True, True
+            self._begin_ring(start, None, self._head_after_clear())
+            self._is_ring = True
         elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
             self._rebuild()
             return
-        # What was edited is stored no more, or else it is noted at the next question.
-        self._edited &= len(rows) < self.slots
+        # What was edited or placed before is stored no more.
+        if len(rows) >= self.slots:
+            self._edited, self._in_order = False, True
         leaves = rows.leaves
         self._append({path: leaves[path] for path in self.bound.paths} or leaves)
         self._noted, self._changes = ledger.next_position, ledger.changes
@@ -178,8 +177,7 @@ class EpisodeIndex:
             head = self._head_after_clear()
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
-        self._versions += old.version + 1
-        self._ring = new_ring(slots, lanes, start=start, begin=begin, head=head)
+        self._begin_ring(start, begin, head)
         severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
         self._in_order = not len(severed)
         marks, codes = self._storage.indexes.marks.among(
@@ -207,7 +205,11 @@ class EpisodeIndex:
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
+
+    def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
         self.rebuilt += 1
+        self._versions += self._ring.version + 1
+        self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
 
     def _head_after_clear(self) -> Array:
         """How the first episodes begin of what was written after all rows were forgotten."""
@@ -254,10 +256,6 @@ class EpisodeIndex:
         newest = self._ring.hi - 1
         return newest - (newest - slot) % self.slots, lane
 
-    def around(self, element: Array) -> tuple[Array, ...]:
-        """Time and lane of stored elements, and what ``episodes_at`` says of them."""
-        return self._ring.around(element)
-
     def element(self, time: Array, lane: Array) -> Array:
         """Elements of rows; the inverse of ``place``."""
         if self.lanes == 1:
@@ -272,6 +270,15 @@ class EpisodeIndex:
         """First stored and last row of the episodes of stored rows, as times."""
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
+
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements, in one
+        call: int64 ``[6, K]``."""
+        return self._ring.around(element)
+
+    def rows(self, law: CountLaw, number: Array) -> Array:
+        """Elements of single rows by their number: ``find`` of a law of one row, and ``element``."""
+        return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""

@@ -80,8 +80,8 @@ class NativeRing:
         self.longest = made.longest
         self.nbytes = made.nbytes
         self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
-        self._around = made.around
         self._note = made.append_columns
+        self._around, self._pick = made.around, made.pick
         # Columns that rows were noted from: as the core takes them, or None where it cannot.
         self._bound: BoundColumns | None = None
         self._columns: Any = None
@@ -185,11 +185,11 @@ class NativeRing:
         begin, last, code, head = out
         return begin, last, code, head
 
-    def around(self, element: Array) -> tuple[Array, ...]:
-        """Time and lane of stored rows by their elements, and what ``lookup`` says of them."""
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code and head of stored elements: int64 ``[6, K]``."""
         out = np.empty((6, len(element)), np.int64)
         self._around(element, out)
-        return tuple(out)
+        return out
 
     def codes(self, time: Array, lane: Array) -> Array:
         """What was noted of stored rows."""
@@ -235,6 +235,12 @@ class NativeRing:
         out = np.empty((5, len(number)), np.int64)
         self._find(*law.key(), kind, number, out)
         return tuple.__new__(Found, out)
+
+    def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
+        """Elements of single rows by their number: what ``find`` says, in the ring."""
+        out = np.empty((1, len(number)), np.int64)
+        self._pick(*law.key(), kind, number, out)
+        return out[0]
 
 
 def _cells(tensor: torch.Tensor, ndim: int) -> tuple[int | None, int]:

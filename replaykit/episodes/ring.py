@@ -249,16 +249,15 @@ class RingEpisodes:
                 f"got time {time[at]} of lane {lane[at]}"
             )
 
-    def around(self, element: Array) -> tuple[Array, ...]:
-        """Time and lane of stored rows by their elements, ``slot * lanes + lane``, and what
-        ``lookup`` says of them."""
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code and head of stored elements: int64 ``[6, K]``."""
         slot, lane = np.divmod(element, self.lanes)
         newest = self.hi - 1
         time = newest - (newest - slot) % self.slots
         wrong = (slot < 0) | (slot >= self.slots) | (time < self.lo)
         if wrong.any():
             raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
-        return (time, lane, *self.lookup(time, lane))
+        return np.stack([time, lane, *self.lookup(time, lane)])
 
     def codes(self, time: Array, lane: Array) -> Array:
         """Returns what was noted of stored rows.
@@ -369,6 +368,11 @@ class RingEpisodes:
         at = np.searchsorted(sums, number, side="right")
         before = np.where(at > 0, sums[at - 1], 0)
         return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)
+
+    def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
+        """Elements of single rows by their number: what ``find`` says, in the ring."""
+        found = self.find(law, kind, number)
+        return (found.base + found.rest) % self.slots * self.lanes + found.lane
 
     def longest(self) -> int:
         """Rows of the longest stored part of an episode; 0 without rows. Cost: O(episodes)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,12 @@ def index_for(storage: Storage) -> EpisodeIndex:
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
     """The records that have around them what transforms need. Cost: O(lanes)."""
     index = index_for(storage)
-    return Eligible(index, SINGLE.needing(needs), needs)
+    return Eligible(index, _law(needs), needs)
+
+
+@functools.lru_cache(maxsize=64)
+def _law(needs: Needs) -> CountLaw:
+    return SINGLE.needing(needs)
 
 
 class Eligible:
@@ -46,8 +52,7 @@ class Eligible:
 
     def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
         """Elements, int64 ``[K]``, of the records with these numbers in ``[0, count)``."""
-        found = self._index.find(self._law, WINDOWS, number)
-        return torch.from_numpy(self._index.element(found.base + found.rest, found.lane))
+        return torch.from_numpy(self._index.rows(self._law, number))
 
     def require(self) -> int:
         """Returns their count; NotEnoughData where there is none."""

@@ -143,7 +143,7 @@ def _stale(
     if seen.version == index.version:
         nothing = np.empty(0, np.int64)
         return nothing, nothing
-    if not (hi > lo).all():
+    if len(seen.hi) != len(hi) or not (hi > lo).all():
         return None
     law = seen.law
     # The newest end: rows written since, and those after which rows were missing.

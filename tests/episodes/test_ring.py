@@ -165,7 +165,7 @@ def programs(draw: st.DrawFn) -> tuple[int, int, dict[str, Any], list[Any]]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(program=programs())
 def test_a_ring_knows_what_a_scan_finds(kernel: Any, program: Any) -> None:
     """Ends of every kind, rows that are joined in the middle, lanes, cuts, more rows than slots."""

@@ -20,6 +20,7 @@ from replaykit import (
     ReplayBuffer,
     Sequence,
     SliceSampler,
+    TensorDictMaxValueWriter,
 )
 from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
@@ -596,6 +597,33 @@ def test_content_without_episodes() -> None:
         )
 
 
+def test_rows_out_of_order() -> None:
+    with pytest.raises(ValueError, match="order"):
+        ReplayBuffer(
+            storage=LazyTensorStorage(3),
+            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2),
+            writer=TensorDictMaxValueWriter(rank_key="step"),
+        )
+
+
+def test_prefetched_batches_are_the_same() -> None:
+    def drawn(prefetch: int | None) -> list[Any]:
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(10),
+            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2, flat=False),
+            generator=torch.Generator().manual_seed(0),
+            batch_size=6,
+            prefetch=prefetch,
+        )
+        rb.extend(steps(TWO))
+        found = [rb.sample() for _ in range(5)]
+        rb.shutdown()
+        assert all(batch.batch_size == (3, 2) for batch in found)
+        return [(b["index"].tolist(), b["priority_weight"].tolist()) for b in found]
+
+    assert drawn(None) == drawn(2)
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 
@@ -672,3 +700,31 @@ def test_several_buffers_over_one_storage(follows: Any) -> None:
     allowed = torch.ones(8)
     allowed[1] = 0  # the newest row
     assert follows(starts(rb, 4000, 2), law_of(allowed))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
+def test_on_cuda(ndim: int, draw: str) -> None:
+    storage = LazyTensorStorage(40, ndim=ndim, device="cuda")
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=PrioritizedSliceSampler(
+            alpha=1.0, beta=1.0, eps=0.0, slice_len=3, draw=draw, unit="slice"
+        ),
+        generator=torch.Generator("cuda").manual_seed(0),
+    )
+    rows = steps([0, 0, 0, 1] * 5)
+    rb.extend(rows if ndim == 1 else torch.stack([rows, rows.clone()]))
+    for _ in range(3):
+        data = rb.sample(15)
+        assert data["index"].is_cuda
+        assert data["priority_weight"].is_cuda
+        assert (data["step"].reshape(5, 3).diff(dim=1) == 1).all()
+        data["td_error"] = data["step"].float() + 1
+        rb.update_tensordict_priority(data)
+        rb.extend(rows[:4] if ndim == 1 else torch.stack([rows[:4], rows[:4].clone()]))
+    rb = ReplayBuffer(storage=storage, sample_unit=Sequence(3, burn_in=1))
+    data = rb.sample(8)
+    assert data["anchor_index"].is_cuda
+    assert data["validity_mask"].is_cuda
