@@ -137,7 +137,7 @@ class EpisodeIndex:
             return
         views = {path: columns[path][first:until] for path in self.bound.paths}
         if not views:
-            path = next(iter(columns.schema.leaves))
+            path = columns.order[0]
             views = {path: columns[path][first:until]}
         self._append(views)
 
@@ -277,7 +277,7 @@ class EpisodeIndex:
         return self._ring.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Elements of single rows by their number: ``find`` of a law of one row, and ``element``."""
+        """Elements of single rows by number: ``find`` of a law of one row, and ``element``."""
         return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:

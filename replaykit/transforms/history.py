@@ -52,7 +52,7 @@ class Surroundings:
         keys: what is stored of a row.
         next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
             ``next`` from a later row sets it in ``fetch``, for those after it.
-        next_made: names of transforms that have made leaves under ``next`` that are not stored.
+        next_made: the transforms that have made leaves under ``next`` that are not stored.
         root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
         later: the transforms after the one that asks, where that edits episodes.
     """
@@ -73,7 +73,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.next_time: Array | None = None
-        self.next_made: list[str] = []
+        self.next_made: list[HistoryTransform] = []
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []

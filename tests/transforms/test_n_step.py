@@ -123,6 +123,14 @@ def test_a_prefetched_batch_is_the_same(streams: Any) -> None:
         assert (plain == fetched).all()
 
 
+def test_a_buffer_that_was_used_can_be_pickled(streams: Any) -> None:
+    own = streams(NStep(3, 0.5))
+    own.extend([[0], [0], [1], [0]])
+    expected = own.buffer[:]
+    again = pickle.loads(pickle.dumps(own.buffer))
+    assert (again[:] == expected).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_rewards_of_any_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
