@@ -29,6 +29,7 @@ from replaykit.episodes import (
     BoundaryRule,
     CountLaw,
     EndReason,
+    EpisodeIndex,
     Head,
     InterleavedIndex,
 )
@@ -231,6 +232,18 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: InterleavedIndex) -> N
     first, last = index.streams(time_, lane)
     looks = buffer.episodes
     begins, lasts, codes, heads = index.episodes_at(time_, lane)
+    found = index.around(slots.numpy()).tolist()
+    assert found == [part.tolist() for part in (time_, lane, begins, lasts, codes, heads)]
+    with pytest.raises(IndexError, match="stored"):
+        index.around(np.array([len(model.rows)]))
+    numbers = index.rows(CountLaw(1, 0), np.arange(len(model.rows)))
+    lanes = [row for key in sorted(model.lanes) for row in model.lanes[key].rows]
+    assert ledger.positions(torch.from_numpy(numbers)).tolist() == [row.position for row in lanes]
+    law = CountLaw.strict(2)
+    starts = index.eligible_starts(law, time_, lane)
+    chosen = index.find(law, WINDOWS, np.arange(int(index.totals(law, WINDOWS).sum())))
+    can = index.element(chosen.base + chosen.rest, chosen.lane)
+    assert sorted(slots[torch.from_numpy(starts)].tolist()) == sorted(can.tolist())
     assert begins.tolist() == index.begins(time_, lane).tolist()
     assert (index.spans(time_, lane)[0] == np.maximum(begins, lo)).all()
     assert lasts.tolist() == index.spans(time_, lane)[1].tolist()
@@ -349,6 +362,17 @@ def stream(keys: list[Any], done: list[int] | None = None, key: Any = "env") -> 
 
 def lengths(buffer: ReplayBuffer) -> list[int]:
     return list(buffer.episodes.lengths.tolist())
+
+
+def test_no_answer_is_that_of_a_single_stream() -> None:
+    """What is asked of an index is asked of one of streams too, which has no ring of links."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
+    buffer.extend(stream([0, 1]))
+    assert not hasattr(buffer.storage.episodes, "_ring")
+    own = {name for name, what in vars(InterleavedIndex).items() if callable(what)}
+    for name, what in vars(EpisodeIndex).items():
+        if not name.startswith("_") and callable(what) and name not in own:
+            assert "_ring" not in what.__code__.co_names, name
 
 
 def test_without_lane_key_interleaved_ids_are_runs_of_one_row() -> None:
