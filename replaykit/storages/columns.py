@@ -159,14 +159,8 @@ class Columns:
         return found
 
     def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
-        """Discounted sums of one number over stored elements and the rows of their lane after them.
-
-        Args:
-            path: a leaf of one float32 or float64 a row.
-            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
-
-        Returns:
-            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
+        """Discounted sums ``[B, *F]`` of a leaf of one float32 or float64 a row, over elements and
+        ``steps`` rows of their lane after them (NumPy int64 ``[B]``). None: use ``gather_keys``.
         """
         if self._native is None or self.advise:
             return None
