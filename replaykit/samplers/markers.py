@@ -104,7 +104,7 @@ class Markers:
         mask = info.get(MASK)
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
         number = _array(window)
-        plain = mask is None and window.is_cpu
+        plain = mask is None and isinstance(number, np.ndarray)
         real = None if mask is None else _array(mask.unsqueeze(-1))
         if self._keys is not None:
             end, truncated, terminated = self._flags(rows)

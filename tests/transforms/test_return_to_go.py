@@ -23,6 +23,7 @@ from replaykit import (
     ReturnToGo,
     TensorStorage,
 )
+from replaykit.episodes import EpisodeIndex
 from replaykit.transforms.return_to_go import discounted_sums
 
 DEFAULT = -1000.0
@@ -305,7 +306,7 @@ def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     transform = ReturnToGo(0.9)
     rb = buffer_of(transform, 1000)
     rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
-    index = type(rb.storage.episodes)
+    index = EpisodeIndex
     among, fill = index.ended_among, ReturnToGo._fill
 
     def counted(self: Any, newest: int) -> Any:
@@ -328,10 +329,12 @@ def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_and_what_reads_them_are_left_alone() -> None:
     rb = buffer_of(ReturnToGo(0.9))
     rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
-    index = rb.storage.episodes
+    storage = rb.storage
+    assert isinstance(storage, LazyTensorStorage)
+    index = storage.episodes
     version, rebuilt = index.version, index.rebuilt
     rb.add(rows_of([1.0], [True])[0])
-    assert rb.storage.episodes is index
+    assert storage.episodes is index
     assert index.rebuilt == rebuilt
     assert index.version == version + 1
 

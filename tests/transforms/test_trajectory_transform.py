@@ -202,7 +202,7 @@ def test_windows_are_cut_from_what_is_left(
         return found
 
     unit = Windows(length, pad, every)
-    seeded = {"sample_unit": unit, "batch_size": 6}
+    seeded: dict[str, Any] = {"sample_unit": unit, "batch_size": 6}
     rb = buffer_of(
         TrajectoryTransform(edit), lengths, generator=torch.Generator().manual_seed(seed), **seeded
     )
