@@ -277,7 +277,7 @@ class EpisodeIndex:
         return self._ring.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Elements of single rows by their number: ``find`` of a law of one row, and ``element``."""
+        """Elements of rows by number: ``find`` of a law of one row, then ``element``."""
         return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
