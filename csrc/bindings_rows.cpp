@@ -130,6 +130,28 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("threads"), nb::arg("cold"),
            "Copies rows of mapped files out, telling the kernel what it will need; returns whether "
            "anything came from disk.")
+      .def("discounted",
+           [](const Table& self, std::int64_t index, std::int64_t steps, std::int64_t n,
+              std::int64_t lanes, double gamma, bool wide, std::int64_t out) {
+             if (self.width() != 1 || self.row_bytes() != (wide ? 8 : 4)) {
+               throw nb::value_error("expected a table of one field of one number");
+             }
+             if (lanes < 1) throw nb::value_error("expected lanes of at least 1");
+             const Numbers at = checked_index(index, n, self.rows());
+             const Numbers on = checked_index(steps, n, self.rows() / lanes);
+             unlocked(self, n, [&] {
+               if (wide) {
+                 self.discounted(at.data(), on.data(), n, lanes, gamma,
+                                 reinterpret_cast<double*>(as_address(out)));
+               } else {
+                 self.discounted(at.data(), on.data(), n, lanes, gamma,
+                                 reinterpret_cast<float*>(as_address(out)));
+               }
+             });
+           },
+           nb::arg("index"), nb::arg("steps"), nb::arg("n"), nb::arg("lanes"), nb::arg("gamma"),
+           nb::arg("wide"), nb::arg("out"),
+           "Discounted sums of one number a row over it and so many rows of its lane after it.")
       .def("scatter",
            [](const Table& self, std::int64_t slots, std::int64_t n, const Numbers& from,
               const Numbers& strides, int threads) {

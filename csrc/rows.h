@@ -142,6 +142,36 @@ class Table {
                         [limit](std::int64_t at) { return at < 0 || at >= limit; }) - index;
   }
 
+  // The discounted sum of the one number that the first field is, over row `index[i]` and the
+  // `steps[i]` rows of its lane that follow, round the ring; in double precision. Positions and
+  // steps have been checked.
+  template <typename Number>
+  void discounted(const std::int64_t* index, const std::int64_t* steps, std::int64_t n,
+                  std::int64_t lanes, double gamma, Number* out) const {
+    const Field& field = fields_.front();
+    const auto at = [&](std::int64_t row) {
+      return field.base + (row < rows_ ? row : row - rows_) * field.stride;
+    };
+    constexpr std::int64_t kAhead = 16;
+    const auto ask = [&](std::int64_t i) {
+      for (std::int64_t k = 0; k <= steps[i]; ++k) {
+        __builtin_prefetch(at(index[i] + k * lanes), 0, 2);
+      }
+    };
+    for (std::int64_t i = 0; i < std::min(n, kAhead); ++i) ask(i);
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) ask(i + kAhead);
+      double sum = 0, weight = 1;
+      for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
+        if (weight == 0) break;  // what is infinite there does not count
+        Number value;
+        std::memcpy(&value, at(index[i] + k * lanes), sizeof value);
+        sum += weight * static_cast<double>(value);
+      }
+      out[i] = static_cast<Number>(sum);
+    }
+  }
+
   // Copies rows `index` out, field f to sides[f]. Positions have been checked.
   void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
               int threads) const {

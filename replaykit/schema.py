@@ -7,6 +7,7 @@ filled in or left out afterwards.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,10 @@ class Schema:
         """Raises ValueError where the record is not one that ``to_json`` gave."""
         return cls(from_json(record))
 
+    def part(self, paths: Collection[Path]) -> Schema:
+        """Returns the schema of some of the leaves, in this one's order."""
+        return Schema(_part(self.root, (), frozenset(paths)) or self.root)
+
     def row_bytes(self) -> int:
         """Bytes that one record takes, padding apart."""
         return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves.values())
@@ -122,6 +127,14 @@ class Schema:
     def __repr__(self) -> str:
         lines = [f"    {_at(path)}: {leaf}" for path, leaf in self.leaves.items()]
         return "\n".join(["Schema(", *lines, ")"])
+
+
+def _part(node: Node, path: Path, paths: frozenset[Path]) -> Node | None:
+    if isinstance(node, Leaf):
+        return node if path in paths else None
+    children = [(part, _part(child, (*path, part), paths)) for part, child in node.children]
+    kept = tuple((part, child) for part, child in children if child is not None)
+    return replace(node, children=kept) if kept else None
 
 
 def _has_constants(node: Node) -> bool:

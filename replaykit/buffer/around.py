@@ -12,6 +12,7 @@ from replaykit._compat import is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
@@ -40,7 +41,8 @@ class StoredSurroundings(Surroundings):
         super().__init__()
         self._storage, self._index = storage, index
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        found = index.around(cells.cpu().numpy())
+        self._cells = cells.cpu().numpy()
+        found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
         self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
@@ -66,6 +68,13 @@ class StoredSurroundings(Surroundings):
     @property
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
+
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        columns = self._storage.require()
+        # Only here rows of a lane that follow each other in time do so in the ring.
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        return columns.discounted(key, self._cells, steps, gamma)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())

@@ -126,14 +126,11 @@ class Conditional(BufferCore):
                 accepted = _newer(columns, path, handles, live, versions, require_newer)
                 accepted &= _best(handles, versions, accepted)
                 rejected, live = live & ~accepted, accepted
-                shape = (count, *columns.column(path).shape[storage.ndim :])
-                values[path] = versions.view(shape)
+                values[path] = versions.view(count, *columns.leaf(path).shape)
             winners = _best(handles, arange(count), live)
-            columns.edits += 1
-            for path, value in values.items():
-                column = columns.column(path)
-                cells = tuple(handles[winners].to(column.device).unbind(-1))
-                carried(column)[cells] = carried(value.to(column.device))[winners]
+            cells = handles[winners].unbind(-1)
+            leaves = {path: carried(value)[winners] for path, value in values.items()}
+            columns.put(cells, leaves)
         return ConditionalUpdateResult(live, rejected, batch_size=[count])
 
 
@@ -170,13 +167,13 @@ def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path,
         _, leaves = flatten(item, 0)
         values.update({(*unravel(key), *path): leaf for path, leaf in leaves.items()})
     for path, value in values.items():
-        column = storage.column(path)
-        shape = [count, *column.shape[storage.ndim :]]
+        leaf = storage.leaf(path)
+        shape = [count, *leaf.shape]
         if path in FLAG_KEYS and [*value.shape, 1] == shape:
             values[path] = value = value.unsqueeze(-1)
-        if value.dtype != column.dtype or list(value.shape) != shape:
+        if value.dtype != leaf.dtype or list(value.shape) != shape:
             raise SchemaError(
-                f"key {format_key(path)}: expected {dtype_name(column.dtype)} {shape}, "
+                f"key {format_key(path)}: expected {dtype_name(leaf.dtype)} {shape}, "
                 f"got {dtype_name(value.dtype)} {list(value.shape)}"
             )
     return values
@@ -190,14 +187,14 @@ def _checked_version(
     path = unravel(key)
     if path in values:
         raise ValueError(f"expected the version key {format_key(path)} not to be in the patch")
-    column = storage.column(path)
-    if column.shape[storage.ndim :].numel() != 1:
+    leaf = storage.leaf(path)
+    if leaf.shape.numel() != 1:
         raise ValueError(f"expected one version per record under {format_key(path)}")
     given = as_tensor(version).cpu()
-    versions = given.to(column.dtype)
+    versions = given.to(leaf.dtype)
     if not bool((versions.to(given.dtype) == given).all()):
         raise ValueError(
-            f"expected versions that {dtype_name(column.dtype)} can hold under "
+            f"expected versions that {dtype_name(leaf.dtype)} can hold under "
             f"{format_key(path)}, got {given.tolist()}"
         )
     if versions.ndim == 0:

@@ -137,7 +137,7 @@ class EpisodeIndex:
             return
         views = {path: columns[path][first:until] for path in self.bound.paths}
         if not views:
-            path = next(iter(columns.schema.leaves))
+            path = columns.order[0]
             views = {path: columns[path][first:until]}
         self._append(views)
 
@@ -250,7 +250,7 @@ class EpisodeIndex:
     def place(self, element: Array) -> tuple[Array, Array]:
         """Time and lane of stored elements."""
         if self.lanes == 1:
-            slot, lane = element, np.zeros_like(element)
+            slot, lane = element, np.zeros(element.shape, np.int64)
         else:
             slot, lane = np.divmod(element, self.lanes)
         newest = self._ring.hi - 1
@@ -277,7 +277,7 @@ class EpisodeIndex:
         return self._ring.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Elements of rows by number: ``find`` of a law of one row, then ``element``."""
+        """Elements of single rows by number: ``find`` of a law of one row, and ``element``."""
         return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:

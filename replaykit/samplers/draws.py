@@ -14,6 +14,8 @@ __all__ = ["DRAWS", "iid", "stratified", "uniform", "without_replacement"]
 
 Array = np.ndarray[Any, Any]
 
+_CPU = torch.device("cpu")
+
 DRAWS = ("iid", "stratified", "without_replacement", "sequential")
 
 
@@ -26,11 +28,12 @@ def uniform(count: int, generator: torch.Generator | None) -> Array:
 
 def integers(limit: int, count: int, generator: torch.Generator | None) -> Array:
     """Numbers of ``[0, limit)``, int64 ``[count]``, each as likely."""
-    if generator is None or generator.device.type == "cpu":
-        drawn = torch.randint(limit, (count,), generator=generator, device="cpu")
-    else:
-        drawn = torch.randint(limit, (count,), generator=generator, device=generator.device).cpu()
-    return drawn.numpy()
+    if generator is not None and generator.device != _CPU:
+        drawn = torch.randint(limit, (count,), generator=generator, device=generator.device)
+        return np.asarray(drawn.cpu().numpy())
+    found = np.empty(count, np.int64)
+    torch.from_numpy(found).random_(0, limit, generator=generator)
+    return found
 
 
 def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:

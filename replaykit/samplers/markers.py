@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict, lookup
+from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
 from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
@@ -19,6 +19,10 @@ MASK = ("collector", "mask")
 
 _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _IS_INIT: Path = ("is_init",)
+_REMEMBERED: Final = 1 << 16
+"""Rows of a batch up to which its windows are compared with those of the one before."""
+
+_END, _TRUNCATED, _TERMINATED = range(3)
 
 
 class Markers:
@@ -46,6 +50,8 @@ class Markers:
     ) -> None:
         self.pad_value = pad_value
         self._checked: Schema | None = None
+        self._known: tuple[bytes, Any] | None = None
+        self._read: dict[Path, list[tuple[str, int]]] = {}
         self._keys: tuple[Any, Any, Any] | None = None
         if truncated_key is None:
             return
@@ -58,11 +64,17 @@ class Markers:
             )
         done, cut, terminated = (path if len(path) > 1 else path[0] for path in paths)
         self._keys = done, cut, terminated
-        own = [path for path in paths if len(path) > 1 and path not in _NEXT]
-        self._ends = tuple(dict.fromkeys((*_NEXT, *own, *(flags or ()))))
-        self._read = self._ends
-        self._truncated = tuple(dict.fromkeys((("next", "truncated"), *own[1:2])))
-        self._terminated = tuple(dict.fromkeys((("next", "terminated"), *own[2:3])))
+        # What is read of the rows, by container: any of them ends an episode.
+        named: dict[Path, int] = {
+            ("next", "truncated"): _TRUNCATED,
+            ("next", "terminated"): _TERMINATED,
+        }
+        if len(truncated) > 1:
+            named |= {paths[1]: _TRUNCATED, paths[2]: _TERMINATED}
+            flags = (*(flags or ()), paths[0])
+        for path in dict.fromkeys((*_NEXT, *named, *(flags or ()))):
+            meaning = named.get(path, _END)
+            self._read.setdefault(path[:-1], []).append((path[-1], meaning))
 
     def check(self, schema: Schema) -> None:
         """Raises KeyError, ValueError where values of padding are not for stored keys."""
@@ -92,12 +104,11 @@ class Markers:
         mask = info.get(MASK)
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
         number = _array(window)
+        plain = mask is None and isinstance(number, np.ndarray)
         real = None if mask is None else _array(mask.unsqueeze(-1))
         if self._keys is not None:
-            flags = {path: _flag(rows, path) for path in self._read}
-            end, truncated = _any(flags, self._ends), _any(flags, self._truncated)
-            terminated = _any(flags, self._terminated)
-            last = _edge(number, real, last=True)
+            end, truncated, terminated = self._flags(rows)
+            last = self._last(number) if plain else _edge(number, real, last=True)
             end = last & ~last if end is None else end
             done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
@@ -109,13 +120,44 @@ class Markers:
             info[done_key] = _tensor(done)
             info[truncated_key] = _tensor(truncated)
             info[terminated_key] = _tensor(terminated)
-        init = _flag(rows, _IS_INIT)
-        if init is not None:
-            first = _edge(number, real, last=False)
+        stored = lookup(rows, _IS_INIT)
+        if isinstance(stored, torch.Tensor):
+            init, first = _flag(stored), _edge(number, real, last=False)
             info["is_init"] = _tensor(first | (init if real is None else init & real))
         if self.pad_value is not None and mask is not None:
             self._blank(rows, ~mask)
         return rows
+
+    def _last(self, window: Any) -> Any:
+        """The last rows of windows; most batches have windows as those before."""
+        if len(window) > _REMEMBERED:
+            return _edge(window, None, last=True)
+        content = window.tobytes()
+        known = self._known
+        if known is None or known[0] != content:
+            known = self._known = content, _edge(window, None, last=True)
+        return known[1]
+
+    def _flags(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Where episodes end, and which rows are truncated and terminated, bool ``[B, 1]``; None
+        where no such flag is stored."""
+        end = truncated = terminated = None
+        for container, names in self._read.items():
+            inner = lookup(rows, container) if container else rows
+            if not is_tensordict(inner):
+                continue
+            leaves = fields_of(inner) if type(inner) is TensorDict else dict(inner.items())
+            for name, meaning in names:
+                leaf = leaves.get(name)
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                flag = _flag(leaf)
+                end = flag if end is None else end | flag
+                if meaning == _TRUNCATED:
+                    truncated = flag if truncated is None else truncated | flag
+                elif meaning == _TERMINATED:
+                    terminated = flag if terminated is None else terminated | flag
+        return end, truncated, terminated
 
     def _blank(self, rows: Any, padding: torch.Tensor, above: Path = ()) -> None:
         """Puts values where ``padding``, bool ``[B]``, is True."""
@@ -136,41 +178,30 @@ class Markers:
 
 def _edge(window: Any, real: Any | None, *, last: bool) -> Any:
     """Bool ``[B, 1]``: the first or the last real rows of windows."""
+    changes = window[1:] != window[:-1]
     if isinstance(window, torch.Tensor):
         edge: Any = torch.ones((len(window), 1), dtype=torch.bool, device=window.device)
     else:
         edge = np.ones((len(window), 1), bool)
     inner = edge[:-1, 0] if last else edge[1:, 0]
-    inner[:] = window[1:] != window[:-1]
+    inner[:] = changes
     if real is not None:
         inner |= ~(real[1:, 0] if last else real[:-1, 0])
         edge &= real
     return edge
 
 
-def _any(flags: dict[Path, Any], paths: tuple[Path, ...]) -> Any:
-    """Bool ``[B, 1]``: whether any of these flags is set; None where none is there."""
-    found = None
-    for path in paths:
-        flag = flags[path]
-        if flag is not None:
-            found = flag if found is None else found | flag
-    return found
-
-
-def _flag(rows: Any, path: Path) -> Any:
-    """A flag as bool ``[B, 1]``; None where it is not there."""
-    leaf = lookup(rows, path)
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    flag = leaf if leaf.dtype is torch.bool else leaf != 0
-    if flag.ndim != 2 or flag.shape[1] != 1:
-        flag = flag.reshape(len(flag), -1).any(1, keepdim=True)
-    return _array(flag)
+def _flag(leaf: torch.Tensor) -> Any:
+    """A flag as bool ``[B, 1]``."""
+    if leaf.dtype is not torch.bool:
+        leaf = leaf != 0
+    if leaf.ndim != 2 or leaf.shape[1] != 1:
+        leaf = leaf.reshape(len(leaf), -1).any(1, keepdim=True)
+    return _array(leaf)
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def _tensor(flag: Any) -> torch.Tensor:

@@ -19,11 +19,14 @@ ALIGNS = ("left", "right")
 
 
 class Cut(NamedTuple):
-    """The stored rows of windows: times ``first <= time < stop`` of ``lane``, int64 ``[K]``."""
+    """The stored rows of windows: times ``first <= time < stop`` of ``lane``, int64 ``[K]``.
+
+    ``stop`` may be None of windows that all have their full length.
+    """
 
     lane: Array
     first: Array
-    stop: Array
+    stop: Array | None
 
 
 class Layout(NamedTuple):
@@ -88,8 +91,7 @@ class Window:
     def cut(self, found: Windows) -> Cut:
         """The rows of windows that were looked up by their numbers, or in their episodes."""
         if self.plain:
-            first = found.base + found.rest
-            return Cut(found.lane, first, first + self.length)
+            return Cut(found.lane, found.base + found.rest, None)
         full = found.rows >= self.least
         start = found.base + np.where(full, found.rest - self.left, 0)
         stop = np.minimum(start + self.length, found.base + found.rows)
@@ -104,6 +106,7 @@ class Window:
         if self.plain:
             mask = np.ones(len(cut.first) * self.length, bool) if self.filled else None
             return self._rows(index, cut, cut.first[:, None] + self._steps, mask)
+        assert cut.stop is not None
         count = cut.stop - cut.first
         if self.filled:
             steps = self._steps

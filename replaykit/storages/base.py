@@ -156,6 +156,12 @@ class Storage(ABC):
         """Number of slots that there will be once these prepared rows are accepted."""
         return self.ledger.slots
 
+    def check_order(self, rows: Any) -> None:
+        """Refuses prepared rows that cannot follow the newest record, or each other, in time.
+
+        Called with the lock held, before ``accept``, where rows will be written at the cursor.
+        """
+
     def accept(self, rows: Any) -> None:
         """Makes ready for prepared rows: checks them once more and takes memory if there is none.
 

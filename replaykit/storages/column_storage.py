@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
 from replaykit.storages.base import Storage
-from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import (
@@ -27,15 +26,18 @@ from replaykit.storages.indexing import (
     last_occurrences,
     unravel_index,
     with_lanes,
-    without_repeats,
 )
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows, Matcher
+from replaykit.storages.once import OnceColumns
 from replaykit.storages.records import plan_records
-from replaykit.structure import Path, build
+from replaykit.structure import Leaf, Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 
-__all__ = ["ColumnStorage"]
+__all__ = ["AnyColumns", "ColumnStorage"]
+
+AnyColumns = Columns | OnceColumns
+"""How rows lie: all leaves of each, or those that follow in the next row only there."""
 
 
 class ColumnStorage(Storage):
@@ -50,7 +52,7 @@ class ColumnStorage(Storage):
                 f"got ndim={ndim}, whose lanes are its other dimensions"
             )
         self._device = device if device == "auto" else as_device(device)
-        self._columns: Columns | None = None
+        self._columns: AnyColumns | None = None
         self._matcher: Matcher | None = None
         self.indexes = EpisodeIndexes(self)
         self._at_cursor = False
@@ -143,12 +145,13 @@ class ColumnStorage(Storage):
             self._adopt(self._columns)
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        if self.lane_key is not None and not self._at_cursor:
+        if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
             self.indexes.settle()
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
-        if self.lane_key is not None and 2 * len(rows) > self.ledger.slots:
+        large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
+        if large or self.indexes.stale:
             self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
@@ -162,19 +165,28 @@ class ColumnStorage(Storage):
                 (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
             ):
                 return
+        once = self._columns
+        if isinstance(once, OnceColumns) and type(self).write is ColumnStorage.write:
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            once.write_ring(first, rows, skipped, matched=matched)
+            return
         self._at_cursor = True
         try:
             super().write_ring(first, rows, skipped)
         finally:
             self._at_cursor = False
 
-    def _adopt(self, columns: Columns) -> None:
+    def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:
             self._matcher = Matcher(columns.schema)
         self.ledger.slots = columns.slots
         self.max_size = columns.slots * columns.lanes.numel()
 
-    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
+        """Takes memory for rows of that schema."""
+        return self._take_memory(schema, lanes, rows)
+
+    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         device = self._device
         if device == "auto":
             device = torch.device("cpu")
@@ -200,6 +212,8 @@ class ColumnStorage(Storage):
 
     def cut(self, lanes: Any) -> None:
         self.indexes.cut(lanes)
+        if isinstance(self._columns, OnceColumns):
+            self._columns.sever(lanes)
 
     def lanes_named(self, lane: Any) -> Any:
         if self.lane_key is None:
@@ -268,47 +282,51 @@ class ColumnStorage(Storage):
             columns.schema.check(rows.root)
             if rows.batch != batch:
                 raise SchemaError(f"expected rows of shape {list(batch)}, got {list(rows.batch)}")
-            self._assign(self._visible(time_dim), rows.leaves, at, batch)
+            self._assign(rows.leaves, at, batch, time_dim)
 
     def _assign(
-        self,
-        views: Mapping[Path, torch.Tensor],
-        leaves: Mapping[Path, torch.Tensor],
-        at: Any,
-        batch: torch.Size,
+        self, leaves: Mapping[Path, torch.Tensor], at: Any, batch: torch.Size, time_dim: int
     ) -> None:
-        """Writes leaves into views of columns; of rows that are named twice the last one counts."""
-        if not views:
+        """Writes leaves into stored rows; of rows that are named twice the last one counts."""
+        if not leaves:
             return
         columns = self.require()
         columns.check_writable()
-        columns.follow_memory()
         self.edits += 1
-        self.indexes.edited(views)
-        shape = next(iter(views.values())).shape[: self.ndim]
-        if (once := without_repeats(at, shape)) is not None:
-            at, last = once
-            leaves = {
-                path: carried(leaf).flatten(0, len(batch) - 1)[last].view(leaf.dtype)
-                for path, leaf in leaves.items()
-            }
-        # All values are at hand, in memory of their own, before the first one is written.
-        sources = {path: columns.own(carried(leaves[path])) for path in views}
-        for path, view in views.items():
-            carried(view)[at] = sources[path]
+        self.indexes.edited(leaves)
+        columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
 
-    def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
-        """Returns a view of the stored rows of one leaf.
+    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
+        """Replaces values of distinct stored rows; the caller holds the lock and has checked them.
+
+        Args:
+            cells: int64 ``[K]`` for each dimension of the rows.
+            leaves: ``[K, *F]`` by path.
+        """
+        self.edits += 1
+        self.indexes.edited(leaves)
+        self.require().put(cells, leaves)
+
+    def leaf(self, key: Any) -> Leaf:
+        """Returns feature shape and dtype of a column.
 
         Raises:
             KeyError: no leaf of that name.
         """
-        columns = self.require()
-        path = unravel(key)
-        if path not in columns.schema.leaves:
-            known = ", ".join(map(format_key, columns.schema.leaves))
+        leaves, path = self.require().schema.leaves, unravel(key)
+        if path not in leaves:
+            known = ", ".join(map(format_key, leaves))
             raise KeyError(f"no column {format_key(path)}; there are {known}")
-        view = columns[path][: self.ledger.length]
+        return leaves[path]
+
+    def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
+        """Returns the stored rows of one leaf: a view, but for keys that are stored once.
+
+        Raises:
+            KeyError: no leaf of that name.
+        """
+        self.leaf(key)
+        view = self.require().column(unravel(key), self.ledger.length)
         return view.transpose(0, time_dim) if time_dim else view
 
     def edit_columns(
@@ -324,12 +342,11 @@ class ColumnStorage(Storage):
             at, batch = slice(None), self.visible_shape(time_dim)
             if index is not None:
                 at, batch = self._edit_index(index, time_dim)
-            views, leaves = {}, {}
+            leaves = {}
             for path, value in values.items():
-                views[path] = column = self.column(path, time_dim=time_dim)
-                shape = torch.Size([*batch, *column.shape[self.ndim :]])
-                leaves[path] = _fitting(path, value, column.dtype, shape)
-            self._assign(views, leaves, at, batch)
+                leaf = self.leaf(path)
+                leaves[path] = _fitting(path, value, leaf.dtype, batch + leaf.shape)
+            self._assign(leaves, at, batch, time_dim)
 
     def _edit_index(self, index: Any, time_dim: int) -> tuple[Any, torch.Size]:
         """The index of rows to edit, and the shape of the rows that it selects."""
@@ -340,13 +357,15 @@ class ColumnStorage(Storage):
         return at, indexed_shape(shape, at)
 
     def clear(self) -> None:
-        """Nothing to let go of: memory stays, and records are forgotten by the ledger."""
+        """Forgets all rows; their memory stays."""
+        if self._columns is not None:
+            self._columns.clear()
         if self.lane_key is not None:
             self.indexes.settle()
 
     # -- reading ------------------------------------------------------------------------------
 
-    def require(self) -> Columns:
+    def require(self) -> AnyColumns:
         """Returns the columns; RuntimeError before the first write."""
         if self._columns is None:
             raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
@@ -374,7 +393,7 @@ class ColumnStorage(Storage):
             leaves = columns.view(self.ledger.length, at)
             return self._build(leaves, indexed_shape(self.visible_shape(), at))
 
-    def _get_cells(self, columns: Columns, index: Any) -> Any:
+    def _get_cells(self, columns: AnyColumns, index: Any) -> Any:
         if (
             isinstance(index, torch.Tensor)
             and index.ndim > 1
@@ -408,18 +427,10 @@ class ColumnStorage(Storage):
             IndexError: rows that are not stored. RuntimeError: nothing was written yet.
         """
         with self.lock:
-            views, shape = self._visible(time_dim), self.visible_shape(time_dim)
-            if index is None:
-                return self._build(views, shape)
-            at, batch = as_cells(index, shape)
-            leaves = {p: carried(v)[at].view(v.dtype) for p, v in views.items()}
+            columns, shape = self.require(), self.visible_shape(time_dim)
+            at, batch = (None, shape) if index is None else as_cells(index, shape)
+            leaves = columns.view(self.ledger.length, at, time_dim=time_dim)
             return self._build(leaves, batch)
-
-    def _visible(self, time_dim: int) -> dict[Path, torch.Tensor]:
-        views = self.require().view(self.ledger.length)
-        if time_dim:
-            return {path: view.transpose(0, time_dim) for path, view in views.items()}
-        return views
 
     def __iter__(self) -> Iterator[Any]:
         if self.ndim == 1:

@@ -10,14 +10,14 @@ import torch
 from replaykit.assembly import assembler
 from replaykit.schema import Schema
 from replaykit.storages.carrying import carried
-from replaykit.storages.indexing import check_range, ravel, unravel_index
+from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "picked"]
 
 
 class Columns:
@@ -35,6 +35,7 @@ class Columns:
 
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
+        order: the paths, in the order in which leaves are gathered.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -66,8 +67,9 @@ class Columns:
         self._note_memory()
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
-        self._order = list(self.tensors) if self._native is None else self._native.order
-        self._assemble = assembler(schema.root, self._order)
+        self.order = list(self.tensors) if self._native is None else self._native.order
+        self._assemble = assembler(schema.root, self.order)
+        self._parts: dict[tuple[Path, ...], Columns] = {}
 
     def _note_memory(self) -> None:
         """Notes where the columns lie now.
@@ -103,6 +105,10 @@ class Columns:
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
 
+    def column(self, path: Path, stop: int) -> torch.Tensor:
+        """Returns the first ``stop`` slots of one leaf, as a view."""
+        return self.tensors[path][:stop]
+
     def nbytes(self) -> int:
         """Bytes of memory, or of files, that the rows take."""
         memory = {
@@ -127,7 +133,7 @@ class Columns:
     ) -> dict[Path, torch.Tensor]:
         """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
         length = self.slots if length is None else length
-        found = dict(zip(self._order, self._gather(index, length, contiguous), strict=True))
+        found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
         return {path: found[path] for path in self.tensors}
 
     def gather_keys(
@@ -151,6 +157,47 @@ class Columns:
             else:
                 found[path] = source.index_select(0, rows).view(column.dtype)
         return found
+
+    def part(self, paths: Sequence[Path]) -> Columns:
+        """Returns columns of some leaves over the same memory; made once for each ``paths``."""
+        key = tuple(paths)
+        found = self._parts.get(key)
+        if found is None:
+            tensors = {path: self.tensors[path] for path in key}
+            found = Columns(self.schema.part(key), tensors, self.ndim, mapped=self.advise)
+            self._parts[key] = found
+        return found
+
+    def gather_elements(
+        self, rows: torch.Tensor, limit: int, *, contiguous: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """Copies elements ``[B]`` out, counted through time slots and lanes: leaves in ``order``.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``; not on devices where asking means
+                waiting.
+        """
+        if self._native is not None:
+            return self._native.gather(rows, limit, contiguous)
+        if self.device.type == "cpu":
+            check_range(rows, 0, limit)
+        rows = rows.to(self.device)
+        index = rows if self.ndim == 1 else unravel_index(rows, self.lanes)
+        return self._gather_torch(index, rows, contiguous)
+
+    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
+        """Discounted sums of one number over stored elements and the rows of their lane after them.
+
+        Args:
+            path: a leaf of one float32 or float64 a row.
+            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
+
+        Returns:
+            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
+        """
+        if self._native is None or self.advise:
+            return None
+        return self._native.discounted(path, elements, steps, gamma)
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
@@ -183,16 +230,19 @@ class Columns:
             else:
                 values = source[tuple(index.unbind(-1))]
             found[path] = values.view(column.dtype)
-        return [found[path] for path in self._order]
+        return [found[path] for path in self.order]
 
-    def view(self, stop: int, index: Any = None) -> dict[Path, torch.Tensor]:
-        """Indexes the first ``stop`` slots: views, except where torch itself has to copy."""
-        return {
-            path: column[:stop]
-            if index is None
-            else carried(column[:stop])[index].view(column.dtype)
-            for path, column in self.tensors.items()
-        }
+    def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> dict[Path, torch.Tensor]:
+        """Indexes the first ``stop`` slots: views, except where torch itself has to copy.
+
+        ``time_dim``: the dimension that is exchanged with that of time before.
+        """
+        views = {path: column[:stop] for path, column in self.tensors.items()}
+        if time_dim:
+            views = {path: view.transpose(0, time_dim) for path, view in views.items()}
+        if index is None:
+            return views
+        return {path: carried(view)[index].view(view.dtype) for path, view in views.items()}
 
     # -- in -----------------------------------------------------------------------------------
 
@@ -212,7 +262,7 @@ class Columns:
         self.follow_memory()
         # All values are at hand, in memory of their own, before the first one is written: what can
         # fail, fails here, and rows that are views of these columns are not overwritten on the way.
-        sources = {path: self.own(_picked(leaves[path], kept)) for path in self.tensors}
+        sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
         if self._native is not None and self._native.scatter(slots, sources):
             return
         runs = runs_of(slots)
@@ -248,6 +298,43 @@ class Columns:
             first * self._cells, count * self._cells, addresses, skipped * self._cells
         )
         return True
+
+    def clear(self) -> None:
+        """Told that no row is stored any more; memory stays."""
+
+    def assign(
+        self,
+        stop: int,
+        leaves: Mapping[Path, torch.Tensor],
+        at: Any,
+        batch: torch.Size,
+        *,
+        time_dim: int = 0,
+    ) -> None:
+        """Writes leaves ``[*batch, *F]`` into rows that ``at`` selects of the first ``stop`` slots.
+
+        Of rows that are named twice the last one counts. ``time_dim`` as for ``view``.
+        """
+        self.follow_memory()
+        shape = [stop, *self.lanes]
+        shape[0], shape[time_dim] = shape[time_dim], shape[0]
+        if (once := without_repeats(at, torch.Size(shape))) is not None:
+            at, last = once
+            leaves = {
+                path: carried(leaf).flatten(0, len(batch) - 1)[last].view(leaf.dtype)
+                for path, leaf in leaves.items()
+            }
+        # All values are at hand, in memory of their own, before the first one is written.
+        sources = {path: self.own(carried(leaf)) for path, leaf in leaves.items()}
+        for path, source in sources.items():
+            column = self.tensors[path][:stop]
+            carried(column.transpose(0, time_dim) if time_dim else column)[at] = source
+
+    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
+        """Writes leaves ``[K, *F]`` into distinct cells, int64 ``[K]`` for each dimension."""
+        at = tuple(part.to(self.device) for part in cells)
+        for path, leaf in leaves.items():
+            carried(self.tensors[path])[at] = carried(leaf.to(self.device))
 
     def check_writable(self) -> None:
         """Raises RuntimeError where rows of a wrapped tensor share memory: one write would change
@@ -309,7 +396,8 @@ def _reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize
 
 
-def _picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+    """Returns some of the rows of a tensor or of what reads like one, in a dtype that moves."""
     if isinstance(rows, torch.Tensor):
         whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
         return carried(rows) if whole else carried(rows)[kept]

@@ -13,6 +13,7 @@ from replaykit._compat import is_tensordict
 from replaykit.checkpoint import RowChunks
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
+from replaykit.storages.followed import FollowedColumn, plain_column, rebuilt_column
 from replaykit.structure import Node, Path, build
 
 __all__ = ["Content", "Group"]
@@ -20,13 +21,20 @@ __all__ = ["Content", "Group"]
 
 @dataclass(frozen=True)
 class Group:
-    """Records of one schema: columns ``[n, *lanes, *F]`` in the order of the schema's leaves."""
+    """Records of one schema: columns ``[n, *lanes, *F]`` in the order of the schema's leaves.
+
+    A column is a tensor, or what reads like one row by row: in files, or rebuilt from another.
+    """
 
     schema: Schema
-    columns: tuple[torch.Tensor, ...]
+    columns: tuple[Any, ...]
+
+    def plain_columns(self) -> list[Any]:
+        """Returns the columns as tensors, or mappings of tensors for those that are rebuilt."""
+        return [plain_column(column, self.columns) for column in self.columns]
 
     @property
-    def leaves(self) -> dict[Path, torch.Tensor]:
+    def leaves(self) -> dict[Path, Any]:
         """The columns by their path."""
         return dict(zip(self.schema.leaves, self.columns, strict=True))
 
@@ -123,7 +131,7 @@ class Content:
             "rows": self.rows,
             "lanes": list(self.lanes),
             "groups": [
-                {"schema": group.schema.to_json(), "columns": list(group.columns)}
+                {"schema": group.schema.to_json(), "columns": group.plain_columns()}
                 for group in self.groups
             ],
             "order": self.order,
@@ -178,9 +186,10 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
     columns = record["columns"]
     if not columns or len(columns) != len(schema.leaves):
         raise ValueError(f"expected {len(schema.leaves)} columns, got {len(columns)}")
+    columns = [rebuilt_column(column, columns, lanes) for column in columns]
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
-        if not isinstance(column, (torch.Tensor, RowChunks)):
+        if not isinstance(column, (torch.Tensor, RowChunks, FollowedColumn)):
             raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
         expected = [*lanes, *leaf.shape]
         if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:

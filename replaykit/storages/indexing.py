@@ -20,6 +20,7 @@ __all__ = [
     "indexed_shape",
     "last_occurrences",
     "ravel",
+    "selected_elements",
     "unravel_index",
     "with_lanes",
     "without_repeats",
@@ -127,6 +128,30 @@ def unravel_index(flat: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
         coordinates.append(flat % size)
         flat = torch.div(flat, size, rounding_mode="floor")
     return torch.stack([flat, *reversed(coordinates)], -1)
+
+
+def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> torch.Tensor:
+    """Numbers of the elements that a valid index selects, in the shape that it selects.
+
+    Args:
+        shape, strides: those of the grid of elements; the strides count elements.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if all(type(part) in (int, slice) for part in parts):
+        parts = (*parts, *[slice(None)] * (len(shape) - len(parts)))
+        found = torch.zeros((), dtype=torch.int64, device="cpu")
+        for part, size, stride in zip(parts, shape, strides, strict=True):
+            if isinstance(part, slice):
+                found = found[..., None] + arange(*part.indices(size)) * stride
+            else:
+                found = found + part % size * stride
+        return found
+    found = torch.zeros((), dtype=torch.int64, device="cpu")
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        # An expanded vector: indexing it takes memory for what is selected only.
+        coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        found = found + coordinate[index] * stride
+    return found
 
 
 def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:

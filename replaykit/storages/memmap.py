@@ -25,8 +25,9 @@ from replaykit.storages.allocation import (
     format_bytes,
     storage_bytes,
 )
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.beside import Grow
 from replaykit.storages.columns import Columns
+from replaykit.storages.pairs import DedupNext, Mismatch
 from replaykit.storages.records import plan_records
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
@@ -38,6 +39,9 @@ _RECORDS: Path = (object(),)
 """In the place of a leaf's path: the records, which no key can name."""
 
 _RECORDS_NAME = "records"
+
+_BESIDE = "%beside"
+"""The folder of what lies beside the rows: no key has that name, which would be escaped."""
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -60,6 +64,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: number of leading dimensions that count as rows: time, then lanes.
         existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
             is never visible.
+        dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
+            in the folder ``%beside``.
         lane_key: as for LazyTensorStorage.
 
     Raises:
@@ -86,48 +92,37 @@ class LazyMemmapStorage(LazyTensorStorage):
         device: Any = "cpu",
         ndim: int = 1,
         existsok: bool = False,
+        dedup_next: DedupNext = False,
+        on_mismatch: Mismatch = "error",
         compilable: bool = False,
         lane_key: Any = None,
     ) -> None:
         if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
-        ColumnStorage.__init__(self, max_size, device="cpu", ndim=ndim, lane_key=lane_key)
+        super().__init__(
+            max_size,
+            ndim=ndim,
+            dedup_next=dedup_next,
+            on_mismatch=on_mismatch,
+            lane_key=lane_key,
+        )
+        self._made_in: FilePath | None = None
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok
 
-    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
-        slots, layout = self._slots_for(lanes), plan_records(schema)
-        shapes = column_shapes(schema, slots, lanes, layout)
-        dtypes = {path: schema.leaves[path].dtype for path in shapes}
-        names = _file_names(list(shapes))
-        if layout is not None:
-            shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
-            dtypes[_RECORDS] = torch.uint8
-            names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
-        needed = storage_bytes(schema, slots, lanes, layout)
+    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+        slots = self._slots_for(lanes)
         with self._folder() as folder:
-            files = {path: folder / name for path, name in names.items()}
-            present = {file for file in files.values() if file.exists()}
-            if present and not self.existsok:
-                raise RuntimeError(
-                    f"the file {min(present)} exists; give another scratch_dir, or existsok=True "
-                    "to use its space and lose what it holds"
-                )
-            _check_disk(folder, needed, present)
-            tensors = {}
-            inner = {file.parent for file in files.values() if not file.parent.exists()}
-            inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
-            try:
-                for path, file in files.items():
-                    tensors[path] = map_file(file, shapes[path], dtypes[path], create=True)
-            except BaseException:
-                for file in files.values():
-                    if file not in present:
-                        file.unlink(missing_ok=True)
-                _remove_empty(inner)
-                raise
-        records = tensors.pop(_RECORDS, None)
-        return Columns(schema, tensors, self.ndim, layout=layout, records=records, mapped=True)
+            taken = sorted((folder / _BESIDE).rglob("*.memmap")) if self.dedup_next else []
+            columns = _in_files(
+                folder, schema, slots, lanes, existsok=self.existsok, taken=taken, ndim=self.ndim
+            )
+        self._made_in = folder
+        return columns
+
+    def _grow(self, device: torch.device) -> Grow:
+        assert self._made_in is not None
+        return _grow_in_files(self._made_in / _BESIDE)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
@@ -152,6 +147,64 @@ class LazyMemmapStorage(LazyTensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has files of its own: in a private folder, since the other one is taken.
         super().__setstate__({**state, "scratch_dir": None})
+
+
+def _in_files(
+    folder: FilePath,
+    schema: Schema,
+    slots: int,
+    lanes: torch.Size,
+    *,
+    existsok: bool,
+    taken: list[FilePath],
+    ndim: int,
+) -> Columns:
+    """Returns columns over files in a folder: all of them are made, or none is.
+
+    Files that are there are used again with ``existsok``, with what they hold, and else refused, as
+    are the ``taken`` ones.
+    """
+    layout = plan_records(schema)
+    shapes = column_shapes(schema, slots, lanes, layout)
+    dtypes = {path: schema.leaves[path].dtype for path in shapes}
+    names = _file_names(list(shapes))
+    if layout is not None:
+        shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
+        dtypes[_RECORDS] = torch.uint8
+        names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
+    needed = storage_bytes(schema, slots, lanes, layout)
+    files = {path: folder / name for path, name in names.items()}
+    present = {file for file in files.values() if file.exists()}
+    if (present or taken) and not existsok:
+        raise RuntimeError(
+            f"the file {min([*present, *taken])} exists; give another scratch_dir, or "
+            "existsok=True to use its space and lose what it holds"
+        )
+    _check_disk(folder, needed, present)
+    tensors = {}
+    inner = {file.parent for file in files.values() if not file.parent.exists()}
+    inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
+    try:
+        for path, file in files.items():
+            tensors[path] = map_file(file, shapes[path], dtypes[path], create=True)
+    except BaseException:
+        for file in files.values():
+            if file not in present:
+                file.unlink(missing_ok=True)
+        _remove_empty(inner)
+        raise
+    records = tensors.pop(_RECORDS, None)
+    return Columns(schema, tensors, ndim, layout=layout, records=records, mapped=True)
+
+
+def _grow_in_files(folder: FilePath) -> Grow:
+    """Returns what extends the files of a table in a folder and maps them anew: no value moves."""
+
+    def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
+        folder.mkdir(exist_ok=True)
+        return _in_files(folder, schema, entries, torch.Size(), existsok=True, taken=[], ndim=1)
+
+    return grow
 
 
 @torch.inference_mode(False)  # what is made in that mode could not be changed outside

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from replaykit import native
@@ -81,6 +82,7 @@ class NativeRows:
         """Notes where the columns lie now."""
         tensors, sizes, strides = self._columns, self._sizes, self._strides
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
+        self._single: dict[Path, Any] = {}
         self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
@@ -185,15 +187,37 @@ class NativeRows:
             )
         table, sizes = known
         count = len(rows)
-        models = self._models.get(paths)  # another thread may exchange them
-        if models is None or len(models[0]) != count:
-            models = [self._fresh(path, count) for path in paths]
-            if count * sum(sizes) <= _MODEL_BYTES:
-                self._models[paths] = models
-        leaves = [torch.empty_like(model) for model in models]
+        leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self._elements, to, sizes)
         return dict(zip(paths, leaves, strict=True))
+
+    def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one number a row; see ``Columns.discounted``."""
+        dtype = self._dtypes.get(path)
+        if dtype not in (torch.float32, torch.float64) or self._sizes[path] != dtype.itemsize:
+            return None
+        self._owner.follow_memory()
+        table = self._single.get(path)
+        if table is None:
+            table = self._single[path] = native.Table(
+                [self._columns[path].data_ptr()],
+                [self._strides[path]],
+                [self._sizes[path]],
+                self._elements,
+            )
+        rows, steps = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(steps, np.int64)
+        [sums] = self._fresh_leaves((path,), len(rows))
+        table.discounted(
+            torch.from_numpy(rows).data_ptr(),
+            torch.from_numpy(steps).data_ptr(),
+            len(rows),
+            self._cells,
+            gamma,
+            dtype is torch.float64,
+            sums.data_ptr(),
+        )
+        return sums
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
         """What ``gather`` does, for rows that are worth several threads: by those of torch.
@@ -234,6 +258,14 @@ class NativeRows:
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
         shape = (count, *self._shapes[path])
         return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
+
+    def _fresh_leaves(self, paths: tuple[Path, ...], count: int) -> list[torch.Tensor]:
+        models = self._models.get(paths)  # another thread may exchange them
+        if models is None or len(models[0]) != count:
+            models = [self._fresh(path, count) for path in paths]
+            if sum(model.nbytes for model in models) <= _MODEL_BYTES:
+                self._models[paths] = models
+        return [torch.empty_like(model) for model in models]
 
     def _move(
         self,

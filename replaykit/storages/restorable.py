@@ -12,12 +12,14 @@ from replaykit._compat import arange
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.content import Content, Group
+from replaykit.storages.followed import FollowedColumn, rebuilt_column
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.once import OnceColumns
 from replaykit.storages.plain_state import from_plain, to_plain
-from replaykit.structure import Branch, map_leaves
+from replaykit.structure import Branch, Path
 
 __all__ = ["RestorableStorage"]
 
@@ -37,10 +39,19 @@ class RestorableStorage(ColumnStorage):
 
     def content(self) -> Content:
         """Returns the stored rows as views, not copies; the caller holds the lock."""
-        if self._columns is None:
+        columns, length = self._columns, self.ledger.length
+        if columns is None:
             return Content(0)
-        views = tuple(self._columns.view(self.ledger.length).values())
-        return Content(self.ledger.length, self.lanes, (Group(self._columns.schema, views),))
+        leaves: dict[Path, Any] = {}
+        if isinstance(columns, OnceColumns):
+            leaves.update(columns.rows.view(length))
+            elements, values = columns.own_following(length)
+            for path, root in columns.pairs.root_of.items():
+                leaves[path] = FollowedColumn(leaves[root], elements, values[path], columns.lanes)
+        else:
+            leaves.update(columns.view(length))
+        views = tuple(leaves[path] for path in columns.schema.leaves)
+        return Content(length, self.lanes, (Group(columns.schema, views),))
 
     def check_content(self, content: Content) -> _Target | None:
         """Checks that rows of another storage fit; hand the result to ``load_content``.
@@ -76,6 +87,7 @@ class RestorableStorage(ColumnStorage):
         Takes memory first, if there is none yet: what can fail, fails before anything changes.
         """
         if not content.groups:
+            self.clear()
             return
         group = content.single_group()
         leaves = group.leaves
@@ -83,13 +95,7 @@ class RestorableStorage(ColumnStorage):
         if columns is None:
             first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
             columns = self._allocate(group.schema, content.lanes, first)
-        count = content.rows if rows is None else len(rows)
-        row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
-        block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-        for start in range(0, count, block):
-            stop = min(start + block, count)
-            kept = slice(start, stop) if rows is None else rows[start:stop]
-            columns.scatter(arange(start, stop), leaves, kept)
+        _fill(columns, leaves, content.rows, rows)
         self._columns = columns
         self._adopt(columns)
 
@@ -104,7 +110,12 @@ class RestorableStorage(ColumnStorage):
             root = self.schema.root if self.schema else None
             if isinstance(root, Branch) and root.kind in ("mapping", "sequence"):
                 raise TypeError("state_dict takes TensorDicts and tensors; use dumps for pytrees")
-            stored = None if self._columns is None else map_leaves(self.view_at(), torch.clone)
+            stored = None
+            if self._columns is not None:
+                leaves = self._columns.view(content.rows)
+                for path in leaves:  # what is no view is let go one by one
+                    leaves[path] = leaves[path].clone()
+                stored = self._build(leaves, self.visible_shape())
             return {
                 "_storage": to_plain(stored),
                 "initialized": self.initialized,
@@ -148,7 +159,7 @@ class RestorableStorage(ColumnStorage):
         with self.lock:
             state = super().__getstate__()
             content = self.content()
-            columns = [by_value(group.columns) for group in content.groups]
+            columns = [by_value(group.plain_columns()) for group in content.groups]
             state["ledger"] = by_value(self.ledger.state())
             state["_matcher"] = None
             state["indexes"] = self.indexes.state()
@@ -163,8 +174,23 @@ class RestorableStorage(ColumnStorage):
         self.ledger.restore(ledger, None)
         if stored is not None:
             schema, lanes, columns = from_value(stored)
+            columns = [rebuilt_column(column, columns, lanes) for column in columns]
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
             self._adopt(self._columns)
-            self._columns.scatter(arange(self.ledger.length), rows.leaves, slice(None))
+            _fill(self._columns, rows.leaves, self.ledger.length, None)
             self.indexes.restore(episodes, self.ledger, None, restarted=False)
+
+
+def _fill(
+    columns: AnyColumns, leaves: Mapping[Path, Any], count: int, rows: torch.Tensor | None
+) -> None:
+    """Writes the first ``count`` rows of the leaves, or ``rows`` of them, to slots ``0, 1, ...``,
+    block by block."""
+    count = count if rows is None else len(rows)
+    row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
+    block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        kept = slice(start, stop) if rows is None else rows[start:stop]
+        columns.scatter(arange(start, stop), leaves, kept)

@@ -6,9 +6,19 @@ from typing import Any
 
 import torch
 
-from replaykit.schema import Schema, take_apart
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.schema import Rows, Schema, take_apart
+from replaykit.storages.beside import Grow, grow_in_memory
+from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.continuity import check_batch, check_newest
+from replaykit.storages.once import OnceColumns
+from replaykit.storages.pairs import (
+    DedupNext,
+    Mismatch,
+    checked_keys,
+    checked_mismatch,
+    pairs_of,
+)
 from replaykit.storages.restorable import RestorableStorage
 from replaykit.structure import build
 
@@ -83,6 +93,11 @@ class TensorStorage(RestorableStorage):
         columns = self.require()
         if self.ndim == 1:
             return self
+        if isinstance(columns, OnceColumns):
+            raise RuntimeError(
+                "rows whose observations are stored once cannot be seen as flat ones without a "
+                "copy; use storage[:]"
+            )
         if not len(self):
             raise RuntimeError("nothing is stored now; there are no rows to flatten")
         leaves = {}
@@ -102,14 +117,30 @@ class LazyTensorStorage(TensorStorage):
         max_size: capacity in rows (elements, for ``ndim > 1``; rounded up to whole time slots).
         device: where the rows lie; ``"auto"``: where the first data lies.
         ndim: number of leading dimensions that count as rows: time, then lanes.
+        dedup_next: stores observations once: ``("next", key)`` of a row is that of the following
+            row at the root, and is kept beside where it is not (the last row of an episode, the
+            newest row, rows edited or written elsewhere). ``True``: every key that occurs at the
+            root and under ``next`` with one shape and dtype, except ``reward`` and flags. A list:
+            these root keys. Every read is bit for bit that of dense rows; but what would be views
+            of these keys (``storage[a:b]``, ``rb[i]``, ``column``) are copies. Takes half the
+            memory where observations are most of a row. With ``False`` it costs nothing.
+        on_mismatch: of a row written at the cursor that goes on an episode (no flag under ``next``
+            is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
+            observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
+            stores both. Nothing is expected of the first row written after ``write_at``, an edit
+            of these keys, ``empty`` or a load.
         lane_key: column that says which of several streams a row belongs to, where the rows of
             several environments come one by one in any order: an environment's or a trajectory's
             id. Rows of one stream then follow each other whatever lies between them. Only with
             ``ndim=1``; None: all rows are one stream.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, or ``lane_key`` with
-            ``ndim > 1``.
+        ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
+            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1`` or with
+            ``dedup_next``, which needs the rows of a stream one after the other.
+        TypeError: ``dedup_next`` holds no keys.
+        ValueError: at the first write, where a key of ``dedup_next`` is not in both places; at
+            any, where ``on_mismatch`` refuses it. Nothing has changed then.
         KeyError: at the first write, where the data has no column ``lane_key``.
         MemoryError: at the first write, where the device has less memory than the capacity needs.
 
@@ -130,6 +161,16 @@ class LazyTensorStorage(TensorStorage):
         >>> _ = rb.extend(TensorDict({"env": torch.arange(6) % 2, "next": {"done": done}}, [6]))
         >>> [episode.index.tolist() for episode in rb.episodes]
         [[0, 2], [4], [1, 3, 5]]
+
+        An episode of four steps has five observations, the last one of them kept beside:
+
+        >>> from tensordict import TensorDict
+        >>> x = torch.arange(5.0)
+        >>> steps = TensorDict({"observation": x[:4], "next": {"observation": x[1:]}}, [4])
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, dedup_next=True))
+        >>> _ = rb.extend(steps)
+        >>> rb["next", "observation"], rb.storage.kept_beside
+        (tensor([1., 2., 3., 4.]), 1)
     """
 
     def __init__(
@@ -138,7 +179,52 @@ class LazyTensorStorage(TensorStorage):
         *,
         device: Any = "cpu",
         ndim: int = 1,
+        dedup_next: DedupNext = False,
+        on_mismatch: Mismatch = "error",
         compilable: bool = False,
         lane_key: Any = None,
     ) -> None:
+        self.dedup_next = checked_keys(dedup_next)
+        self.on_mismatch = checked_mismatch(on_mismatch)
+        if self.dedup_next and lane_key is not None:
+            raise ValueError(
+                f"expected dedup_next without lane_key, got {lane_key!r}: of streams that lie row "
+                "by row in one another the next row lies somewhere else; use ndim=2"
+            )
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
+
+    @property
+    def kept_beside(self) -> int:
+        """How many rows have their next observations beside (elements, for ``ndim > 1``)."""
+        columns = self._columns
+        return columns.kept_beside if isinstance(columns, OnceColumns) else 0
+
+    def check_order(self, rows: Any) -> None:
+        if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):
+            return
+        self._check(rows)
+        columns = self._columns
+        if not isinstance(columns, OnceColumns):
+            check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
+            return
+        compared = columns.compare(rows, self.ledger.cursor)
+        try:
+            if compared.newest is not None and bool(compared.newest.any()):
+                newest, severed = columns.newest_rows(), columns.severed
+                check_newest(newest, rows.leaves, rows.batch, columns.pairs, severed)
+            if compared.inside is not None and bool(compared.inside.any()):
+                check_batch(rows.leaves, rows.batch, columns.pairs)
+        except BaseException:
+            columns.forget()
+            raise
+
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
+        if not self.dedup_next:
+            return self._take_memory(schema, lanes, rows)
+        pairs = pairs_of(schema, self.dedup_next)
+        taken = self._take_memory(pairs.stored, lanes, rows)
+        return OnceColumns(pairs, taken, self._grow(taken.device))
+
+    def _grow(self, device: torch.device) -> Grow:
+        """What takes memory for rows beside; it knows nothing of this object, which may die."""
+        return grow_in_memory(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from replaykit._compat import lookup
 from replaykit.episodes import EndReason
 from replaykit.ted import format_key, unravel
 from replaykit.transforms.batches import set_all, set_real
@@ -50,7 +51,7 @@ class Bootstrap(HistoryTransform):
 
     def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
         """Adds the mask."""
-        flag = data.get(self.boundary, None)
+        flag = lookup(data, self.boundary)
         if flag is not None:
             bootstrap = ~is_set(flag, 1).unsqueeze(-1)
         elif self.boundary == TERMINATED:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
 from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
@@ -51,7 +52,7 @@ class Surroundings:
         keys: what is stored of a row.
         next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
             ``next`` from a later row sets it in ``fetch``, for those after it.
-        next_made: names of transforms that have made leaves under ``next`` that are not stored.
+        next_made: the transforms that have made leaves under ``next`` that are not stored.
         root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
         later: the transforms after the one that asks, where that edits episodes.
     """
@@ -72,7 +73,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.next_time: Array | None = None
-        self.next_made: list[str] = []
+        self.next_made: list[HistoryTransform] = []
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []
@@ -99,6 +100,12 @@ class Surroundings:
             if not transform.changes.isdisjoint(wanted):
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
+
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
+        its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """
+        return None
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
@@ -214,7 +221,7 @@ def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
     """Returns leaves of a batch; KeyError naming those that it does not have."""
-    found = {key: data.get(key if len(key) > 1 else key[0], None) for key in keys}
+    found = {key: lookup(data, key) for key in keys}
     missing = [key for key, value in found.items() if value is None]
     if missing:
         raise KeyError(f"{type(who).__name__} expected the keys {missing}, got a batch without")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from replaykit._compat import lookup
 from replaykit.episodes import EndReason, Needs
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
@@ -39,41 +40,19 @@ _ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
-_TABLE_STEPS = 64
-"""Up to so many steps tables of them are kept, of so many numbers squared."""
+_TABLE_STEPS = 4096
+"""Up to so many steps the discounts after them are kept."""
 
 
 class _Fetched(NamedTuple):
-    """Rewards of the steps ``[B, m]``, and what is under ``next`` of the last one ``[B]``."""
+    """How many steps follow ``[B]``; their sums ``[B, *F]``, or the rewards ``[B, m, *F]``; what
+    is under ``next`` of the last one ``[B]``, and under which keys."""
 
-    rewards: Around
-    last: Around | None
     steps: Array
+    sums: torch.Tensor | None
+    rewards: Around | None
+    last: Around | None
     keys: list[Path]
-
-
-class _Table(NamedTuple):
-    """What follows from a number of steps less one, of at most ``n`` steps; a row for each.
-
-    ``offsets`` int64 ``[n, n]``: how many rows on each step lies, the last one repeated.
-    ``weights32`` float32: the discount of each step, 0 beyond the last. ``powers32`` ``[n, 1]``:
-    the discount after them.
-    """
-
-    offsets: Array
-    weights32: Array
-    powers32: Array
-
-    @classmethod
-    def of(cls, gamma: float, n: int) -> _Table:
-        step = np.arange(n)
-        powers = np.power(gamma, np.arange(n + 1), dtype=np.float64)
-        weights = np.where(step[None] <= step[:, None], powers[None, :-1], 0)
-        return cls(
-            np.minimum(step[None], step[:, None]),
-            weights.astype(np.float32),
-            powers[1:, None].astype(np.float32),
-        )
 
 
 class NStep(HistoryTransform):
@@ -167,8 +146,10 @@ class NStep(HistoryTransform):
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(_ENDS))
         self._known: tuple[Collection[Path], list[Path]] | None = None
-        small = self.n is not None and not per_step and self.n <= _TABLE_STEPS
-        self._table = _Table.of(self.gamma, steps) if small else None
+        self._powers: Array | None = None
+        if steps <= _TABLE_STEPS:
+            found = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
+            self._powers = found[:, None].astype(np.float32)
 
     # -- under the lock -----------------------------------------------------------------------
 
@@ -178,19 +159,20 @@ class NStep(HistoryTransform):
             return None
         if around.next_made:
             raise ValueError(
-                f"expected {self!r} before {around.next_made[-1]}, whose 'next' it would replace"
+                f"expected {self!r} before {around.next_made[-1]!r}, whose 'next' it would replace"
             )
         steps = np.minimum(around.last - around.time, self.n - 1)
-        time = around.time[:, None]
-        if self._table is None:
-            time = time + np.minimum(np.arange(self.n), steps[:, None])
-        else:
-            time = time + self._table.offsets.take(steps, 0)
-        steps, time = self._ended_earlier(around, steps, time)
+        relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
+        if not relabelled.isdisjoint(_ENDS):
+            steps = self._ended_earlier(around, steps)
         last = around.next_time = around.time + steps
+        sums = rewards = None
+        if self.reward_key not in relabelled:
+            sums = around.discounted(self.reward_key, steps, self.gamma)
+        if sums is None:
+            rewards = around.fetch([self.reward_key], _times(around, steps))
         keys = self._next_keys(around.keys)
-        rewards = around.fetch([self.reward_key], time)
-        return _Fetched(rewards, around.fetch(keys, last) if keys else None, steps, keys)
+        return _Fetched(steps, sums, rewards, around.fetch(keys, last) if keys else None, keys)
 
     def _next_keys(self, keys: Collection[Path]) -> list[Path]:
         """What comes from the last step, of the keys that are stored; worked out once for each."""
@@ -200,18 +182,15 @@ class NStep(HistoryTransform):
             known = self._known = keys, found
         return known[1]
 
-    def _ended_earlier(
-        self, around: Surroundings, steps: Array, time: Array
-    ) -> tuple[Array, Array]:
-        """Steps and times cut short where a transform before this one ends an episode earlier."""
+    @staticmethod
+    def _ended_earlier(around: Surroundings, steps: Array) -> Array:
+        """Steps cut short where a transform before this one ends an episode earlier."""
         flags = [key for key in _ENDS if key in around.keys]
-        if not flags or all(one.changes.isdisjoint(flags) for one, _ in around.relabels):
-            return steps, time
-        seen = around.seen(around.fetch(flags, time))
+        if not flags:
+            return steps
+        seen = around.seen(around.fetch(flags, _times(around, steps)))
         ended = torch.stack([is_set(seen[key], 2) for key in flags]).any(0).cpu().numpy()
-        first = np.where(ended.any(1), ended.argmax(1), steps)
-        steps = np.minimum(first, steps)
-        return steps, np.minimum(time, (around.time + steps)[:, None])
+        return np.minimum(np.where(ended.any(1), ended.argmax(1), steps), steps)
 
     # -- without it ---------------------------------------------------------------------------
 
@@ -221,7 +200,10 @@ class NStep(HistoryTransform):
         if fetched is None:
             return self._apply_inside(data, own, around)
         steps = fetched.steps
-        rewards = summable(around.seen(fetched.rewards)[self.reward_key])
+        sums = fetched.sums
+        if sums is None:
+            assert fetched.rewards is not None
+            sums = self._summed(around.seen(fetched.rewards)[self.reward_key], steps)
         last: dict[Path, torch.Tensor] = {}
         if fetched.last is not None:
             seen = around.seen(fetched.last)
@@ -230,7 +212,6 @@ class NStep(HistoryTransform):
             bootstrap = ~_column(last[TERMINATED])
         else:
             bootstrap = _by_reason(around, around.time + steps, own)
-        sums = self._summed(rewards, steps)
         values = {
             **last,
             self.reward_key: sums,
@@ -243,29 +224,21 @@ class NStep(HistoryTransform):
         return data
 
     def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
-        if self._table is not None and sums.dtype is torch.float32:
-            return torch.from_numpy(self._table.powers32.take(steps, 0)).to(sums.device)
+        if self._powers is not None and sums.dtype is torch.float32:
+            return torch.from_numpy(self._powers.take(steps, 0)).to(sums.device)
         return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
-        """Discounted sums of rewards ``[B, width, *F]``, of which row b has ``steps[b] + 1``."""
+        """Discounted sums of rewards ``[B, m, *F]``, of which row b has ``steps[b] + 1``."""
+        rewards = summable(rewards)
         width = rewards.shape[1]
         if width == 1 or not self.gamma:
             return rewards[:, 0]
-        table = self._table
-        if table is not None and rewards.dtype is torch.float32 and rewards.device.type == "cpu":
-            weights = torch.from_numpy(table.weights32.take(steps, 0))
-            sums = (rewards * over_features(weights, rewards)).sum(1)
-            # Rows beyond were read as the last one again. Where that is infinite it must not be
-            # multiplied by 0: the slow way then.
-            if sums.sum().isfinite():
-                return sums
-        exact = rewards.float() if rewards.dtype.itemsize < 4 else rewards
-        beyond = as_tensor_like(steps[:, None] < np.arange(width), exact)
-        exact = exact.masked_fill(over_features(beyond, exact), 0)
-        factors = torch.from_numpy(np.power(self.gamma, np.arange(width))).to(exact)
-        shape = (1, width, *[1] * (exact.ndim - 2))
-        return (exact * factors.view(shape)).sum(1).to(rewards.dtype)
+        beyond = as_tensor_like(steps[:, None] < np.arange(width), rewards)
+        # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
+        exact = rewards.double().masked_fill(over_features(beyond, rewards), 0)
+        factors = as_tensor_like(np.power(self.gamma, np.arange(width)), exact)
+        return (exact * over_features(factors, exact[0])).sum(1).to(rewards.dtype)
 
     def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
         """The form that stays inside the windows of the batch."""
@@ -279,7 +252,7 @@ class NStep(HistoryTransform):
         steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
-        terminated = data.get(TERMINATED, None)
+        terminated = lookup(data, TERMINATED)
         if terminated is not None:
             bootstrap = ~_column(terminated)[last]
         else:
@@ -301,6 +274,9 @@ class NStep(HistoryTransform):
         set_all(data, found)  # padding too has what its window leads to
         return data
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}
+
     def __repr__(self) -> str:
         parts = [] if self.n is None else [str(self.n)]
         parts.append(f"gamma={self.gamma:g}")
@@ -309,6 +285,12 @@ class NStep(HistoryTransform):
         if self.reward_key != ("next", "reward"):
             parts.append(f"reward_key={format_key(self.reward_key)}")
         return f"NStep({', '.join(parts)})"
+
+
+def _times(around: Surroundings, steps: Array) -> Array:
+    """Where all the steps of each row lie, ``[B, m]``; beyond the last one that again."""
+    width = int(steps.max()) + 1 if len(steps) else 1
+    return around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
 
 
 def _column(flag: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ class RoundRobinWriter(Writer):
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()
+        storage.check_order(rows)
         storage.accept(rows)
         ledger = storage.ledger
         slots = ledger.next_slots(count)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from replaykit.leafwise import raw_bytes
 
@@ -72,5 +73,91 @@ def same_bits() -> Callable[[Any, Any], bool]:
 
     def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(raw_bytes(a), raw_bytes(b))
+
+    return same
+
+
+# -- transitions ----------------------------------------------------------------------------------
+
+
+class Stream:
+    """Transitions of endless episodes of random lengths, one for each lane.
+
+    ``observation`` has random bits, NaN among them; ``pixels`` are wide enough to lie alone.
+    """
+
+    def __init__(self, seed: int, lanes: tuple[int, ...] = (), wide: int = 600) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.lanes = lanes
+        self.wide = wide
+        self.now = self._state()
+        self.count = 0
+
+    def _bits(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {
+            "observation": self._bits(*self.lanes, 12).view(torch.float32),
+            "pixels": self._bits(*self.lanes, self.wide),
+        }
+
+    def steps(self, count: int) -> TensorDict:
+        """The next rows, ``[count, *lanes]``."""
+        rows = []
+        for _ in range(count):
+            following = self._state()
+            done = self._bits(*self.lanes, 1) < 60
+            rows.append(
+                TensorDict(
+                    {
+                        **self.now,
+                        "action": torch.full((*self.lanes,), self.count),
+                        "next": {**following, "reward": done.float(), "done": done},
+                    },
+                    self.lanes,
+                )
+            )
+            fresh = self._state()
+            self.now = {
+                key: torch.where(done, fresh[key], value) for key, value in following.items()
+            }
+            self.count += 1
+        return torch.stack(rows)
+
+    def noise(self, count: int) -> TensorDict:
+        """Rows that have nothing to do with each other, ``[count, *lanes]``."""
+        return torch.stack(
+            [
+                TensorDict(
+                    {
+                        **self._state(),
+                        "action": self._bits(*self.lanes).long(),
+                        "next": {
+                            **self._state(),
+                            "reward": self._bits(*self.lanes, 1).float(),
+                            "done": self._bits(*self.lanes, 1) < 60,
+                        },
+                    },
+                    self.lanes,
+                )
+                for _ in range(count)
+            ]
+        )
+
+
+@pytest.fixture(scope="session")
+def transitions() -> type[Stream]:
+    """``transitions(seed, lanes)``: episodes, and rows that are none."""
+    return Stream
+
+
+@pytest.fixture(scope="session")
+def same_rows(same_bits: Callable[[Any, Any], bool]) -> Callable[[TensorDict, TensorDict], bool]:
+    """Whether two TensorDicts have the same keys with the same bits."""
+
+    def same(a: TensorDict, b: TensorDict) -> bool:
+        left, right = dict(a.items(True, True)), dict(b.items(True, True))
+        return left.keys() == right.keys() and all(same_bits(left[key], right[key]) for key in left)
 
     return same

@@ -22,6 +22,7 @@ from replaykit import (
     NStep,
     NStepWriting,
     ReplayBuffer,
+    SliceSampler,
     StackFrames,
     Transform,
 )
@@ -120,6 +121,14 @@ def test_a_prefetched_batch_is_the_same(streams: Any) -> None:
         buffer.shutdown()
     for plain, fetched in zip(*batches, strict=True):
         assert (plain == fetched).all()
+
+
+def test_a_buffer_that_was_used_can_be_pickled(streams: Any) -> None:
+    own = streams(NStep(3, 0.5))
+    own.extend([[0], [0], [1], [0]])
+    expected = own.buffer[:]
+    again = pickle.loads(pickle.dumps(own.buffer))
+    assert (again[:] == expected).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
@@ -320,6 +329,53 @@ def test_sums_by_doubling_are_plain_sums(n: int | None) -> None:
             steps = min(int(ahead[t, lane]) + 1, n or 99)
             expected = sum(0.9**k * reward[t + k, lane] for k in range(steps))
             assert torch.allclose(found[t, lane], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_slices(streams: Any, lanes: int) -> None:
+    """Rows of slices sum beyond them; ``next`` and its flags are those of the last step."""
+    own = streams(None, lanes, 30)
+    own.extend([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), transform=NStep(3, 0.5),
+        batch_size=64, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    batch = buffer.sample()
+    assert batch["sequence_id"].tolist() == [number // 2 for number in range(64)]
+    for row in batch:
+        place = tuple(row["observation"].tolist())
+        check(own, {place: row}, 3, 0.5)
+
+
+def test_padded_slices(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [1], [0], [0], [0], [2], [1]])
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, batch_size=40, generator=torch.Generator().manual_seed(0),
+        sampler=SliceSampler(slice_len=4, pad="right"), transform=NStep(2, 0.5),
+    )  # fmt: skip
+    batch = buffer.sample()
+    real = batch["collector", "mask"]
+    assert not real.all()
+    for row in batch[real]:
+        check(own, {tuple(row["observation"].tolist()): row}, 2, 0.5)
+    for key in ("discount", "steps_used", "bootstrap", ("next", "reward"), ("next", "done")):
+        assert not batch[key][~real].any()
+
+
+def test_per_step_of_slices(streams: Any) -> None:
+    own = streams(None)
+    own.extend([[0], [0], [0], [0], [1]] * 3)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, batch_size=30, generator=torch.Generator().manual_seed(0),
+        sampler=SliceSampler(slice_len=3, flat=False), transform=NStep(gamma=1.0, per_step=True),
+    )  # fmt: skip
+    batch = buffer.sample()
+    assert batch.batch_size == (10, 3)
+    assert batch["steps_used"].squeeze(-1).tolist() == [[3, 2, 1]] * 10
+    last = batch["observation"][:, -1, 1]
+    assert batch["bootstrap"].squeeze(-1).tolist() == [[bool(n % 5 != 4)] * 3 for n in last]
+    assert (batch["boot", "observation"][..., 1] == last[:, None] * 2 + 1).all()
 
 
 # -- the bootstrap mask ---------------------------------------------------------------------------

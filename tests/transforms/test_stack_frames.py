@@ -17,6 +17,7 @@ from replaykit import (
     NStep,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    SliceSampler,
     StackFrames,
 )
 from replaykit.episodes import Needs
@@ -204,6 +205,25 @@ def test_windows_from_storage() -> None:
         [[22, 22, 22], [22, 22, 23]],
         [[14, 15, 16], [17, 17, 17]],
     ]
+
+
+def test_slices(streams: Any) -> None:
+    """Slices begin where their first row has its history, or its reset."""
+    own = streams(None, slots=19)
+    own.extend([[0], [0], [0], [0], [0], [0], [1]] * 5)
+    buffer = ReplayBuffer(
+        storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), batch_size=200,
+        transform=StackFrames(["observation"], 3, new_dim=True),
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    batch = buffer.sample()
+    drawn = set()
+    for row in batch:
+        number = row["observation"][-1, 1].item()
+        drawn.add(number)
+        check(own, {(0, number): row}, 3, "repeat")
+    # Stored are rows 16 to 34; 16 and 17 have lost frames that they had.
+    assert drawn == set(range(18, 35))
 
 
 # -- the rest -------------------------------------------------------------------------------------

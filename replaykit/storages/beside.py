@@ -1,0 +1,185 @@
+"""A table beside the rows of a storage, in which only some of them have values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from replaykit._compat import arange
+from replaykit.schema import Schema
+from replaykit.storages.allocation import allocate
+from replaykit.storages.carrying import carried
+from replaykit.storages.columns import Columns
+from replaykit.storages.records import plan_records
+from replaykit.structure import Path
+
+__all__ = ["Beside", "Change", "Grow", "grow_in_memory"]
+
+Grow = Callable[[Schema, int, Columns | None], Columns]
+"""``grow(schema, entries, table)``: columns with that many slots, holding what the table does."""
+
+_FIRST_ENTRIES = 64
+_INT32 = 2**31 - 1
+
+
+def grow_in_memory(device: torch.device) -> Grow:
+    """Returns what takes memory on a device, and copies the table there is."""
+
+    def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
+        layout = plan_records(schema)
+        tensors, records = allocate(schema, entries, torch.Size(), device, layout)
+        grown = Columns(schema, tensors, 1, layout=layout, records=records)
+        if table is not None:
+            for path, column in table.tensors.items():
+                carried(grown[path])[: table.slots] = carried(column)
+        return grown
+
+    return grow
+
+
+@dataclass
+class Change:
+    """A change of the table, worked out and not made.
+
+    Attributes:
+        numbers: entries that get values, counted from 0.
+        returned: entries that are free afterwards and were not before.
+        free: how many are free afterwards.
+    """
+
+    numbers: torch.Tensor
+    returned: torch.Tensor
+    free: int
+
+
+class Beside:
+    """Entries of their own for some elements of a storage, and a map that says for which.
+
+    Entries that are given back are used again; the table doubles when none is left and never
+    shrinks. Not thread-safe: the storage's lock guards it.
+
+    Args:
+        schema: what an entry holds.
+        elements: number of elements of the storage.
+        grow: takes memory for the table.
+
+    Cost: 4 bytes an element for the map (of memory that is touched only as rows are written), and
+    the entries: at most twice as many as there were in use at one time.
+    """
+
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    def __init__(self, schema: Schema, elements: int, device: torch.device, grow: Grow) -> None:
+        self.schema = schema
+        self.elements = elements
+        self.device = device
+        dtype = torch.int32 if elements <= _INT32 else torch.int64
+        if device.type == "cpu":
+            # Pages of zeros are only taken when they are written to.
+            kind = np.int32 if dtype is torch.int32 else np.int64
+            self._map = torch.from_numpy(np.zeros(elements, kind))
+        else:
+            self._map = torch.zeros(elements, dtype=dtype, device=device)
+        self._grow = grow
+        self._table: Columns | None = None
+        self._stack = torch.empty(0, dtype=torch.int64, device=device)
+        self._free = 0
+
+    def __len__(self) -> int:
+        """Number of entries in use."""
+        return len(self._stack) - self._free
+
+    def nbytes(self) -> int:
+        """Bytes of the map, of the table and of the list of free entries."""
+        table = 0 if self._table is None else self._table.nbytes()
+        return self._map.nbytes + self._stack.nbytes + table
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def entries(self, elements: torch.Tensor) -> torch.Tensor:
+        """Returns 1 + the entry of each element ``[B]``, 0 where it has none."""
+        return self._map.index_select(0, elements)
+
+    def elements_with(self, stop: int) -> torch.Tensor:
+        """Returns the elements below ``stop`` that have an entry, rising."""
+        return self._map[:stop].nonzero().flatten()
+
+    def patch(
+        self, elements: torch.Tensor, leaves: dict[Path, torch.Tensor]
+    ) -> dict[Path, torch.Tensor]:
+        """Puts what elements ``[B]`` have beside into leaves ``[B, *F]``; returns the leaves.
+
+        On the CPU they are changed where they are; elsewhere, where to look for elements without
+        an entry would mean to wait, they are made anew.
+        """
+        table = self._table
+        if table is None:
+            return leaves
+        entries = self.entries(elements)
+        if self.device.type == "cpu":
+            at = entries.nonzero().flatten()
+            if not len(at):
+                return leaves
+            rows = entries.index_select(0, at).to(torch.int64).sub_(1)
+            for path, values in table.gather(rows).items():
+                carried(leaves[path]).index_copy_(0, at, carried(values))
+            return leaves
+        found = table.gather((entries.to(torch.int64) - 1).clamp_(min=0))
+        patched = {}
+        for path, values in found.items():
+            has = (entries > 0).view(-1, *[1] * (values.ndim - 1))
+            leaf = leaves[path]
+            patched[path] = torch.where(has, carried(values), carried(leaf)).view(leaf.dtype)
+        return patched
+
+    # -- changing -----------------------------------------------------------------------------
+
+    def plan(self, returned: torch.Tensor, count: int) -> Change:
+        """Works out a change: entries ``[R]`` come back, ``count`` are taken.
+
+        Takes memory where too few are free, and changes nothing else: what can fail, fails here.
+        """
+        back = len(returned)
+        short = count - back
+        if short > self._free:
+            self._take(short - self._free)
+        free = self._free + back - count
+        if short > 0:
+            numbers = torch.cat([returned, self._stack[free : self._free]])
+            return Change(numbers, returned[:0], free)
+        return Change(returned[:count], returned[count:], free)
+
+    def commit(self, change: Change, leaves: Mapping[Path, torch.Tensor]) -> None:
+        """Fills the entries that a change takes; may be done again after an interrupt."""
+        back = len(change.returned)
+        self._stack[change.free - back : change.free] = change.returned
+        self._free = change.free
+        if len(change.numbers):
+            assert self._table is not None
+            self._table.scatter(change.numbers, leaves, slice(None))
+
+    def assign(self, elements: torch.Tensor, numbers: torch.Tensor | None) -> None:
+        """Says which entries elements have; ``None``: none."""
+        if numbers is None:
+            self._map[elements] = 0
+        else:
+            self._map[elements] = (numbers + 1).to(self._map.dtype)
+
+    def clear(self, stop: int) -> None:
+        """Gives back all entries; elements from ``stop`` on have none."""
+        self._map[:stop].zero_()
+        self._free = len(self._stack)
+        self._stack.copy_(torch.arange(self._free, device=self.device))
+
+    @torch.inference_mode(False)
+    def _take(self, more: int) -> None:
+        old = len(self._stack)
+        entries = min(max(_FIRST_ENTRIES, 2 * old, old + more), self.elements)
+        self._table = self._grow(self.schema, entries, self._table)
+        fresh = arange(old, entries).to(self.device)
+        self._stack, self._free = (
+            torch.cat([self._stack[: self._free], fresh, self._stack[self._free :]]),
+            self._free + entries - old,
+        )

@@ -1,0 +1,79 @@
+"""Rows compared bit by bit, against NumPy's bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaykit.leafwise import raw_bytes
+from replaykit.storages import bits
+from replaykit.storages.bits import any_differing, differing
+
+
+def _by_bytes(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
+    left, right = (raw_bytes(x).numpy() for x in (a, b))
+    if not left.size:
+        return [False] * len(a)
+    return np.any((left != right).reshape(len(a), -1), axis=1).tolist()
+
+
+@given(
+    dtype=st.sampled_from(
+        [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bfloat16,
+         torch.float32, torch.float64, torch.complex64, torch.complex128]
+    ),
+    shape=st.sampled_from([(), (1,), (3,), (5,), (2, 3), (0,), (8,), (33,)]),
+    rows=st.integers(0, 9),
+    first=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_rows_that_differ(
+    dtype: torch.dtype, shape: Any, rows: int, first: int, seed: int, filled: Any
+) -> None:
+    # Slices of longer tensors: an odd row leaves words of eight bytes unaligned.
+    a, b = (filled((rows + 3, *shape), dtype, s)[first:][:rows] for s in (seed, seed + 1))
+    mixed = torch.arange(rows) % 3 == 0
+    raw_a, raw_b = (x.view(torch.uint8) if dtype.itemsize == 1 else x for x in (a, b))
+    keep = mixed.view(-1, *[1] * len(shape))
+    if dtype is not torch.uint16:
+        b = torch.where(keep, raw_a, raw_b).view(dtype)
+    assert differing(a, b).tolist() == _by_bytes(a, b)
+    wide = torch.stack([a.view(dtype), b.view(dtype)], 1)  # rows that are not in one piece
+    assert differing(wide[:, 0], wide[:, 1]).tolist() == _by_bytes(a, b)
+
+
+def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "_BLOCK_BYTES", 64)
+    a = torch.randint(
+        0, 2, (101, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    b = a.clone()
+    b[::7, 3] += 1
+    assert differing(a, b).tolist() == [i % 7 == 0 for i in range(101)]
+
+
+def test_zeros_and_what_is_no_number() -> None:
+    a = torch.tensor([float("nan"), 0.0, 1.0])
+    assert differing(a, torch.tensor([float("nan"), -0.0, 1.0])).tolist() == [False, True, False]
+    lazy = torch.tensor([1 + 2j]).conj()
+    assert differing(lazy, torch.tensor([1 - 2j])).tolist() == [False]
+
+
+def test_any_leaf_counts() -> None:
+    a = {"x": torch.tensor([1, 2, 3]), "y": torch.tensor([1.0, 2.0, 3.0])}
+    b = {"x": torch.tensor([1, 5, 3]), "y": torch.tensor([1.0, 2.0, 4.0]), "z": torch.zeros(3)}
+    assert any_differing(a, b).tolist() == [False, True, True]
+
+
+def test_the_same_bits_by_another_name() -> None:
+    a = torch.arange(40, dtype=torch.int32).to(torch.uint16).view(20, 2)
+    b = torch.cat([a[:1], a]).view(torch.int16)[1:]  # eight bytes wide, four bytes off
+    assert not bool(differing(a[1::2], b[1::2]).any())
+    assert not bool(differing(a[3:], b[3:]).any())
+    assert bool(differing(a[3:], b[2:-1]).all())

@@ -1,0 +1,344 @@
+"""Observations stored once: which keys, what is refused, and that nothing has changed then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+)
+
+STORAGES = pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+
+
+def _steps(values: list[float], **columns: Any) -> TensorDict:
+    """An episode through these observations, one row shorter than they are."""
+    x = torch.tensor(values, dtype=torch.float32)[:, None]
+    count = len(values) - 1
+    following = {"observation": x[1:].clone()}
+    rows = TensorDict({"observation": x[:-1].clone(), "next": following}, [count])
+    rows["next", "done"] = torch.zeros(count, 1, dtype=torch.bool)
+    for key, value in columns.items():
+        rows[tuple(key.split("__"))] = torch.tensor(value)
+    return rows
+
+
+def _snapshot(rb: ReplayBuffer) -> Any:
+    ledger = rb.storage.ledger
+    rows = rb[:].clone() if len(rb) else None
+    return rows, len(rb), rb.write_count, ledger.cursor, ledger.next_position, rb.storage.schema
+
+
+def _refused(rb: ReplayBuffer, rows: TensorDict, message: str, error: type = ValueError) -> None:
+    before = _snapshot(rb)
+    with pytest.raises(error, match=message) as caught:
+        rb.extend(rows)
+    assert type(caught.value) is error
+    after = _snapshot(rb)
+    assert before[1:] == after[1:]
+    if before[0] is not None:
+        assert bool((before[0] == after[0]).all())
+
+
+# -- which keys -----------------------------------------------------------------------------------
+
+
+def _record() -> TensorDict:
+    x = torch.zeros(2, 3)
+    flag = torch.tensor([[False], [True]])
+    return TensorDict(
+        {
+            "observation": x,
+            "agents": {"observation": x, "reward": x, "done": flag},
+            "half": x,
+            "short": x,
+            "action": x,
+            "reward": x,
+            "done": flag,
+            "terminated": flag,
+            "next": {
+                "observation": x,
+                "agents": {"observation": x, "reward": x, "done": flag},
+                "half": x.half(),
+                "short": x[:, :2],
+                "only": x,
+                "reward": x,
+                "done": flag,
+                "terminated": flag,
+            },
+        },
+        [2],
+    )
+
+
+@STORAGES
+@pytest.mark.parametrize(
+    ("dedup_next", "keys"),
+    [
+        (True, {("observation",), ("agents", "observation")}),
+        (["observation"], {("observation",)}),
+        ([("agents", "observation")], {("agents", "observation")}),
+        ([("agents", ("observation",))], {("agents", "observation")}),
+        (False, set()),
+    ],
+)  # fmt: skip
+def test_keys_that_are_stored_once(make: Any, dedup_next: Any, keys: set[Any]) -> None:
+    storage = make(10, dedup_next=dedup_next, on_mismatch="dense")
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(_record())
+    pairs = getattr(storage.require(), "pairs", None)
+    assert (set(pairs.root_of.values()) if pairs else set()) == keys
+    assert storage.schema.leaves.keys() == {
+        key if isinstance(key, tuple) else (key,) for key in _record().keys(True, True)
+    }
+    assert bool((rb[:] == _record()).all())
+
+
+@STORAGES
+@pytest.mark.parametrize(
+    ("dedup_next", "error", "message"),
+    [
+        ([], ValueError, "at least one key"),
+        ("observation", TypeError, "list of root keys, got 'observation'"),
+        (1, TypeError, "list of root keys, got 1"),
+        (None, TypeError, "list of root keys, got None"),
+        ([1], TypeError, "expected a key"),
+    ],
+)
+def test_options_that_are_none(make: Any, dedup_next: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(10, dedup_next=dedup_next)
+
+
+@STORAGES
+def test_streams_in_one_another_are_stored_densely(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"without lane_key, got 'env'.*ndim=2"):
+        make(10, dedup_next=True, lane_key="env")
+    make(10, lane_key="env")
+
+
+def test_on_mismatch_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match="'error' or 'dense', got 'ignore'"):
+        LazyTensorStorage(10, dedup_next=True, on_mismatch="ignore")  # type: ignore[arg-type]
+
+
+@STORAGES
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["missing"], "'missing'.*got nothing and nothing"),
+        (["action"], "'action'.*got float32 .3. and nothing"),
+        (["half"], "'half'.*float32 .3. and float16 .3."),
+        (["observation", "short"], "'short'.*float32 .3. and float32 .2."),
+        (["only"], "'only'.*got nothing and float32"),
+        (["agents"], "'agents'.*got nothing and nothing"),
+        ([("next", "observation")], "'next', 'observation'"),
+        (["done"], "expected no flag, got 'done'"),
+    ],
+)
+def test_keys_that_are_not_in_both_places(make: Any, keys: Any, message: str) -> None:
+    rb = ReplayBuffer(storage=make(10, dedup_next=keys))
+    _refused(rb, _record(), message)
+    assert not rb.storage.initialized
+    rb.storage.dedup_next = False
+    rb.extend(_record())
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3), TensorDict({"x": torch.zeros(3)}, [3])])
+def test_rows_without_a_pair(rows: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, dedup_next=True))
+    with pytest.raises(ValueError, match="occurs at the root and under 'next'"):
+        rb.extend(rows)
+    assert not rb.storage.initialized
+
+
+# -- rows that do not go on -----------------------------------------------------------------------
+
+
+@STORAGES
+def test_a_mismatch_in_the_first_batch(make: Any) -> None:
+    rb = ReplayBuffer(storage=make(10, dedup_next=True))
+    rows = _steps([0, 1, 2, 3, 4])
+    rows["next", "observation"][1] = 9
+    message = r"key 'observation', row 2: .* row 1 has under \('next', 'observation'\).*dense"
+    _refused(rb, rows, message)
+    assert not rb.storage.initialized
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0, 5.0])
+def test_a_mismatch_after_the_newest_row(value: float) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(3, dedup_next=True))
+    rb.extend(_steps([1, 2, 3, 4, 0]))
+    _refused(rb, _steps([value, 1]), "key 'observation', row 0: .*the newest stored row has")
+    with pytest.raises(ValueError, match="row 0"):
+        rb.add(_steps([value, 1])[0])
+    rb.extend(_steps([0, 1]))
+    assert rb["next", "observation"].flatten().tolist() == [0, 1, 4]
+
+
+def test_not_a_number_goes_on_as_itself() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
+    rb.extend(_steps([0, float("nan"), float("nan"), 1, float("nan")]))
+    rb.extend(_steps([float("nan"), -0.0, 2]))
+    assert rb.storage.kept_beside == 1
+
+
+@pytest.mark.parametrize("flag", ["done", "truncated", "terminated"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_any_flag_ends_an_episode(flag: str, dtype: torch.dtype) -> None:
+    rows = _steps([0, 1, 2, 3, 4])
+    rows["next", "observation"][1] = 9
+    rows["next", flag] = torch.tensor([[0], [2], [0], [3]]).to(dtype)
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
+    rb.extend(rows)
+    rb.extend(rows)
+    assert bool((rb[:] == torch.cat([rows, rows])).all())
+    assert rb.storage.kept_beside == 4
+
+
+@pytest.mark.parametrize("key", ["episode", "seed", "collector__traj_ids"])
+def test_another_id_is_another_episode(key: str) -> None:
+    rows = _steps([0, 1, 2, 3, 4], **{key: [5, 5, 6, 6]})
+    rows["next", "observation"][1] = 9
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
+    rb.extend(rows)
+    rb.extend(rows)
+    assert bool((rb[:] == torch.cat([rows, rows])).all())
+    _refused(rb, _steps([0, 1], **{key: [6]}), "row 0")
+
+
+def test_flags_of_the_state_before_end_nothing() -> None:
+    rows = _steps([0, 1, 2, 3, 4], done=[[False], [True], [True], [False]])
+    rows["next", "observation"][1] = 9
+    _refused(ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True)), rows, "row 2")
+
+
+@pytest.mark.parametrize("lane", [0, 2])
+def test_lanes_are_checked_one_by_one(transitions: Any, lane: int) -> None:
+    stream = transitions(3, (3,))
+    rb = ReplayBuffer(storage=LazyTensorStorage(300, ndim=2, dedup_next=True))
+    rows = stream.steps(4)
+    rows["next", "done"][:] = False
+    wrong = rows.clone()
+    for key in ("observation", "pixels"):
+        rows["next", key][:-1] = rows[key][1:]
+        wrong["next", key][:-1] = wrong[key][1:]
+    wrong["pixels"][2, lane] += 1
+    _refused(rb, wrong.transpose(0, 1), rf"key 'pixels', row 2 \(lane {lane}\)")
+    rb.extend(rows.transpose(0, 1))
+    following = stream.noise(1)
+    for key in ("observation", "pixels"):
+        following[key][0] = rows["next", key][-1]
+    following["pixels"][0, lane] += 1
+    _refused(rb, following.transpose(0, 1), rf"row 0 \(lane {lane}\): .*newest")
+
+
+def test_the_whole_batch_is_checked_also_what_does_not_fit_in() -> None:
+    rows = _steps([0, 1, 2, 3, 4, 5, 6])
+    rows["next", "observation"][0] = 9
+    _refused(ReplayBuffer(storage=LazyTensorStorage(2, dedup_next=True)), rows, "row 1")
+
+
+def test_rows_that_have_nothing_to_go_on_from() -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(5, dedup_next=True),
+        writer=RoundRobinWriter(track_generations=True),
+    )
+    rb.extend(_steps([0, 1, 2, 3]))
+
+    def other(value: float) -> None:
+        rb.extend(_steps([value, value + 1]))
+        _refused(rb, _steps([value, value]), "row 0")
+
+    rb.writer.write_at(1, _steps([50, 51])[0])
+    other(10)
+    rb.set_(("next", "observation"), rb["next", "observation"] + 1)
+    other(20)
+    rb[-1] = rb[-1]
+    other(30)
+    rb.load_state_dict(rb.state_dict())
+    other(40)
+    rb.empty()
+    other(50)
+    rb.storage.set([0], _steps([60, 61]))
+    other(70)
+    # What has nothing to do with observations changes nothing.
+    rb.set_(("next", "done"), torch.zeros(len(rb), 1, dtype=torch.bool))
+    _refused(rb, _steps([0, 1]), "row 0")
+    # A flag that is set afterwards ends the episode.
+    rb.set_at_(("next", "done"), torch.ones(len(rb), 1, dtype=torch.bool), slice(None))
+    rb.extend(_steps([80, 81]))
+
+
+def test_dense_rows_where_they_are_asked_for() -> None:
+    rows = _steps([0, 1, 2, 3, 4])
+    rows["next", "observation"][1] = 9
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True, on_mismatch="dense"))
+    rb.extend(rows)
+    rb.extend(rows)
+    assert bool((rb[:] == torch.cat([rows, rows])).all())
+    assert rb.storage.kept_beside == 4  # the last of each, and row 1 of each
+
+
+def test_rows_kept_by_rank_are_in_no_order(transitions: Any, same_rows: Any) -> None:
+    stream = transitions(0)
+    buffers = [
+        ReplayBuffer(
+            storage=LazyTensorStorage(6, dedup_next=dedup), writer=TensorDictMaxValueWriter()
+        )
+        for dedup in (False, True)
+    ]
+    for size in (4, 1, 9, 3):
+        rows = stream.noise(size)
+        for rb in buffers:
+            rb.extend(rows)
+        assert same_rows(*(rb[:] for rb in buffers))
+
+
+def test_other_schemas_are_refused_as_ever() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
+    rb.extend(_steps([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"\('next', 'observation'\).*got nothing"):
+        rb.extend(_steps([2, 3]).exclude(("next", "observation")))
+
+
+def test_no_room_for_what_lies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(200, dedup_next=True, on_mismatch="dense"))
+    rb.extend(_steps([0, 1, 2]))
+    before = _snapshot(rb)
+    columns = rb.storage.require()
+
+    def full(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(columns._beside, "_grow", full)
+    rows = _steps(list(range(100)))
+    rows["next", "observation"] += 0.5
+    with pytest.raises(MemoryError, match="no room"):
+        rb.extend(rows)
+    assert bool((before[0] == rb[:]).all())
+    assert before[1:] == _snapshot(rb)[1:]
+
+
+@pytest.mark.parametrize("lane", [None, 1])
+def test_after_a_cut_another_episode_begins(lane: int | None) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2, dedup_next=True))
+    rows = torch.stack([_steps([0, 1, 2]), _steps([0, 1, 2])])
+    rb.extend(rows)
+    rb.writer.cut(lane)
+    if lane is not None:
+        _refused(rb, rows, r"row 0 \(lane 0\): .*newest")
+        rows[0] = _steps([2, 1, 0])
+    rb.extend(rows)
+    assert bool((rb[:, 2:] == rows).all())
+    # The cut was behind that row, and is no more.
+    other = torch.stack([_steps([5, 6, 7]), _steps([5, 6, 7])])
+    _refused(rb, other, r"row 0 \(lane 0\): .*newest")
