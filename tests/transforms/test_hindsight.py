@@ -569,3 +569,26 @@ def test_streams_that_are_interleaved_row_by_row(strategy: str) -> None:
         assert (told >= row).all()
     if strategy == "final":
         assert torch.equal(told, row // 15 * 15 + 12 + row % 3)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_goals_that_are_stored_once(length: int) -> None:
+    """Where the next achieved goal is the following row's, batches are the same."""
+    batches = []
+    for kept_once in (False, ["achieved_goal", "desired_goal"]):
+        rows = rows_of(ends_every(6, 50))
+        follows = rows["achieved_goal"] + torch.tensor([1.0, 0.0])
+        rows["next", "achieved_goal"] = follows
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(40, dedup_next=kept_once),
+            transform=Compose(HindsightGoal(0.7), NStep(2, 0.5)),
+            sampler=SliceSampler(slice_len=length),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        rb.extend(rows)
+        batches.append(rb.sample())
+    one, other = batches
+    assert (one["desired_goal"] >= 0).any()
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key

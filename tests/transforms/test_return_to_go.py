@@ -514,3 +514,17 @@ def test_streams_that_are_interleaved_row_by_row(capacity: int) -> None:
             stored["row"].tolist(), stored["episode_return"].flatten().tolist(), strict=True
         ):
             assert value == pytest.approx(expected[row])
+
+
+def test_observations_that_are_stored_once() -> None:
+    rows = rows_of([1, 2, 4, 1], None, [False, False, True, False])
+    rows["observation"] = rows["next", "observation"] - 1
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(9, dedup_next=["observation"]),
+        transform=ReturnToGo(
+            0.5, on_truncated="bootstrap", value=lambda rows: rows["observation"] * 10
+        ),
+    )
+    for row in rows.unbind(0):
+        rb.add(row)
+    assert returns_of(rb) == [1 + 0.5 * (2 + 0.5 * 14), 2 + 0.5 * 14, 14.0, 0.0]

@@ -569,3 +569,21 @@ def test_streams_that_are_interleaved_row_by_row() -> None:
     n = torch.tensor([[8, 6], [10, 4]])[batch["env"], batch["row"] // 100]
     assert torch.equal(batch["count"], n)
     assert torch.equal(batch["after"] % 100, torch.minimum(batch["row"] % 100 + 1, n - 1))
+
+
+def test_observations_that_are_stored_once() -> None:
+    """The function is given both: what is rebuilt looks as if it had been stored."""
+    batches = []
+    for kept_once in (False, ["row"]):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(11, dedup_next=kept_once),
+            transform=Compose(TrajectoryTransform(shortened(3)), Look()),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        rb.extend(rows_of([5, 4, 6]))
+        batches.append(rb.sample())
+    one, other = batches
+    assert torch.equal(one["next", "row"], one["row"] + 1)
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key
