@@ -354,7 +354,7 @@ class EpisodeIndex:
 
         It is so for the first ``law.count`` rows of an episode, those without history left out.
         """
-        begin, last, code, head = self._ring.lookup(time, lane)
+        begin, last, code, head = self.episodes_at(time, lane)
         reset = head == int(Head.RESET)
         base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
         rows = last + 1 - base
@@ -378,6 +378,11 @@ class EpisodeIndex:
     def version(self) -> int:
         """A number that changes with every change of the index."""
         return self._versions + self._ring.version
+
+    @property
+    def numbering(self) -> int:
+        """Changes where lanes come or go, and a number may mean another lane than before."""
+        return 0
 
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""

@@ -9,7 +9,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler, StackFrames
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+    StackFrames,
+)
 from replaykit.errors import NotEnoughData, StaleAddress
 
 
@@ -90,19 +97,22 @@ def test_lanes_that_advance_together(ted: Any, buffer: Any) -> None:
 
 
 @pytest.mark.acceptance("S5")
-def test_a_batch_longer_than_the_ring_leaves_its_tail(tmp_path: Any) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(256))
-    rb.extend(TensorDict({"x": torch.arange(100)}, [100]))
-    rb.extend(TensorDict({"x": torch.arange(1000, 2000)}, [1000]))
+def test_a_batch_longer_than_the_ring_leaves_its_tail(
+    tmp_path: Any, ted: Any, buffer: Any
+) -> None:
+    """In the order of age, which is that of ``rb.episodes``."""
+    rb = buffer(256)
+    rb.extend(ted([0] * 100))
+    rb.extend(ted([0] * 1000, 1000))
     assert len(rb) == 256
-    assert rb.read_all_in_order()["x"].tolist() == list(range(1744, 2000))
-    rb.extend(TensorDict({"x": torch.arange(3000, 3100)}, [100]))
+    assert rb.episodes.rows()["t"].tolist() == list(range(1744, 2000))
+    rb.extend(ted([0] * 100, 3000))
     wanted = [*range(1844, 2000), *range(3000, 3100)]
-    assert rb.read_all_in_order()["x"].tolist() == wanted
+    assert rb.episodes.rows()["t"].tolist() == wanted
     rb.dumps(tmp_path / "saved")
-    other = ReplayBuffer(storage=LazyTensorStorage(256))
+    other = buffer(256)
     other.loads(tmp_path / "saved")
-    assert other.read_all_in_order()["x"].tolist() == wanted
+    assert other.episodes.rows()["t"].tolist() == wanted
     other.empty()
     assert len(other) == 0
 
@@ -181,8 +191,6 @@ def test_rows_without_their_history_are_not_drawn(
     priorities: bool, ted: Any, buffer: Any
 ) -> None:
     """Where the stream was joined in the middle; at a genuine beginning history is padding."""
-    from replaykit import PrioritizedSampler, RandomSampler
-
     def sampler() -> Any:
         return PrioritizedSampler(alpha=0.7, beta=0.4) if priorities else RandomSampler()
 
