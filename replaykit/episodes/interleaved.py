@@ -431,6 +431,11 @@ class InterleavedIndex(EpisodeIndex):
         """A number that changes with every change of the index."""
         return self._past + self._streams.version
 
+    @property
+    def numbering(self) -> int:
+        """Changes where streams come or go, and a number may mean another one than before."""
+        return self._streams.numbering
+
     def stored_rows(self) -> int:
         """Number of stored rows, all lanes together."""
         return self._streams.stored

@@ -81,6 +81,7 @@ class StreamEpisodes:
         """
         small = slots < 2**31
         self.slots, self.stored, self.version = slots, 0, 0
+        self.numbering = 0
         self.lane, self.episode = _Lanes(), _Episodes()
         self.keys = np.zeros(0, keys)
         self.order = np.zeros(0, np.int64)
@@ -222,6 +223,7 @@ class StreamEpisodes:
         return found
 
     def _number(self) -> None:
+        self.numbering += 1
         self.rank = grown(self.rank, self.lane.capacity)
         self.rank[self.order] = np.arange(len(self.order))
 

@@ -27,6 +27,7 @@ class _Seen(NamedTuple):
     table: PriorityTable
     episodes: EpisodeIndex
     rebuilt: int
+    numbering: int
     law: CountLaw
     version: int
     lo: Array
@@ -45,7 +46,8 @@ class EligiblePriorities:
 
     Kept up at the next draw, not at every write and update: the rows written since, those that
     could be no starts yet because rows were missing after them, those at the oldest end, and the
-    rows whose priorities were set. Where law, index or exponent are others, all rows.
+    rows whose priorities were set. Where law, index or exponent are others, or streams have come
+    or gone, all rows.
 
     Cost: O(changed * log N), or O(N); 6 bytes a row in float32, 10 in float64. The storage's lock
     guards it.
@@ -73,6 +75,7 @@ class EligiblePriorities:
             and seen.table is table
             and seen.episodes is index
             and seen.rebuilt == index.rebuilt
+            and seen.numbering == index.numbering
             and seen.law == law
         )
         if known and not changed and seen is not None and seen.version == index.version:
@@ -90,7 +93,9 @@ class EligiblePriorities:
         else:
             self._derive(sums, table, index, law, rows, changed)
         opened = _opened(index, lo, hi, lane) if law.closed else hi
-        self._seen = _Seen(table, index, index.rebuilt, law, index.version, lo, hi, opened)
+        self._seen = _Seen(
+            table, index, index.rebuilt, index.numbering, law, index.version, lo, hi, opened
+        )
         return sums
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside

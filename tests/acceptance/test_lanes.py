@@ -1,0 +1,241 @@
+"""Lanes: what is stored of each, and how draws share themselves among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+    StackFrames,
+)
+from replaykit.errors import NotEnoughData, StaleAddress
+
+
+def one_each(ted: Any, lanes: list[int], t: list[int]) -> TensorDict:
+    """One row for each of some lanes of a storage with ``lane_key="lane"``."""
+    rows = ted([0] * len(lanes), lane=lanes)
+    rows["t"] = torch.tensor(t)
+    return rows
+
+
+def lane_sizes(rb: ReplayBuffer, key: str = "lane") -> dict[int, int]:
+    return dict(Counter(rb[key].flatten().tolist()))
+
+
+@pytest.mark.acceptance("S1")
+def test_some_lanes_written_and_windows_of_the_asked_shape(ted: Any, buffer: Any) -> None:
+    sampler = SliceSampler(num_slices=8, measure="lane", strict_lanes=True)
+    rb = buffer(100, sampler, lane_key="lane")
+    t = dict.fromkeys(range(8), 0)
+
+    def write(*lanes: int) -> None:
+        rb.extend(one_each(ted, list(lanes), [t[lane] for lane in lanes]))
+        for lane in lanes:
+            t[lane] += 1
+
+    write(0, 4, 7)
+    assert lane_sizes(rb) == {0: 1, 4: 1, 7: 1}
+    write(1, 2, 3, 5, 6)
+    assert lane_sizes(rb) == dict.fromkeys(range(8), 1)
+    with pytest.raises(NotEnoughData):
+        rb.sample(16)
+    # One row each, in the order of lanes.
+    rb.set_sampler(SliceSampler(slice_len=1, measure="lane", draw="stratified"))
+    assert rb.sample(8)["lane"].tolist() == list(range(8))
+    assert rb.sample(13).batch_size == (13,)
+    for _ in range(9):
+        write(0, 4, 7)
+    assert lane_sizes(rb) == {lane: 10 if lane in (0, 4, 7) else 1 for lane in range(8)}
+    # Five lanes have no window of two: refused by the strict law, passed over by the others.
+    rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True))
+    with pytest.raises(NotEnoughData):
+        rb.sample(16)
+    rb.set_sampler(SliceSampler(slice_len=2, measure="lane", flat=False))
+    assert set(rb.sample(400)["lane"].flatten().tolist()) == {0, 4, 7}
+    write(1, 2, 3, 5, 6)
+    rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True, flat=False))
+    for count in (8, 128, 10, 4):
+        batch = rb.sample(2 * count)
+        assert batch.batch_size == (count, 2)
+        assert torch.equal(batch["t"][:, 1], batch["t"][:, 0] + 1)
+        assert torch.equal(batch["lane"][:, 1], batch["lane"][:, 0])
+    rb.empty()
+    assert len(rb) == 0
+    with pytest.raises(RuntimeError):
+        rb.sample(16)
+
+
+@pytest.mark.acceptance("S1")
+def test_lanes_that_advance_together(ted: Any, buffer: Any) -> None:
+    rb = buffer(4, SliceSampler(num_slices=8, measure="lane", strict_lanes=True), lanes=8)
+    rows = ted([[0]] * 8)
+    rows["weight"] = torch.ones(8, 1, requires_grad=True)
+    rb.extend(rows)
+    assert rb[:].batch_size == (8, 1)
+    assert not rb["weight"].requires_grad
+    with pytest.raises(NotEnoughData):
+        rb.sample(16)
+    for start in range(1, 4):
+        rb.extend(ted([[0]] * 8, start, weight=torch.zeros(8, 1)))
+    assert rb[:].batch_size == (8, 4)
+    rb.extend(ted([[0]] * 8, 4, weight=torch.zeros(8, 1)))
+    assert sorted(rb["t"][3].flatten().tolist()) == [1, 2, 3, 4]
+    looks = rb.episodes
+    assert looks.position(looks.index).reshape(8, 4).tolist() == [[1, 2, 3, 4]] * 8
+    assert (looks.begins.tolist(), looks.lengths.tolist()) == ([0] * 8, [4] * 8)
+    rb.empty()
+    assert len(rb) == 0
+
+
+@pytest.mark.acceptance("S5")
+def test_a_batch_longer_than_the_ring_leaves_its_tail(
+    tmp_path: Any, ted: Any, buffer: Any
+) -> None:
+    """In the order of age, which is that of ``rb.episodes``."""
+    rb = buffer(256)
+    rb.extend(ted([0] * 100))
+    rb.extend(ted([0] * 1000, 1000))
+    assert len(rb) == 256
+    assert rb.episodes.rows()["t"].tolist() == list(range(1744, 2000))
+    rb.extend(ted([0] * 100, 3000))
+    wanted = [*range(1844, 2000), *range(3000, 3100)]
+    assert rb.episodes.rows()["t"].tolist() == wanted
+    rb.dumps(tmp_path / "saved")
+    other = buffer(256)
+    other.loads(tmp_path / "saved")
+    assert other.episodes.rows()["t"].tolist() == wanted
+    other.empty()
+    assert len(other) == 0
+
+
+@pytest.mark.acceptance("S6")
+def test_recent_rows_come_first_and_lanes_take_turns(ted: Any, buffer: Any) -> None:
+    sampler = SliceSampler(slice_len=1, measure="lane", draw="stratified", recent=(0.5, 4))
+    rb = buffer(100, sampler, lanes=4)
+
+    def lanes(batch: Any) -> list[int]:
+        return batch["index"][:, 1].tolist()
+
+    rb.extend(ted([[0]] * 4))
+    assert lanes(rb.sample(4)) == [0, 1, 2, 3]
+    rb.extend(ted([[0]] * 4, 1))
+    assert lanes(rb.sample(8)) == [0, 1, 2, 3] * 2
+    rb.extend(ted([[0] * 30] * 4, 2))
+    batch = rb.sample(32)
+    recent = list(zip(lanes(batch)[:16], batch["t"][:16].tolist(), strict=True))
+    assert sorted(recent) == [(lane, t) for lane in range(4) for t in (28, 29, 30, 31)]
+    assert Counter(lanes(batch)[16:]) == dict.fromkeys(range(4), 4)
+
+
+@pytest.mark.acceptance("F1")
+def test_a_lane_that_starts_late_has_no_window_before_its_first_row(ted: Any, buffer: Any) -> None:
+    rb = buffer(100, SliceSampler(slice_len=2), lane_key="lane")
+    for t in range(5):
+        rb.extend(one_each(ted, [0], [t]))
+    rb.extend(one_each(ted, [0, 1], [5, 0]))
+    assert set(rb.sample(400)["lane"].tolist()) == {0}
+    rb.extend(one_each(ted, [0, 1], [6, 1]))
+    pairs = rb.sample(2000)
+    both = pairs["lane"].reshape(-1, 2)
+    assert torch.equal(both[:, 0], both[:, 1])
+    late = pairs["t"].reshape(-1, 2)[both[:, 0] == 1]
+    assert len(late)
+    assert late.unique(dim=0).tolist() == [[0, 1]]
+
+
+@pytest.mark.acceptance("F12")
+def test_rows_that_are_not_stored_are_refused(ted: Any, buffer: Any) -> None:
+    rb = buffer(8)
+    rb.extend(ted([0, 0, 1]))
+    for wrong in (3, 7, 8):
+        with pytest.raises(IndexError):
+            rb[wrong]
+        with pytest.raises(IndexError):
+            rb.episodes.begin(torch.tensor([wrong]))
+    episode = rb.episodes[0]
+    rb.extend(ted([0] * 8, 3))
+    with pytest.raises(StaleAddress):
+        episode.rows()
+    rb.empty()
+    with pytest.raises(IndexError):
+        rb[0]
+
+
+@pytest.mark.acceptance("F14")
+def test_lanes_without_windows_neither_block_nor_bias(ted: Any, buffer: Any) -> None:
+    """Episodes of 4 rows in lane 0, of 3 in lane 1, one row in lane 2: 3 + 2 windows of two."""
+    rb = buffer(100, SliceSampler(slice_len=2, draw="stratified"), lane_key="lane")
+    rb.extend(ted([0] * 8, lane=[0, 1, 2, 0, 1, 0, 1, 0]))
+    drawn = Counter(map(tuple, rb.sample(2 * 500)["index"].reshape(-1, 2).tolist()))
+    assert drawn == dict.fromkeys([(0, 3), (3, 5), (5, 7), (1, 4), (4, 6)], 100)
+    rb.set_sampler(SliceSampler(slice_len=2, measure="lane", draw="stratified"))
+    lanes = Counter(rb.sample(2 * 600)["lane"].tolist())
+    assert lanes == {0: 600, 1: 600}
+    rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True))
+    with pytest.raises(NotEnoughData):
+        rb.sample(2)
+
+
+@pytest.mark.acceptance("S7")
+@pytest.mark.parametrize("priorities", [False, True])
+def test_rows_without_their_history_are_not_drawn(
+    priorities: bool, ted: Any, buffer: Any
+) -> None:
+    """Where the stream was joined in the middle; at a genuine beginning history is padding."""
+    def sampler() -> Any:
+        return PrioritizedSampler(alpha=0.7, beta=0.4) if priorities else RandomSampler()
+
+    def frames() -> StackFrames:
+        return StackFrames(["observation"], 3)
+
+    rb = buffer(10, sampler(), transform=frames())
+    rb.extend(ted([0]))
+    assert rb.sample(1)["observation"].tolist() == [[0.0] * 3]
+    rb.empty()  # while the episode is open: what comes next was joined in the middle
+    for t in (0, 1):
+        rb.extend(ted([0], t))
+        with pytest.raises(NotEnoughData):
+            rb.sample(1)
+    rb.extend(ted([0], 2))
+    for _ in range(10):
+        batch = rb.sample(1)
+        assert batch["t"].tolist() == [2]
+        assert batch["observation"].tolist() == [[0.0, 1.0, 2.0]]
+        if priorities:
+            assert batch["priority_weight"].tolist() == [1.0]
+
+
+@pytest.mark.acceptance("F49", "F53")
+def test_short_episodes_never_fail_and_windows_are_uniform(
+    ted: Any, codes_of: Any, buffer: Any
+) -> None:
+    rb = buffer(1000, SliceSampler(slice_len=4, draw="stratified"))
+    rb.extend(ted(codes_of([1, 2, 3] * 30 + [4] + [3, 2] * 20 + [7])))
+    for _ in range(50):
+        starts = rb.sample(4 * 50)["t"].reshape(-1, 4)[:, 0]
+        assert Counter(starts.tolist()) == dict.fromkeys([180, 284, 285, 286, 287], 10)
+
+
+@pytest.mark.acceptance("F57")
+def test_the_same_seed_draws_the_same(ted: Any, codes_of: Any) -> None:
+    def draws(seed: int) -> list[Any]:
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(100),
+            sampler=SliceSampler(slice_len=2),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        rb.extend(ted(codes_of([5, 9, 3])))
+        torch.rand(3)  # the global generator has no say
+        return [rb.sample(8)["index"].tolist() for _ in range(5)]
+
+    assert draws(3) == draws(3)
+    assert draws(3) != draws(4)
