@@ -26,7 +26,7 @@ class _Seen(NamedTuple):
 
     table: PriorityTable
     episodes: EpisodeIndex
-    rebuilt: int
+    rebuilt: tuple[int, int]
     law: CountLaw
     version: int
     lo: Array
@@ -72,7 +72,7 @@ class EligiblePriorities:
             and seen is not None
             and seen.table is table
             and seen.episodes is index
-            and seen.rebuilt == index.rebuilt
+            and seen.rebuilt == (index.rebuilt, index.numbering)
             and seen.law == law
         )
         if known and not changed and seen is not None and seen.version == index.version:
@@ -90,7 +90,9 @@ class EligiblePriorities:
         else:
             self._derive(sums, table, index, law, rows, changed)
         opened = _opened(index, lo, hi, lane) if law.closed else hi
-        self._seen = _Seen(table, index, index.rebuilt, law, index.version, lo, hi, opened)
+        self._seen = _Seen(
+            table, index, (index.rebuilt, index.numbering), law, index.version, lo, hi, opened
+        )
         return sums
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
