@@ -609,23 +609,23 @@ def test_slices_are_of_one_stream(envs: int, options: dict[str, Any]) -> None:
 
 def test_prioritized_slices_start_where_a_window_fits_whatever_streams_come_and_go() -> None:
     generator = torch.Generator().manual_seed(0)
-    sampler = PrioritizedSliceSampler(128, alpha=1.0, beta=1.0, slice_len=4)
+    sampler = PrioritizedSliceSampler(1000, alpha=1.0, beta=1.0, slice_len=4)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(120, lane_key="env"),
+        storage=LazyTensorStorage(1000, lane_key="env"),
         sampler=sampler,
         batch_size=400,
         generator=generator,
     )
     step = [0] * 4
-    for _ in range(40):
-        lane = torch.randint(4, (int(torch.randint(1, 40, (), generator=generator)),))
+    for count in (1000, *[5] * 200):  # few at a time, so that starts are kept up
+        lane = torch.randint(4, (count,), generator=generator)
         number = []
         for one in lane.tolist():
             number.append(step[one])
             step[one] += 1
         steps = torch.tensor(number)
-        # Every seven steps another trajectory, which is a stream of its own.
-        env = lane + 10 * (steps // 7)
+        # Every twenty steps another trajectory, which is a stream of its own.
+        env = lane + 10 * (steps // 20)
         done = torch.zeros(len(lane), dtype=torch.bool)
         data = {"env": env, "step": steps, "next": {"done": done}}
         buffer.extend(TensorDict(data, [len(lane)]))
