@@ -87,6 +87,7 @@ class StreamEpisodes:
         self.order = np.zeros(0, np.int64)
         self.rank = np.zeros(0, np.int64)
         self.joined: set[Any] = set()
+        self.numbering = 0
         self.known: dict[Any, int] = {}
         self._rows = Rings(np.int32 if small else np.int64)
         self._list = Rings(np.int32 if small else np.int64)
@@ -226,6 +227,7 @@ class StreamEpisodes:
         self.numbering += 1
         self.rank = grown(self.rank, self.lane.capacity)
         self.rank[self.order] = np.arange(len(self.order))
+        self.numbering += 1
 
     def _restart(self, records: Array) -> None:
         lane = self.lane
