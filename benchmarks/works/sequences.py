@@ -116,7 +116,7 @@ class Slices(Contender):
     def check_transform(self, batch: Any, index: torch.Tensor) -> None:
         last = torch.div(index, EPISODE, rounding_mode="floor") * EPISODE + EPISODE - 1
         first = last - EPISODE + 1
-        if self.name.startswith("n-step") or "steps_used" in batch.keys():
+        if batch.get("steps_used", None) is not None:
             count = (last - index + 1).clamp(max=5)
             rewards = self.leaves["next", "reward"][:, 0]
             total = torch.zeros(len(index))

@@ -52,9 +52,6 @@ class EpisodeIndex:
         KeyError: as ``BoundaryRule.bind``. RuntimeError: rows that are no TensorDicts.
     """
 
-    numbering = 0
-    """Changes whenever lanes may have got other numbers."""
-
     def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
         self.rule = rule

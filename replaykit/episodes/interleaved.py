@@ -82,11 +82,6 @@ class InterleavedIndex(EpisodeIndex):
         """Number of streams that have stored rows."""
         return len(self._streams.order)
 
-    @property
-    def numbering(self) -> int:  # type: ignore[override]
-        """Changes whenever a stream comes or goes, and numbers of lanes with it."""
-        return self._streams.numbering
-
     # -- being told of writes -------------------------------------------------------------------
 
     def edited(self) -> None:
