@@ -19,8 +19,8 @@ Number* at(std::uintptr_t address) {
 }
 
 template <typename Number>
-void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit, NumberRows fresh,
-         NumberRows achieved, const NumberRows old[2], NumberRows reward,
+void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
+         NumberRows fresh, NumberRows achieved, const NumberRows old[2], NumberRows reward,
          const std::uintptr_t to[3]) {
   Number* goals[2] = {at<Number>(to[0]), at<Number>(to[1])};
   replaykit::relabel<Number>(chosen, n, width, limit, fresh, achieved, old,

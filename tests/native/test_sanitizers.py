@@ -23,6 +23,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 SOURCES: dict[str, dict[str, list[str]]] = {
     "episodes": {},
     "rank_heap": {},
+    "relabel": {},
     "rows": {},
     "tree": {"tree_portable.cpp": [], **({"tree_avx512.cpp": ["-mavx512f"]} if X86 else {})},
 }
@@ -112,6 +113,7 @@ def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run],
         ("episodes", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--overflow", "integer overflow"),
+        ("relabel", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rows", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("tree", "--break", "AddressSanitizer: heap-buffer-overflow"),
     ],
