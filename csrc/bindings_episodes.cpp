@@ -285,6 +285,12 @@ void replaykit::bind_episodes(nb::module_& m) {
                  .totals(found.out());
            },
            "Writes how many windows, episodes or rows each lane has.")
+      .def("total",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact, int kind) {
+             return self.sums(least, add, below, past, open_future, closed, intact, kind).total();
+           },
+           "How many windows, episodes or rows there are in all lanes.")
       .def("find",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
@@ -312,14 +318,8 @@ void replaykit::bind_episodes(nb::module_& m) {
              const Answers found(out, 1, n);
              const EpisodeSums& sums =
                  self.sums(least, add, below, past, open_future, closed, intact, kind);
-             std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
              const std::int64_t wrong = unlocked(4 * n, [&] {
-               const std::int64_t bad = sums.find(self.episodes, numbers.numbers(), n, all.data());
-               const std::int64_t slots = self.episodes.slots(), lanes = self.episodes.lanes();
-               for (std::int64_t i = 0; i < bad; ++i) {
-                 found.out()[i] = (all[n + i] + all[4 * n + i]) % slots * lanes + all[i];
-               }
-               return bad;
+               return sums.pick(self.episodes, numbers.numbers(), n, found.out());
              });
              if (wrong != n) {
                throw nb::index_error(("expected numbers in [0, " + std::to_string(sums.total()) +

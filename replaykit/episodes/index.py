@@ -368,6 +368,10 @@ class EpisodeIndex:
         """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
         return self._ring.totals(law, kind)
 
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        return self._ring.total(law, kind)
+
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return self._ring.find(law, kind, number)

@@ -413,6 +413,10 @@ class InterleavedIndex(EpisodeIndex):
         """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
         return self._streams.sums(law, kind).totals()
 
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        return int(self.totals(law, kind).sum())
+
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return Windows(*self._streams.sums(law, kind).find(number))
