@@ -56,10 +56,10 @@ def loaded(path):
     buffer = empty()
     buffer.loads(path)
     number = int(buffer["a"][0, 0])
-    assert seen(buffer) == seen(state(number)), number
+    assert told_by(buffer) == told_by(state(number)), number
     return number
 
-def seen(buffer):
+def told_by(buffer):
     found = flat(buffer.state_dict())
     del found["_writer"]["_episodes"]  # a restart ends the episode that was being written
     return found
