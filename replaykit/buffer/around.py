@@ -69,6 +69,15 @@ class StoredSurroundings(Surroundings):
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
         # Only here rows of a lane that follow each other in time do so in the ring.

@@ -120,6 +120,12 @@ class Surroundings:
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        """All slots of one stored leaf, ``[slots, *F]``, where the row of a time lies in slot
+        ``time % slots``; to be looked at only while ``fetch`` runs. None: ``fetch`` the rows.
+        """
+        return None
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
         its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
