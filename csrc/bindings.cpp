@@ -114,5 +114,6 @@ NB_MODULE(_core, m) {
 
   replaykit::bind_episodes(m);
   replaykit::bind_ledger(m);
+  replaykit::bind_relabel(m);
   replaykit::bind_rows(m);
 }

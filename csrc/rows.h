@@ -152,7 +152,7 @@ class Table {
     const auto at = [&](std::int64_t row) {
       return field.base + (row < rows_ ? row : row - rows_) * field.stride;
     };
-    constexpr std::int64_t kAhead = 32;
+    constexpr std::int64_t kAhead = 16;
     const auto ask = [&](std::int64_t i) {
       for (std::int64_t k = 0; k <= steps[i]; ++k) {
         __builtin_prefetch(at(index[i] + k * lanes), 0, 2);

@@ -49,6 +49,7 @@ from replaykit.ted import DEFAULT_DONE_KEYS
 from replaykit.trajectories import join_trajectories, pad_collate, split_trajectories
 from replaykit.transfer import to_device
 from replaykit.transforms import (
+    Around,
     Bootstrap,
     Cast,
     CatTensors,
@@ -71,6 +72,7 @@ from replaykit.transforms import (
     SelectTransform,
     StackFrames,
     StepCount,
+    Surroundings,
     TrajectoryTransform,
     Transform,
 )
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_DONE_KEYS",
     "DEFAULT_REMOTE_CLASS_CONFIG",
+    "Around",
     "BaseDatasetExperienceReplay",
     "Bootstrap",
     "Cast",
@@ -142,6 +145,7 @@ __all__ = [
     "StepScheduler",
     "Storage",
     "SumSegmentTree",
+    "Surroundings",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

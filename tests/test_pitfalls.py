@@ -21,7 +21,7 @@ COVERED = {
     "CK": [*range(1, 17)],
     "TH": [1, 2, 3, 4, 8, 9, 10, 11, 12],
     "DS": [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18],
-    "SL": [3, 4, 8, 9, 11],
+    "SL": [2, 3, 4, 8, 9, 11],
     "IF": [1, 3, 4, 5, 6, 7, 8, 9, 10],
 }
 """Identifiers of the rows, by group: boundaries, priorities, writing, reading, checkpoints,

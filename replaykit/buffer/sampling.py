@@ -415,12 +415,13 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     if len(info) == 1 and info["index"].device == device:
         put_all(data, info)
         return True
+    on_cpu = device is not None and device.type == "cpu"
     plain: dict[str, torch.Tensor] = {}
     nested: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in info.items():
-        if type(value) is not torch.Tensor or value.device != device:
+        if type(value) is not torch.Tensor or not value.ndim or value.shape[0] != rows:
             return False
-        if not value.ndim or value.shape[0] != rows:
+        if not (on_cpu and value.is_cpu) and value.device != device:
             return False
         if type(key) is str:
             plain[key] = value

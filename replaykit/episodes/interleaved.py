@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes.codes import EndReason, Head
 from replaykit.episodes.index import EpisodeIndex, Windows
-from replaykit.episodes.law import CountLaw
+from replaykit.episodes.law import WINDOWS, CountLaw
 from replaykit.episodes.rule import BoundaryRule
 from replaykit.episodes.streams import StreamEpisodes
 
@@ -317,6 +317,25 @@ class InterleavedIndex(EpisodeIndex):
         episode = streams.episode
         code = episode.code[one].astype(np.int64)
         return episode.begin[one], streams.last(one), code, streams.heads(one)
+
+    def around(self, element: Array) -> Array:
+        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements: int64
+        ``[6, K]``.
+
+        Raises:
+            IndexError: rows that are not stored.
+        """
+        stored = self._storage.ledger.length
+        wrong = (element < 0) | (element >= stored)
+        if wrong.any():
+            raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
+        time, lane = self.place(element)
+        return np.stack([time, lane, *self.episodes_at(time, lane)])
+
+    def rows(self, law: CountLaw, number: Array) -> Array:
+        """Elements of single rows by number: ``find`` of a law of one row, and ``element``."""
+        found = self.find(law, WINDOWS, number)
+        return self.element(found.base + found.rest, found.lane)
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones

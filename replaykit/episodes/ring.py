@@ -254,6 +254,9 @@ class RingEpisodes:
         slot, lane = np.divmod(element, self.lanes)
         newest = self.hi - 1
         time = newest - (newest - slot) % self.slots
+        wrong = (slot < 0) | (slot >= self.slots) | (time < self.lo)
+        if wrong.any():
+            raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
         return np.stack([time, lane, *self.lookup(time, lane)])
 
     def codes(self, time: Array, lane: Array) -> Array:

@@ -126,13 +126,14 @@ class StreamEpisodes:
         lane, episode = self.lane, self.episode
         over = max(0, self.stored + n - self.slots)
         gone = np.asarray(self._episode_of[slots[n - over :]], np.int64)
-        losing, lost = np.unique(episode.lane[gone], return_counts=True)
+        losing, lost = _counted(episode.lane[gone], lane.capacity)
         lane.lo[losing] += lost
-        found, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        records = self._records_of(found)
         # From here on rows are grouped by lane, and in each in the order of time.
-        order = np.argsort(inverse.reshape(-1), kind="stable")
-        starts = np.cumsum(counts) - counts
+        order = np.argsort(keys, kind="stable")
+        sorted_ = keys[order]
+        starts = np.flatnonzero(np.append(True, sorted_[1:] != sorted_[:-1]))
+        counts = np.diff(starts, append=n)
+        records = self._records_of(sorted_[starts])
         newest = starts + counts - 1
         own, code, slot, position = (
             np.repeat(records, counts),
@@ -173,7 +174,7 @@ class StreamEpisodes:
         episode.last[closed], episode.code[closed] = time[ends], end[ends]
         for sums in self._sums.values():
             sums.note(episode, own, starts, newest, at, fresh, ends, closed)
-        begun = np.bincount(np.repeat(np.arange(len(found)), counts)[at], minlength=len(found))
+        begun = np.diff(np.searchsorted(at, np.append(starts, n)))
         stored = lane.hi[records] - lane.lo[records] + counts
         self._rows.reserve(records, stored, lane.lo, lane.hi, self.order)
         self._rows.put(own, time, slot)
@@ -190,7 +191,7 @@ class StreamEpisodes:
         self.stored += n - over
         self.version += 1
         if over:
-            self._let_go(np.unique(gone), losing)
+            self._let_go(_counted(gone, episode.capacity)[0], losing)
 
     def _records_of(self, keys: Array) -> Array:
         """Records of the lanes of distinct keys, in order; makes those that are not there."""
@@ -395,3 +396,13 @@ class StreamEpisodes:
         arrays = (self._episode_of, self._number_of, self._ids, self.keys, self.order, self.rank)
         parts: Any = (self.lane, self.episode, self._rows, self._list, *self._sums.values())
         return int(sum(a.nbytes for a in arrays) + sum(part.nbytes() for part in parts))
+
+
+def _counted(numbers: Array, capacity: int) -> tuple[Array, Array]:
+    """The distinct ones of numbers below ``capacity``, in order, and how often each occurs."""
+    if capacity > 8 * len(numbers):
+        found, count = np.unique(numbers, return_counts=True)
+        return found, count
+    count = np.bincount(numbers, minlength=1)
+    found = np.flatnonzero(count)
+    return found, count[found]

@@ -99,16 +99,17 @@ class Markers:
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         """Adds the flags of rows ``[B]`` to ``info``, and blanks padding; returns the rows."""
         window = info[SEQUENCE_ID]
-        if not is_tensordict(rows) or rows.batch_size != window.shape or not len(window):
+        plain = type(rows) is TensorDict or is_tensordict(rows)
+        if not plain or rows.batch_size != window.shape or not len(window):
             return rows
         mask = info.get(MASK)
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
         number = _array(window)
-        plain = mask is None and window.is_cpu
+        simple = mask is None and isinstance(number, np.ndarray)
         real = None if mask is None else _array(mask.unsqueeze(-1))
         if self._keys is not None:
             end, truncated, terminated = self._flags(rows)
-            last = self._last(number) if plain else _edge(number, real, last=True)
+            last = self._last(number) if simple else _edge(number, real, last=True)
             end = last & ~last if end is None else end
             done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
@@ -144,9 +145,12 @@ class Markers:
         end = truncated = terminated = None
         for container, names in self._read.items():
             inner = lookup(rows, container) if container else rows
-            if not is_tensordict(inner):
+            if type(inner) is TensorDict:
+                leaves = fields_of(inner)
+            elif is_tensordict(inner):
+                leaves = dict(inner.items())
+            else:
                 continue
-            leaves = fields_of(inner) if type(inner) is TensorDict else dict(inner.items())
             for name, meaning in names:
                 leaf = leaves.get(name)
                 if not isinstance(leaf, torch.Tensor):
@@ -193,11 +197,11 @@ def _edge(window: Any, real: Any | None, *, last: bool) -> Any:
 
 def _flag(leaf: torch.Tensor) -> Any:
     """A flag as bool ``[B, 1]``."""
-    if leaf.dtype is not torch.bool:
-        leaf = leaf != 0
-    if leaf.ndim != 2 or leaf.shape[1] != 1:
-        leaf = leaf.reshape(len(leaf), -1).any(1, keepdim=True)
-    return _array(leaf)
+    flag = _array(leaf if leaf.dtype is torch.bool else leaf != 0)
+    if flag.ndim == 2 and flag.shape[1] == 1:
+        return flag
+    flag = flag.reshape(len(flag), -1).any(1)
+    return flag[:, None]
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.episodes import Windows
+from replaykit.episodes.interleaved import InterleavedIndex
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.slicing import Request
 from replaykit.storages import Storage
@@ -41,7 +42,6 @@ class _Place(NamedTuple):
     """
 
     age: int
-    position: int
     lane: int
     include: bool
     time: Array | None = None
@@ -109,21 +109,17 @@ class Sequential:
         self._undo.append((weakref.ref(index), self._cursor, self.pass_index))
         time = (found.base + found.rest)[-1:]
         element = int(request.episodes.element(time, found.lane[-1:])[0])
-        age, _ = self._ages(request, storage, time, found.lane[-1:])
+        age = self._ages(request, storage, time, found.lane[-1:])
         mark = _mark(storage, element)
         self._cursor = _Cursor(element, False, int(found.lane[-1]), mark, int(age[0]))
         self._storage = weakref.ref(storage)
         self.pass_index += self._wraps
 
-    def _ages(
-        self, request: Request, storage: Storage, time: Array, lane: Array
-    ) -> tuple[Array, Array]:
-        """What orders rows: the age of their episodes, and their own."""
+    def _ages(self, request: Request, storage: Storage, time: Array, lane: Array) -> Array:
+        """What orders the episodes of stored rows: where they began."""
         index = request.episodes
         begin = index.begins(time, lane)
-        if storage.ledger.in_order:
-            return index.positions(begin, lane), index.positions(time, lane)
-        return begin, time
+        return index.positions(begin, lane) if storage.ledger.in_order else begin
 
     def _place(self, request: Request, storage: Storage) -> _Place | None:
         """Where the cursor is now; None where nothing tells what came after it."""
@@ -134,10 +130,10 @@ class Sequential:
         if stored < 0 or (cursor.mark >= 0 and stored != cursor.mark):  # overwritten
             if cursor.mark < 0 or not storage.ledger.in_order:
                 return None
-            return _Place(cursor.age, cursor.mark, cursor.lane, cursor.include)
+            return _Place(cursor.age, cursor.lane, cursor.include)
         time, lane = request.episodes.place(np.array([cursor.element]))
-        age, position = self._ages(request, storage, time, lane)
-        return _Place(int(age[0]), int(position[0]), int(lane[0]), cursor.include, time)
+        age = self._ages(request, storage, time, lane)
+        return _Place(int(age[0]), int(lane[0]), cursor.include, time)
 
     def _from(
         self,
@@ -160,7 +156,7 @@ class Sequential:
         while have < count and (at < until).any():
             live = np.nonzero(at < until)[0]
             heads = order.find(at[live])
-            age = self._ages(request, storage, heads.base, heads.lane)[0]
+            age = self._ages(request, storage, heads.base, heads.lane)
             if len(live) > 1:  # only lanes with the oldest episodes can give the next ones
                 live = live[np.lexsort((heads.lane, age))[: count - have]]
             each = np.minimum(until[live] - at[live], count - have)
@@ -169,7 +165,7 @@ class Sequential:
             number += at[live][source]
             found = order.find(number)
             if len(live) > 1:
-                age = self._ages(request, storage, found.base, found.lane)[0]
+                age = self._ages(request, storage, found.base, found.lane)
                 by_age = np.lexsort((found.lane, age))[: count - have]
                 found = Windows(*(field[by_age] for field in found))
                 source = source[by_age]
@@ -201,8 +197,11 @@ class Sequential:
                 return low
             middle = (low[open_] + high[open_]) // 2
             found = order.find(middle)
-            age = self._ages(request, storage, found.base, found.lane)[0]
-            later = (age > cursor.age) | ((age == cursor.age) & (found.lane > cursor.lane))
+            age = self._ages(request, storage, found.base, found.lane)
+            # Streams that lie interleaved have numbers of their own at every draw, and no two
+            # episodes of one age.
+            same = (age == cursor.age) & (found.lane > cursor.lane)
+            later = (age > cursor.age) | (same & (not _interleaved(request)))
             high[open_[later]] = middle[later]
             low[open_[~later]] = middle[~later] + 1
 
@@ -216,18 +215,19 @@ class Sequential:
         at: Array,
     ) -> Windows | None:
         """The windows of the cursor's episode that come after it."""
-        where = int(np.searchsorted(lanes, cursor.lane))
-        if where == len(lanes) or lanes[where] != cursor.lane:
+        before = at > order.ends[lanes] - order.per_lane[lanes]
+        if cursor.time is not None or not _interleaved(request):
+            before &= lanes == cursor.lane
+        found = order.find(at[before] - 1)
+        own = self._ages(request, storage, found.base, found.lane) == cursor.age
+        if not own.any():
             return None
-        number = at[where : where + 1] - 1
-        if number[0] < order.ends[cursor.lane] - order.per_lane[cursor.lane]:
+        found = Windows(*(field[own] for field in found))
+        if found.rows[0] < request.window.least and not cursor.include:
             return None
-        found = order.find(number)
-        age, base = self._ages(request, storage, found.base, found.lane)
-        if age[0] != cursor.age or (found.rows[0] < request.window.least and not cursor.include):
-            return None
-        after = cursor.position + (0 if cursor.include else 1)
-        return self._grid(request, found, found.base + (after - base))
+        # What is stored of an episode comes after a row of it that is gone.
+        after = found.base if cursor.time is None else cursor.time + (0 if cursor.include else 1)
+        return self._grid(request, found, after)
 
     def _grid(self, request: Request, found: Windows, least: Array | None) -> Windows:
         """The windows of episodes, in order; those that begin at ``least`` or later."""
@@ -332,6 +332,10 @@ class Sequential:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": [], "_storage": None}
+
+
+def _interleaved(request: Request) -> bool:
+    return isinstance(request.episodes, InterleavedIndex)
 
 
 def _mark(storage: Storage, element: int) -> int:

@@ -275,10 +275,7 @@ class SliceSampler(Sampler):
         self._known = None
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self._slicing.size!r}, measure={self.measure!r}, "
-            f"draw={self.draw!r})"
-        )
+        return f"SliceSampler({self._slicing.size!r}, measure={self.measure!r}, draw={self.draw!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_known": None}

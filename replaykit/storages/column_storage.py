@@ -145,12 +145,13 @@ class ColumnStorage(Storage):
             self._adopt(self._columns)
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        if self.lane_key is not None and not self._at_cursor:
+        if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
             self.indexes.settle()
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
-        if self.lane_key is not None and 2 * len(rows) > self.ledger.slots:
+        large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
+        if large or self.indexes.stale:
             self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
@@ -357,10 +358,10 @@ class ColumnStorage(Storage):
 
     def clear(self) -> None:
         """Forgets all rows; their memory stays."""
-        if self.lane_key is not None:
-            self.indexes.settle()
         if self._columns is not None:
             self._columns.clear()
+        if self.lane_key is not None:
+            self.indexes.settle()
 
     # -- reading ------------------------------------------------------------------------------
 

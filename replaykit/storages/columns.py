@@ -158,20 +158,6 @@ class Columns:
                 found[path] = source.index_select(0, rows).view(column.dtype)
         return found
 
-    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
-        """Discounted sums of one number over stored elements and the rows of their lane after them.
-
-        Args:
-            path: a leaf of one float32 or float64 a row.
-            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
-
-        Returns:
-            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
-        """
-        if self._native is None or self.advise:
-            return None
-        return self._native.discounted(path, elements, steps, gamma)
-
     def part(self, paths: Sequence[Path]) -> Columns:
         """Returns columns of some leaves over the same memory; made once for each ``paths``."""
         key = tuple(paths)
@@ -198,6 +184,20 @@ class Columns:
         rows = rows.to(self.device)
         index = rows if self.ndim == 1 else unravel_index(rows, self.lanes)
         return self._gather_torch(index, rows, contiguous)
+
+    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
+        """Discounted sums of one number over stored elements and the rows of their lane after them.
+
+        Args:
+            path: a leaf of one float32 or float64 a row.
+            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
+
+        Returns:
+            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
+        """
+        if self._native is None or self.advise:
+            return None
+        return self._native.discounted(path, elements, steps, gamma)
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)

@@ -33,6 +33,8 @@ class EpisodeIndexes:
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
         self.marks = CutMarks()
+        # Whether columns were edited, and the rows are not noted anew yet for all that is known.
+        self.stale = False
         self._main: EpisodeIndex | None = None
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
             weakref.WeakValueDictionary()
@@ -91,7 +93,9 @@ class EpisodeIndexes:
                 index.follow(len(rows))
 
     def settle(self) -> None:
-        """Told that stored rows are about to be overwritten or forgotten."""
+        """Told that stored rows are about to be overwritten or forgotten: what they say is noted
+        first."""
+        self.stale = False
         for index in self._live():
             index.sync()
 
@@ -110,6 +114,7 @@ class EpisodeIndexes:
         for index in self._live():
             if not index.bound.paths.isdisjoint(paths):
                 index.edited()
+                self.stale = True
 
     def cut(self, lanes: np.ndarray[Any, Any] | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""

@@ -64,9 +64,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: number of leading dimensions that count as rows: time, then lanes.
         existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
             is never visible.
-        lane_key: as for LazyTensorStorage.
         dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
             in the folder ``%beside``.
+        lane_key: as for LazyTensorStorage.
 
     Raises:
         ValueError: another device, or ``lane_key`` with ``ndim > 1``.
@@ -100,7 +100,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
         super().__init__(
-            max_size, ndim=ndim, dedup_next=dedup_next, on_mismatch=on_mismatch, lane_key=lane_key
+            max_size,
+            ndim=ndim,
+            dedup_next=dedup_next,
+            on_mismatch=on_mismatch,
+            lane_key=lane_key,
         )
         self._made_in: FilePath | None = None
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()

@@ -187,12 +187,7 @@ class NativeRows:
             )
         table, sizes = known
         count = len(rows)
-        models = self._models.get(paths)  # another thread may exchange them
-        if models is None or len(models[0]) != count:
-            models = [self._fresh(path, count) for path in paths]
-            if count * sum(sizes) <= _MODEL_BYTES:
-                self._models[paths] = models
-        leaves = [torch.empty_like(model) for model in models]
+        leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self._elements, to, sizes)
         return dict(zip(paths, leaves, strict=True))
@@ -212,7 +207,7 @@ class NativeRows:
                 self._elements,
             )
         rows, steps = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(steps, np.int64)
-        sums = self._fresh(path, len(rows))
+        [sums] = self._fresh_leaves((path,), len(rows))
         table.discounted(
             torch.from_numpy(rows).data_ptr(),
             torch.from_numpy(steps).data_ptr(),
@@ -263,6 +258,14 @@ class NativeRows:
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
         shape = (count, *self._shapes[path])
         return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
+
+    def _fresh_leaves(self, paths: tuple[Path, ...], count: int) -> list[torch.Tensor]:
+        models = self._models.get(paths)  # another thread may exchange them
+        if models is None or len(models[0]) != count:
+            models = [self._fresh(path, count) for path in paths]
+            if sum(model.nbytes for model in models) <= _MODEL_BYTES:
+                self._models[paths] = models
+        return [torch.empty_like(model) for model in models]
 
     def _move(
         self,

@@ -100,8 +100,10 @@ class OnceColumns(FollowedRows):
         return compared
 
     def sever(self, lanes: Any) -> None:
-        """Told that nothing follows the newest row of some lanes, bool ``[lanes]``."""
-        severed = torch.as_tensor(lanes, device=self.device)
+        """Told that nothing follows the newest row of lanes, bool ``[lanes]``; None: all."""
+        if lanes is None:
+            lanes = [True] * self._cells
+        severed = torch.as_tensor(lanes, dtype=torch.bool, device=self.device)
         self.severed = severed if self.severed is None else self.severed | severed
 
     def forget(self) -> None:

@@ -104,12 +104,6 @@ class FollowedRows:
             found.update(following)
         return {path: found[path] for path in paths}
 
-    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
-        """Discounted sums over stored rows; see ``Columns.discounted``."""
-        if path in self.pairs.root_of:
-            return None
-        return self.rows.discounted(path, elements, steps, gamma)
-
     def _elements_of(self, index: torch.Tensor) -> torch.Tensor:
         elements = index if self.ndim == 1 else ravel(index, self.lanes)
         if elements.dtype is not torch.int64 or elements.device != self.device:

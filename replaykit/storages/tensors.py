@@ -117,10 +117,6 @@ class LazyTensorStorage(TensorStorage):
         max_size: capacity in rows (elements, for ``ndim > 1``; rounded up to whole time slots).
         device: where the rows lie; ``"auto"``: where the first data lies.
         ndim: number of leading dimensions that count as rows: time, then lanes.
-        lane_key: column that says which of several streams a row belongs to, where the rows of
-            several environments come one by one in any order: an environment's or a trajectory's
-            id. Rows of one stream then follow each other whatever lies between them. Only with
-            ``ndim=1``; None: all rows are one stream.
         dedup_next: stores observations once: ``("next", key)`` of a row is that of the following
             row at the root, and is kept beside where it is not (the last row of an episode, the
             newest row, rows edited or written elsewhere). ``True``: every key that occurs at the
@@ -133,11 +129,16 @@ class LazyTensorStorage(TensorStorage):
             observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
             stores both. Nothing is expected of the first row written after ``write_at``, an edit
             of these keys, ``empty`` or a load.
+        lane_key: column that says which of several streams a row belongs to, where the rows of
+            several environments come one by one in any order: an environment's or a trajectory's
+            id. Rows of one stream then follow each other whatever lies between them. Only with
+            ``ndim=1``; None: all rows are one stream.
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
             ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1`` or with
-            ``dedup_next``. TypeError: ``dedup_next`` holds no keys.
+            ``dedup_next``, which needs the rows of a stream one after the other.
+        TypeError: ``dedup_next`` holds no keys.
         ValueError: at the first write, where a key of ``dedup_next`` is not in both places; at
             any, where ``on_mismatch`` refuses it. Nothing has changed then.
         KeyError: at the first write, where the data has no column ``lane_key``.
@@ -185,10 +186,10 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         self.dedup_next = checked_keys(dedup_next)
         self.on_mismatch = checked_mismatch(on_mismatch)
-        if lane_key is not None and self.dedup_next:
+        if self.dedup_next and lane_key is not None:
             raise ValueError(
-                "expected dedup_next or lane_key: where streams lie row by row, the next "
-                "observation of a row is not that of the following one; got both"
+                f"expected dedup_next without lane_key, got {lane_key!r}: of streams that lie row "
+                "by row in one another the next row lies somewhere else; use ndim=2"
             )
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
 

@@ -14,6 +14,7 @@ from replaykit._compat import lookup
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.batches import set_all
+from replaykit.transforms.goals import distance_rewards, relabelled
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
 from replaykit.transforms.values import as_number
 
@@ -27,7 +28,6 @@ _TERMINATED: Final[Key] = ("next", "terminated")
 _TRUNCATED: Final[Key] = ("next", "truncated")
 _DONE: Final[Key] = ("next", "done")
 _STRATEGIES: Final = ("future", "final", "episode", "random")
-_REACHED: Final = 0.05
 
 
 @dataclass
@@ -138,6 +138,7 @@ class HindsightGoal(HistoryTransform):
             written |= {_TERMINATED, _DONE, _TRUNCATED}
             needed.append(_TERMINATED)
         self._needed = tuple(needed)
+        self._by_distance = reward_fn is None and terminated_fn is None and check is None
         self.changes = frozenset(written)
         self.relabel_keys = (self.achieved,)
         if terminated_fn is not None:
@@ -205,6 +206,11 @@ class HindsightGoal(HistoryTransform):
         else:
             rows, goals = fetched.rows, self._as_goals(fetched.goals, leaves[self.goal])
         where = torch.from_numpy(rows)
+        if self._by_distance and fetched is not None:
+            found = relabelled(where, goals, leaves, self.achieved, self._goals, _REWARD)
+            if found is not None:
+                set_all(data, found)
+                return data
         new, rewards = self._relabelled(leaves, where.to(goals.device), goals)
         if self.check is not None:
             self._compare(rewards, leaves[_REWARD], rows, around.mask)
@@ -293,13 +299,7 @@ class HindsightGoal(HistoryTransform):
             raise ValueError(
                 f"expected one reward a row, got shape {list(old.shape)}; give a reward_fn"
             )
-        if not achieved.dtype.is_floating_point:
-            achieved = achieved.to(torch.float64)
-        if achieved.ndim != 2:
-            achieved, goal = achieved.flatten(1), goal.flatten(1)
-        apart = torch.sub(achieved, goal).norm(dim=1)
-        near = apart.lt_(_REACHED)  # 1 where it is, in the memory of the distance
-        return near.sub_(1).to(old.dtype).view(old.shape)
+        return distance_rewards(achieved, goal, old)
 
     def _as_goals(self, achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
         if achieved.shape[1:] != goal.shape[1:]:

@@ -27,6 +27,14 @@ class Around:
         time: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
         lane: the same; ``[B, 1, ...]`` will do until a relabel is asked.
         leaves: by key, ``[B, *k, *F]``, as they are stored.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from replaykit import Around
+        >>> time = np.array([[3, 4]])
+        >>> rows = Around(time, np.zeros_like(time), {("x",): torch.tensor([[30, 40]])})
+        >>> rows.leaves[("x",)].shape
+        torch.Size([1, 2])
     """
 
     time: Array
@@ -52,9 +60,16 @@ class Surroundings:
         keys: what is stored of a row.
         next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
             ``next`` from a later row sets it in ``fetch``, for those after it.
-        next_made: names of transforms that have made leaves under ``next`` that are not stored.
+        next_made: the transforms that have made leaves under ``next`` that are not stored.
         root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
         later: the transforms after the one that asks, where that edits episodes.
+
+    Example:
+        See ``HistoryTransform``, whose methods get them.
+
+        >>> from replaykit import Surroundings
+        >>> hasattr(Surroundings, "fetch")
+        True
     """
 
     time: Array
@@ -73,7 +88,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.next_time: Array | None = None
-        self.next_made: list[str] = []
+        self.next_made: list[HistoryTransform] = []
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []
@@ -156,6 +171,27 @@ class HistoryTransform(Transform):
         relabel_keys: keys that it needs for that.
         edits_episodes: whether later transforms read other episodes than the stored ones: those
             that ``surroundings`` gives.
+
+    Example:
+        How much the observation has changed since the row before:
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import HistoryTransform, LazyTensorStorage, ReplayBuffer
+        >>> from replaykit.episodes import Needs
+        >>> class Change(HistoryTransform):
+        ...     needs, changes = Needs(past=1), frozenset({("change",)})
+        ...     def fetch(self, around):
+        ...         before = (around.time - 1).clip(around.first)
+        ...         return around.fetch([("x",)], before)
+        ...     def apply(self, data, fetched, around):
+        ...         return data.set("change", data["x"] - around.seen(fetched)[("x",)])
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Change())
+        >>> done = torch.tensor([False, True, False, False])
+        >>> x = torch.tensor([1, 3, 7, 8])
+        >>> _ = rb.extend(TensorDict({"x": x, "next": {"done": done}}, [4]))
+        >>> rb[:]["change"]
+        tensor([0, 2, 0, 1])
     """
 
     stage = "history"

@@ -159,7 +159,7 @@ class NStep(HistoryTransform):
             return None
         if around.next_made:
             raise ValueError(
-                f"expected {self!r} before {around.next_made[-1]}, whose 'next' it would replace"
+                f"expected {self!r} before {around.next_made[-1]!r}, whose 'next' it would replace"
             )
         steps = np.minimum(around.last - around.time, self.n - 1)
         relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
@@ -273,6 +273,9 @@ class NStep(HistoryTransform):
         set_real(data, values, around.mask)
         set_all(data, found)  # padding too has what its window leads to
         return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}
 
     def __repr__(self) -> str:
         parts = [] if self.n is None else [str(self.n)]

@@ -101,9 +101,11 @@ class PreviousStep(HistoryTransform):
     def fetch(self, around: Surroundings) -> Around:
         """Reads the row before, and the one that comes before the state that follows."""
         own = around.time if around.next_time is None else around.next_time
-        around.next_made.append(repr(self))
-        before = np.maximum(around.time - 1, around.first)
-        return around.fetch(self.keys, np.stack([before, own], 1))
+        around.next_made.append(self)
+        time = np.empty((len(own), 2), np.int64)
+        np.maximum(around.time - 1, around.first, out=time[:, 0])
+        time[:, 1] = own
+        return around.fetch(self.keys, time)
 
     def apply(self, data: Any, fetched: Around, around: Surroundings) -> Any:
         """Adds the values of the step before."""

@@ -101,6 +101,7 @@ class StackFrames(HistoryTransform):
         self.k, self.dim, self.pad, self.new_dim = k, dim, pad, bool(new_dim)
         self.needs = Needs(past=k - 1)
         self.changes = frozenset({*self.keys, *(("next", *key) for key in self.keys)})
+        self._next_of: dict[Path, Path] = {key: ("next", *key) for key in self.keys}
         self._ages = np.arange(k - 1, -1, -1)
 
     # -- under the lock -----------------------------------------------------------------------
@@ -111,10 +112,10 @@ class StackFrames(HistoryTransform):
             return None
         first = around.first[:, None]
         frames = around.fetch(self.keys, np.maximum(around.time[:, None] - self._ages, first))
-        next_keys = {key for key in self.keys if ("next", *key) in around.keys}
+        next_keys = {key for key, following in self._next_of.items() if following in around.keys}
         before_next = None
         if next_keys:
-            around.next_made.append(repr(self))
+            around.next_made.append(self)
             if around.next_time is not None and self.k > 1:
                 time = np.maximum(around.next_time[:, None] - self._ages[1:], first)
                 before_next = around.fetch([key for key in self.keys if key in next_keys], time)
@@ -137,11 +138,11 @@ class StackFrames(HistoryTransform):
             if ahead is not None and key in fetched.next_keys:
                 assert around.next_time is not None
                 before = self._cleared(ahead[key], around.next_time, self._ages[1:], around)
-            following = lookup(data, ("next", *key)) if key in fetched.next_keys else None
+            under_next = self._next_of[key]
+            following = lookup(data, under_next) if key in fetched.next_keys else None
             if following is not None:
                 if real is not None:
                     before = _or_own(before, following, real)
-                under_next: Path = ("next", *key)
                 values[under_next] = next_stack(before, following, self)
             if real is not None:
                 frames = _or_own(frames, own[key], real)

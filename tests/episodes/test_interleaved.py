@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorStorage,
+)
 from replaykit.episodes import (
     EPISODES,
     ROWS,
@@ -22,6 +29,7 @@ from replaykit.episodes import (
     BoundaryRule,
     CountLaw,
     EndReason,
+    EpisodeIndex,
     Head,
     InterleavedIndex,
 )
@@ -102,7 +110,8 @@ class Model:
 
     def cut(self, key: int | None, code: int = SEVERED) -> None:
         for one in list(self.lanes) if key is None else [key]:
-            self.lanes[one].rows[-1].mark = code
+            newest = self.lanes[one].rows[-1]
+            newest.mark = newest.mark or code  # what is severed already is not so once more
             self._end(self.lanes[one], code)
 
     def empty(self) -> None:
@@ -222,6 +231,31 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: InterleavedIndex) -> N
     lo, hi = index.bounds(lane)
     first, last = index.streams(time_, lane)
     looks = buffer.episodes
+    begins, lasts, codes, heads = index.episodes_at(time_, lane)
+    found = index.around(slots.numpy()).tolist()
+    assert found == [part.tolist() for part in (time_, lane, begins, lasts, codes, heads)]
+    with pytest.raises(IndexError, match="stored"):
+        index.around(np.array([len(model.rows)]))
+    numbers = index.rows(CountLaw(1, 0), np.arange(len(model.rows)))
+    lanes = [row for key in sorted(model.lanes) for row in model.lanes[key].rows]
+    assert ledger.positions(torch.from_numpy(numbers)).tolist() == [row.position for row in lanes]
+    law = CountLaw.strict(2)
+    starts = index.eligible_starts(law, time_, lane)
+    chosen = index.find(law, WINDOWS, np.arange(int(index.totals(law, WINDOWS).sum())))
+    can = index.element(chosen.base + chosen.rest, chosen.lane)
+    assert sorted(slots[torch.from_numpy(starts)].tolist()) == sorted(can.tolist())
+    assert begins.tolist() == index.begins(time_, lane).tolist()
+    assert (index.spans(time_, lane)[0] == np.maximum(begins, lo)).all()
+    assert lasts.tolist() == index.spans(time_, lane)[1].tolist()
+    assert codes.tolist() == [row.episode.code for row in model.rows if row.episode]
+    assert heads.tolist() == [model.head(row.episode) for row in model.rows if row.episode]
+    for newest in (1, len(model.rows)):
+        ended = index.ended_among(newest)
+        got = ledger.positions(torch.from_numpy(index.element(*ended[:2]))).tolist()
+        expected = [row for row in model.rows[-newest:] if row.code]
+        assert sorted(zip(got, ended[2].tolist(), strict=True)) == [
+            (row.position, row.code) for row in expected
+        ]
     steps, rest = looks.step(slots).tolist(), looks.steps_to_end(slots).tolist()
     begin, end = looks.begin(slots).tolist(), looks.end(slots).tolist()
     for at, row in enumerate(model.rows):
@@ -259,7 +293,7 @@ def test_streams_are_those_that_a_scan_finds(
     monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load"]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.data(), st.integers(8, 13) if behind else st.integers(1, 9))
     def run(data: st.DataObject, slots: int) -> None:
         buffer = ReplayBuffer(storage=LazyTensorStorage(slots, lane_key="env"))
@@ -328,6 +362,17 @@ def stream(keys: list[Any], done: list[int] | None = None, key: Any = "env") -> 
 
 def lengths(buffer: ReplayBuffer) -> list[int]:
     return list(buffer.episodes.lengths.tolist())
+
+
+def test_no_answer_is_that_of_a_single_stream() -> None:
+    """What is asked of an index is asked of one of streams too, which has no ring of links."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
+    buffer.extend(stream([0, 1]))
+    assert not hasattr(buffer.storage.episodes, "_ring")
+    own = {name for name, what in vars(InterleavedIndex).items() if callable(what)}
+    for name, what in vars(EpisodeIndex).items():
+        if not name.startswith("_") and callable(what) and name not in own:
+            assert "_ring" not in what.__code__.co_names, name
 
 
 def test_without_lane_key_interleaved_ids_are_runs_of_one_row() -> None:
@@ -418,13 +463,46 @@ def test_files_and_copies_have_streams_too(tmp_path: Path) -> None:
     assert both[1].episodes.reasons.tolist() == [EndReason.CUT] * 2
 
 
-def test_rows_placed_by_hand_sever_what_they_lie_between() -> None:
+def test_rows_that_a_large_write_takes_away_are_noted_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
+    monkeypatch.setattr("replaykit.episodes.interleaved._LEAST", 8)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(16, lane_key="env"))
+    buffer.extend(stream([0] * 13))
+    buffer.extend(stream([1, 1]))
+    buffer.extend(stream([1] * 15))
+    assert buffer.episodes.begins.tolist() == [13]
+    assert buffer.episodes.heads.tolist() == [Head.EVICTED]
+
+
+def test_how_streams_began_is_loaded_also_where_positions_go_on(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, lane_key="env"))
+    buffer.extend(stream([0, 1] * 4))
+    buffer.dumps(tmp_path / "saved")
+    buffer.extend(stream([0, 1, 2]))
+    buffer.loads(tmp_path / "saved")
+    rows = buffer.episodes.of(buffer.storage.ledger.write_order())
+    assert rows.heads.tolist() == [Head.EVICTED] * 6
+    assert rows[:2].begins.tolist() == [
+        int(buffer.storage.ledger.positions(torch.tensor([2]))) - 2 + lane for lane in (0, 1)
+    ]
+    assert [one.evicted for one in buffer.episodes] == [1, 1]
+
+
+def test_rows_placed_by_hand_sever_what_they_lie_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
     assert lengths(buffer) == [4, 4]
     buffer.writer.write_at(3, stream([0])[0])
     # In ring order: 0 1 0 | 0 | 0 1 0 1, with nothing read across the new row.
     assert sorted(lengths(buffer)) == [1, 1, 2, 2, 2]
+    index = buffer.storage.episodes
+    first, last = index.streams(*index.place(np.arange(8)))
+    _, lane = index.place(np.arange(8))
+    assert index.element(first, lane).tolist() == [0, 1, 0, 3, 4, 5, 4, 5]
+    assert index.element(last, lane).tolist() == [2, 1, 2, 3, 6, 7, 6, 7]
     buffer.extend(stream([0, 1] * 3))
     check_consistent(buffer)
 
@@ -488,6 +566,58 @@ def test_streams_far_apart_and_long() -> None:
             expected[key] for key in sorted(expected)
         ]
         check_consistent(buffer)
+
+
+@pytest.mark.parametrize("envs", [1, 5])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"measure": "lane"}, {"pad": "right"}, {"draw": "stratified"}, {"measure": "trajectory"}],
+    ids=str,
+)
+def test_slices_are_of_one_stream(envs: int, options: dict[str, Any]) -> None:
+    """Of rows that lie interleaved in any order, also once the ring has gone round."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(300, lane_key="env"),
+        sampler=SliceSampler(slice_len=6, **options),
+        batch_size=60,
+        generator=generator,
+    )
+    step = [0] * envs
+    for _ in range(20):
+        env = torch.randint(envs, (37,), generator=generator)
+        number = []
+        for one in env.tolist():
+            number.append(step[one])
+            step[one] += 1
+        steps = torch.tensor(number)
+        data = {"env": env, "step": steps, "next": {"done": steps % 11 == 10}}
+        buffer.extend(TensorDict(data, [37]))
+        if not buffer.can_sample(60):
+            continue
+        batch = buffer.sample()
+        rows = batch[batch["validity_mask"]] if "validity_mask" in batch else batch
+        if "pad" in options:
+            rows = batch[batch["collector", "mask"]]
+        for one in rows["sequence_id"].unique():
+            part = rows[rows["sequence_id"] == one]
+            assert (part["env"] == part["env"][0]).all()
+            assert (part["step"].diff() == 1).all()
+            assert not part["next", "done"][:-1].any()
+
+
+def test_every_window_of_all_streams_is_drawn_once_in_a_pass() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(40, lane_key="env"),
+        sampler=SliceSamplerWithoutReplacement(slice_len=3),
+        batch_size=3,
+    )
+    buffer.extend(stream([0, 1, 1, 0, 2] * 8))
+    with buffer.storage.lock:
+        total = int(buffer.storage.episodes.totals(CountLaw.strict(1), WINDOWS).sum())
+    assert total == 40
+    starts = [batch["x"][0].item() for batch in buffer]
+    assert len(starts) == len(set(starts))
 
 
 def test_memory_and_time() -> None:

@@ -115,6 +115,8 @@ def assert_same(ring: Any, model: Model) -> None:
     time = np.array([t for _, _, a, b, _, _ in want for t in range(a, b + 1)], np.int64)
     lane = np.array([e[0] for e in want for _ in range(e[2], e[3] + 1)], np.int64)
     looked = [column.tolist() for column in ring.lookup(time, lane)]
+    found = ring.around(time % ring.slots * ring.lanes + lane)
+    assert [column.tolist() for column in found] == [time.tolist(), lane.tolist(), *looked]
     rows = [e for e in want for _ in range(e[2], e[3] + 1)]
     assert looked == [[e[i] for e in rows] for i in (1, 3, 4, 5)]
     noted = [model.rows[at][t - model.start] & 7 for t, at in zip(time, lane, strict=True)]
@@ -264,6 +266,18 @@ def test_rows_that_are_not_stored_are_refused(kernel: Any, time: list[int]) -> N
             ask(np.array([7]), np.array([-1]))
         with pytest.raises(ValueError, match="expected 2 entries in `lane`, got 1"):
             ask(np.array([7, 8]), np.array([0]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("element", [-1, 6, 7, 10, 11, 10**12])
+def test_elements_that_are_not_stored_are_refused(kernel: Any, element: int) -> None:
+    ring = kernel(5, 2)
+    ring.append(np.zeros((3, 2), np.uint8))
+    assert ring.around(np.arange(6))[0].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(IndexError, match=rf"expected elements of stored rows, got {element}"):
+        ring.around(np.array([0, element]))
+    with pytest.raises(IndexError, match="elements of stored rows, got 0"):
+        kernel(5).around(np.array([0]))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,4 +1,4 @@
-"""Slices of episodes: which rows, how likely, and what the batch says of them."""
+"""Slices of episodes: which rows, and how likely."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     ReplayBuffer,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
-    TensorDictMaxValueWriter,
 )
 from replaykit.errors import NotEnoughData
 
@@ -32,11 +28,7 @@ def _windows(batch: TensorDict) -> list[list[int]]:
     return windows
 
 
-def _together(*episodes: TensorDict) -> TensorDict:
-    return torch.cat(list(episodes))
-
-
-# -- sizes and keys -------------------------------------------------------------------------------
+# -- sizes and keys --------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD9")
@@ -90,7 +82,7 @@ def test_flags_are_of_one_shape(flags: str, sliced: Make, rows: Callable[..., An
     assert batch["next", "done"].sum() == 3
 
 
-# -- what ends an episode -------------------------------------------------------------------------
+# -- what ends an episode --------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD1")
@@ -199,7 +191,7 @@ def test_ids_of_a_static_tensor(sliced: Make, rows: Callable[..., Any]) -> None:
         assert {w[0] for w in _windows(rb.sample(400))} == {0, 4, 5, 6}
 
 
-# -- the law --------------------------------------------------------------------------------------
+# -- the law ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD10")
@@ -255,220 +247,7 @@ def test_strict_slices_are_always_full(sliced: Make) -> None:
     assert ("collector", "mask") in padded.keys(True)
 
 
-# -- marks ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD12")
-def test_every_window_is_done_once(sliced: Make) -> None:
-    rb = sliced([5, 9, 6], slice_len=4)
-    for _ in range(50):
-        batch = rb.sample(40)
-        assert batch["next", "done"].sum() == 10
-        assert batch["next", "done"].reshape(10, 4)[:, -1].all()
-
-
-@pytest.mark.pitfall("BD7")
-def test_where_an_episode_ended_and_where_a_slice_was_cut(
-    sliced: Make, rows: Callable[..., Any]
-) -> None:
-    data = rows([6, 6])  # the first one terminated, the second one truncated
-    data["next", "terminated"][11] = False
-    data["next", "truncated"][11] = True
-    rb = sliced(data, slice_len=3)
-    batch = rb.sample(3 * 200)
-    last = torch.arange(600) % 3 == 2
-    t, done, terminated, truncated = (
-        batch[key].reshape(-1)
-        for key in ("t", ("next", "done"), ("next", "terminated"), ("next", "truncated"))
-    )
-    assert torch.equal(done, last)
-    assert torch.equal(terminated, t == 5)
-    assert torch.equal(truncated, last & (t != 5))
-
-
-def test_marks_elsewhere_or_not_at_all(sliced: Make) -> None:
-    batch = sliced([5, 5], slice_len=3, truncated_key=("cut", "truncated")).sample(6)
-    assert batch["cut", "done"].sum() == 2
-    assert torch.equal(batch["cut", "truncated"] | batch["cut", "terminated"], batch["cut", "done"])
-    assert torch.equal(batch["next", "done"].reshape(-1), (batch["t"] % 5 == 4))
-    batch = sliced([5, 5], slice_len=3, truncated_key=None).sample(6)
-    assert torch.equal(batch["next", "done"].reshape(-1), (batch["t"] % 5 == 4))
-
-
-def test_marks_of_data_without_flags(sliced: Make) -> None:
-    data = TensorDict({"t": torch.arange(8), "episode": torch.arange(8) // 4}, [8])
-    batch = sliced(data, slice_len=2).sample(6)
-    last = torch.arange(6).reshape(-1, 1) % 2 == 1
-    assert torch.equal(batch["next", "done"], last)
-    assert torch.equal(batch["next", "truncated"], last)
-    assert not batch["next", "terminated"].any()
-    batch["next", "truncated"][:] = False  # memory of its own
-    assert torch.equal(batch["next", "done"], last)
-
-
-def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any]) -> None:
-    data = rows([5, 5])
-    data["is_init"] = (torch.arange(10) % 5 == 0).unsqueeze(-1)
-    batch = sliced(data, slice_len=3).sample(30)
-    assert batch["is_init"].shape == (30, 1)
-    assert torch.equal(batch["is_init"].reshape(-1), torch.arange(30) % 3 == 0)
-
-
-def test_what_a_batch_says_does_not_change_what_is_stored(sliced: Make) -> None:
-    rb = sliced([5, 5], slice_len=3)
-    before = rb[:].clone()
-    batch = rb.sample(30)
-    batch["next", "terminated"][:] = True
-    batch["t"][:] = -1
-    assert (rb[:] == before).all()
-
-
-# -- padding --------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD8")
-@pytest.mark.parametrize(
-    "options", [{"strict_length": False, "pad_output": True}, {"pad": "none"}, {"pad": "right"}]
-)
-def test_the_mask_is_always_there(options: dict[str, Any], sliced: Make) -> None:
-    batch = sliced([1000], slice_len=2, **options).sample(4)
-    assert batch["collector", "mask"].all()
-    assert (batch["collector", "mask"].shape, batch["collector", "mask"].dtype) == (
-        (4,),
-        torch.bool,
-    )
-
-
-def test_short_windows_repeat_their_last_row(sliced: Make, rows: Callable[..., Any]) -> None:
-    data = rows([2])
-    data["is_init"] = torch.tensor([[True], [False]])
-    batch = sliced(data, slice_len=4, strict_length=False, pad_output=True).sample(8)
-    assert batch["t"].tolist() == [0, 1, 1, 1] * 2
-    assert batch["index"].tolist() == [0, 1, 1, 1] * 2
-    assert batch["collector", "mask"].tolist() == [True, True, False, False] * 2
-    for name in ("done", "terminated"):
-        assert batch["next", name].reshape(-1).tolist() == [False, True, False, False] * 2
-    assert not batch["next", "truncated"].any()
-    assert batch["is_init"].reshape(-1).tolist() == [True, False, False, False] * 2
-
-
-@pytest.mark.parametrize("align", ["left", "right"])
-def test_padding_has_its_values(align: str, sliced: Make, rows: Callable[..., Any]) -> None:
-    data = rows([2])
-    data["x"] = torch.ones(2, 2, 3)
-    data["flag"] = torch.ones(2, dtype=torch.bool)
-    values = {"t": -5, "x": 0.5}
-    batch = sliced(data, slice_len=4, pad="right", align=align, pad_value=values).sample(4)
-    mask = batch["collector", "mask"]
-    assert mask.tolist() == (
-        [True] * 2 + [False] * 2 if align == "left" else [False] * 2 + [True] * 2
-    )
-    assert batch["t"][mask].tolist() == [0, 1]
-    assert batch["t"][~mask].tolist() == [-5, -5]
-    assert (batch["x"][mask] == 1).all()
-    assert (batch["x"][~mask] == 0.5).all()
-    assert batch["e"][~mask].tolist() == [0, 0]
-    assert not batch["flag"][~mask].any()
-    assert not batch["next", "done"][~mask].any()
-    assert batch["next", "done"][mask].reshape(-1).tolist() == [False, True]
-    assert (sliced(data, slice_len=4, pad="both")[:]["x"] == 1).all()
-
-
-@pytest.mark.parametrize("short", ["whole", "law", "exclude"])
-@pytest.mark.parametrize("pad", ["none", "left", "right", "both"])
-def test_every_padded_window_is_drawn(pad: str, short: str, sliced: Make) -> None:
-    rb = sliced([2, 5], slice_len=3, pad=pad, short=short)
-    batch = rb.sample(3 * 2000)
-    mask = batch["collector", "mask"].reshape(-1, 3)
-    t = batch["t"].reshape(-1, 3)
-    seen = {tuple(row[real].tolist()) for row, real in zip(t, mask, strict=True)}
-    left, right = 2 * (pad in ("left", "both")), 2 * (pad in ("right", "both"))
-    whole = short == "whole"
-    expected = set()
-    for first, n in ((0, 2), (2, 5)):
-        if n < 3 and (whole or short == "exclude"):
-            expected |= {(0, 1)} if whole else set()
-            continue
-        for s in range(-left, n - 3 + right + 1):
-            expected.add(tuple(range(first + max(s, 0), first + min(s + 3, n))))
-    assert seen == expected
-    assert (batch["t"][~batch["collector", "mask"]] == 0).all()
-
-
-# -- rings ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD13")
-@pytest.mark.parametrize("without", [False, True])
-@pytest.mark.parametrize("more", [0, 1, 9])
-def test_slices_of_a_full_ring(
-    more: int, without: bool, sliced: Make, rows: Callable[..., Any]
-) -> None:
-    """At the capacity, one more, and after a whole turn less one."""
-    rb = sliced(rows([4, 4, 4], open_=True)[:10], 10, slice_len=2)
-    if without:
-        rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=2))
-    data = rows([4] * 6)[10 : 10 + more]
-    if more:
-        rb.extend(data)
-    oldest = more
-    expected = {t for t in range(oldest, 10 + more - 1) if t // 4 == (t + 1) // 4}
-    seen = set()
-    for _ in range(60):
-        batch = rb.sample(6)
-        for window in _windows(batch):
-            assert window[1] == window[0] + 1
-            seen.add(window[0])
-        assert torch.equal(batch["index"], batch["t"] % 10)
-    assert seen == expected
-
-
-def test_windows_wrap_but_do_not_cross_the_seam(sliced: Make, rows: Callable[..., Any]) -> None:
-    rb = sliced(rows([30], open_=True)[:14], 10, slice_len=4)
-    batch = rb.sample(4 * 400)
-    assert {w[0] for w in _windows(batch)} == set(range(4, 11))
-    assert [8, 9, 0, 1] in batch["index"].reshape(-1, 4).tolist()
-
-
-@pytest.mark.pitfall("BD3")
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
-def test_the_seam_survives_a_checkpoint(
-    way: str, tmp_path: Any, sliced: Make, rows: Callable[..., Any]
-) -> None:
-    rb = sliced(rows([40], open_=True)[:17], 10, slice_len=3)
-    other = sliced((), 10, slice_len=3)
-    if way == "dumps":
-        rb.dumps(tmp_path / "saved")
-        other.loads(tmp_path / "saved")
-    else:
-        other.load_state_dict(rb.state_dict())
-    for _ in range(2):
-        windows = _windows(other.sample(3 * 300))
-        assert all(w == [w[0], w[0] + 1, w[0] + 2] for w in windows)
-        assert {w[0] for w in windows} >= set(range(10, 15))
-        other.extend(rows([40], open_=True)[17:20])
-
-
-def test_lanes_of_a_storage(sliced: Make, rows: Callable[..., Any]) -> None:
-    data = torch.stack([rows([3, 5]), rows([8], start=100)], 0)
-    rb = sliced(data, slice_len=3, ndim=2)
-    batch = rb.sample(3 * 500)
-    assert {w[0] for w in _windows(batch)} == {0, 3, 4, 5, *range(100, 106)}
-    lane = batch["index"][:, 1].reshape(-1, 3)
-    assert (lane == lane[:, :1]).all()
-    assert torch.equal(batch["t"] // 100, batch["index"][:, 1])
-
-
-def test_after_all_rows_are_gone(sliced: Make, rows: Callable[..., Any]) -> None:
-    rb = sliced([5, 5], slice_len=3)
-    rb.empty()
-    with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\."):
-        rb.sample(3)
-    rb.extend(rows([4], start=50))
-    assert {w[0] for w in _windows(rb.sample(90))} == {50, 51}
-
-
-# -- the newest rows, lanes -----------------------------------------------------------------------
+# -- the newest rows, lanes ------------------------------------------------------------------------
 
 
 def test_recent_rows_come_first(sliced: Make, rows: Callable[..., Any]) -> None:
@@ -522,96 +301,3 @@ def test_draws_without_replacement(sliced: Make) -> None:
     assert not rb.can_sample(12)
     rb = sliced([3, 4], slice_len=2, draw="without_replacement", allow_short=True)
     assert sorted(w[0] for w in _windows(rb.sample(12))) == [0, 1, 3, 4, 5]
-
-
-# -- other components -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
-@pytest.mark.pitfall("RD14")
-def test_a_generator_is_all_that_counts(draw: str, sliced: Make) -> None:
-    for measure in ("window", "trajectory", "lane", "transition"):
-        one, other = (sliced([9, 30], slice_len=3, draw=draw, measure=measure) for _ in range(2))
-        before = torch.get_rng_state()
-        first = [one.sample(12)["index"].tolist() for _ in range(5)]
-        torch.rand(3)
-        torch.set_rng_state(before)
-        assert [other.sample(12)["index"].tolist() for _ in range(5)] == first
-        assert torch.equal(torch.get_rng_state(), before)
-        assert len({tuple(index) for index in first}) > 1
-
-
-def test_without_a_generator_the_global_one_counts(sliced: Make) -> None:
-    rb = sliced([50], slice_len=3)
-    rb.set_rng(None)
-    torch.manual_seed(4)
-    first = rb.sample(30)["index"]
-    torch.manual_seed(4)
-    assert torch.equal(rb.sample(30)["index"], first)
-
-
-@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
-def test_a_writer_that_does_not_keep_the_order(kind: Any) -> None:
-    text = f"{kind.__name__} needs rows in the order in which they were written"
-    with pytest.raises(ValueError, match=text):
-        ReplayBuffer(
-            storage=LazyTensorStorage(5),
-            sampler=kind(slice_len=2),
-            writer=TensorDictMaxValueWriter(),
-        )
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), writer=TensorDictMaxValueWriter())
-    with pytest.raises(ValueError, match=text):
-        rb.set_sampler(kind(slice_len=2))
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=kind(slice_len=2))
-    with pytest.raises(ValueError, match=text):
-        rb.set_writer(TensorDictMaxValueWriter())
-    assert type(rb.sampler) is kind
-
-
-def test_other_content_is_refused() -> None:
-    rb = ReplayBuffer(storage=ListStorage(5), sampler=SliceSampler(slice_len=2))
-    rb.extend([1, 2, 3])
-    with pytest.raises(RuntimeError, match="got a ListStorage"):
-        rb.sample(2)
-    assert not rb.can_sample(2)
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=SliceSampler(slice_len=2))
-    rb.extend(torch.arange(5))
-    with pytest.raises(RuntimeError, match="slices need TensorDicts"):
-        rb.sample(2)
-
-
-def test_mapped_storage(tmp_path: Any, rows: Callable[..., Any]) -> None:
-    rb = ReplayBuffer(
-        storage=LazyMemmapStorage(10, scratch_dir=tmp_path), sampler=SliceSampler(slice_len=3)
-    )
-    rb.extend(rows([4, 10])[:13])
-    assert {w[0] for w in _windows(rb.sample(300))} == {4, 5, 6, 7, 8, 9, 10}
-
-
-@pytest.mark.pitfall("BD20")
-def test_slices_from_the_starts_of_episodes(sliced: Make) -> None:
-    """The recipe: sequential draws, a stride as long as any episode."""
-    rb = sliced([4, 9, 6], slice_len=3, draw="sequential", stride=100)
-    assert [w[0] for w in _windows(rb.sample(9))] == [0, 4, 13]
-
-
-def test_replacement_makes_the_other_class() -> None:
-    made = SliceSampler(replacement=False, slice_len=4, shuffle=False)
-    assert type(made) is SliceSamplerWithoutReplacement
-    assert not made.shuffle
-    assert type(SliceSampler(replacement=True, slice_len=4)) is SliceSampler
-
-
-def test_prefetched_slices(sliced: Make, rows: Callable[..., Any]) -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(50),
-        sampler=SliceSampler(slice_len=4),
-        batch_size=8,
-        prefetch=2,
-        generator=torch.Generator().manual_seed(0),
-    )
-    rb.extend(rows([20, 30]))
-    plain = sliced([20, 30], slice_len=4, batch_size=8)
-    for _ in range(6):
-        assert torch.equal(rb.sample()["index"], plain.sample()["index"])
-    rb.shutdown()

@@ -118,6 +118,13 @@ def test_options_that_are_none(make: Any, dedup_next: Any, error: type, message:
         make(10, dedup_next=dedup_next)
 
 
+@STORAGES
+def test_streams_in_one_another_are_stored_densely(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"without lane_key, got 'env'.*ndim=2"):
+        make(10, dedup_next=True, lane_key="env")
+    make(10, lane_key="env")
+
+
 def test_on_mismatch_is_one_of_two_words() -> None:
     with pytest.raises(ValueError, match="'error' or 'dense', got 'ignore'"):
         LazyTensorStorage(10, dedup_next=True, on_mismatch="ignore")  # type: ignore[arg-type]

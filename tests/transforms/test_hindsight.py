@@ -545,3 +545,50 @@ def test_steps_that_are_summed_have_the_new_goal(terminates: bool) -> None:
         rewards = [-7.0 if goal < 0 else 0.0 if other == goal else -1.0 for other in others]
         assert steps == len(others)
         assert total == sum(gamma**k * reward for k, reward in enumerate(rewards))
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_streams_that_are_interleaved_row_by_row(strategy: str) -> None:
+    """Goals come from rows of the same environment and episode, wherever they lie."""
+    rows = rows_of([False] * 60)
+    env = torch.arange(60) % 3
+    rows["env"] = env
+    rows["next", "done"] = ((torch.arange(60) // 3) % 5 == 4).unsqueeze(-1)
+    rows["next", "terminated"] = rows["next", "done"].clone()
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(60, lane_key="env"),
+        transform=HindsightGoal(1.0, strategy),
+        batch_size=500,
+    )
+    rb.extend(rows)
+    batch = rb.sample()
+    told, row = told_by(batch), batch["row"]
+    assert torch.equal(told % 3, row % 3)
+    assert torch.equal(told // 15, row // 15)
+    if strategy == "future":
+        assert (told >= row).all()
+    if strategy == "final":
+        assert torch.equal(told, row // 15 * 15 + 12 + row % 3)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_goals_that_are_stored_once(length: int) -> None:
+    """Where the next achieved goal is the following row's, batches are the same."""
+    batches = []
+    for kept_once in (False, ["achieved_goal", "desired_goal"]):
+        rows = rows_of(ends_every(6, 50))
+        follows = rows["achieved_goal"] + torch.tensor([1.0, 0.0])
+        rows["next", "achieved_goal"] = follows
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(40, dedup_next=kept_once),
+            transform=Compose(HindsightGoal(0.7), NStep(2, 0.5)),
+            sampler=SliceSampler(slice_len=length),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        rb.extend(rows)
+        batches.append(rb.sample())
+    one, other = batches
+    assert (one["desired_goal"] >= 0).any()
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key

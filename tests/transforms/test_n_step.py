@@ -21,6 +21,7 @@ from replaykit import (
     LazyTensorStorage,
     NStep,
     NStepWriting,
+    PreviousStep,
     ReplayBuffer,
     SliceSampler,
     StackFrames,
@@ -121,6 +122,14 @@ def test_a_prefetched_batch_is_the_same(streams: Any) -> None:
         buffer.shutdown()
     for plain, fetched in zip(*batches, strict=True):
         assert (plain == fetched).all()
+
+
+def test_a_buffer_that_was_used_can_be_pickled(streams: Any) -> None:
+    own = streams(NStep(3, 0.5))
+    own.extend([[0], [0], [1], [0]])
+    expected = own.buffer[:]
+    again = pickle.loads(pickle.dumps(own.buffer))
+    assert (again[:] == expected).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
@@ -337,6 +346,24 @@ def test_slices(streams: Any, lanes: int) -> None:
     for row in batch:
         place = tuple(row["observation"].tolist())
         check(own, {place: row}, 3, 0.5)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_observations_that_are_stored_once(streams: Any, lanes: int) -> None:
+    """The same batch, bit for bit, as from a storage that has them twice."""
+    own = streams(None, lanes)
+    rows = own.make([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
+    rows["next", "observation"] = rows["observation"] + torch.tensor([0, 1])
+    batches = []
+    for once in (False, True):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(30 * lanes, ndim=1 if lanes == 1 else 2, dedup_next=once),
+            transform=Compose(NStep(3, 0.5), StackFrames(["observation"], 2), PreviousStep()),
+            batch_size=64, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        buffer.extend(rows)
+        batches.append(buffer.sample())
+    assert (batches[0] == batches[1]).all()
 
 
 def test_padded_slices(streams: Any) -> None:

@@ -23,6 +23,7 @@ from replaykit import (
     ReturnToGo,
     TensorStorage,
 )
+from replaykit.episodes import EpisodeIndex
 from replaykit.transforms.return_to_go import discounted_sums
 
 DEFAULT = -1000.0
@@ -305,7 +306,7 @@ def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     transform = ReturnToGo(0.9)
     rb = buffer_of(transform, 1000)
     rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
-    index = type(rb.storage.episodes)
+    index = EpisodeIndex
     among, fill = index.ended_among, ReturnToGo._fill
 
     def counted(self: Any, newest: int) -> Any:
@@ -328,10 +329,12 @@ def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_and_what_reads_them_are_left_alone() -> None:
     rb = buffer_of(ReturnToGo(0.9))
     rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
-    index = rb.storage.episodes
+    storage = rb.storage
+    assert isinstance(storage, LazyTensorStorage)
+    index = storage.episodes
     version, rebuilt = index.version, index.rebuilt
     rb.add(rows_of([1.0], [True])[0])
-    assert rb.storage.episodes is index
+    assert storage.episodes is index
     assert index.rebuilt == rebuilt
     assert index.version == version + 1
 
@@ -478,3 +481,50 @@ def test_rows_that_were_there_before() -> None:
     rb = ReplayBuffer(storage=TensorStorage(rows), transform=ReturnToGo(0.5, default=DEFAULT))
     rb.extend(rows_of([1]))
     assert returns_of(rb)[:2] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("capacity", [12, 40])
+def test_streams_that_are_interleaved_row_by_row(capacity: int) -> None:
+    """Rows of three environments in any order: each episode has its own sums."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(capacity, lane_key="env"),
+        transform=ReturnToGo(0.5, default=DEFAULT),
+    )
+    generator = torch.Generator().manual_seed(0)
+    env = torch.randint(3, (60,), generator=generator)
+    ended = torch.rand(60, generator=generator) < 0.2
+    rows = rows_of([float(row % 5) for row in range(60)], ended.tolist())
+    rows["env"] = env
+    for start in range(0, 60, 5):
+        rb.extend(rows[start : start + 5])
+        expected: dict[int, float] = {}
+        for own in range(3):
+            numbers = [row for row in range(start + 5) if env[row] == own]
+            found = model(
+                [float(row % 5) for row in numbers],
+                [bool(ended[row]) for row in numbers],
+                [False] * len(numbers),
+                [False] * len(numbers),
+                0.5,
+            )
+            for row, value in zip(numbers, found, strict=True):
+                expected[row] = DEFAULT if value is None else value
+        stored = rb.storage.get(slice(None))
+        for row, value in zip(
+            stored["row"].tolist(), stored["episode_return"].flatten().tolist(), strict=True
+        ):
+            assert value == pytest.approx(expected[row])
+
+
+def test_observations_that_are_stored_once() -> None:
+    rows = rows_of([1, 2, 4, 1], None, [False, False, True, False])
+    rows["observation"] = rows["next", "observation"] - 1
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(9, dedup_next=["observation"]),
+        transform=ReturnToGo(
+            0.5, on_truncated="bootstrap", value=lambda rows: rows["observation"] * 10
+        ),
+    )
+    for row in rows.unbind(0):
+        rb.add(row)
+    assert returns_of(rb) == [1 + 0.5 * (2 + 0.5 * 14), 2 + 0.5 * 14, 14.0, 0.0]

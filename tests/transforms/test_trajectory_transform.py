@@ -202,7 +202,7 @@ def test_windows_are_cut_from_what_is_left(
         return found
 
     unit = Windows(length, pad, every)
-    seeded = {"sample_unit": unit, "batch_size": 6}
+    seeded: dict[str, Any] = {"sample_unit": unit, "batch_size": 6}
     rb = buffer_of(
         TrajectoryTransform(edit), lengths, generator=torch.Generator().manual_seed(seed), **seeded
     )
@@ -553,3 +553,37 @@ def test_what_comes_later_goes_by_edited_episodes() -> None:
     assert torch.equal(batch["achieved_goal"], stack.float())
     before = torch.where(step == 0, -5, first + (step - 1) // 2 + 1)
     assert torch.equal(batch["previous_row"].flatten(), before)
+
+
+def test_streams_that_are_interleaved_row_by_row() -> None:
+    parts = [rows_of([4, 3]), rows_of([5, 2])]
+    parts[0]["env"], parts[1]["env"] = torch.zeros(7).long(), torch.ones(7).long()
+    rows = torch.stack(parts, 1).reshape(14)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(14, lane_key="env"),
+        transform=Compose(TrajectoryTransform(repeated(2)), Look()),
+        batch_size=300,
+    )
+    rb.extend(rows)
+    batch = rb.sample()
+    n = torch.tensor([[8, 6], [10, 4]])[batch["env"], batch["row"] // 100]
+    assert torch.equal(batch["count"], n)
+    assert torch.equal(batch["after"] % 100, torch.minimum(batch["row"] % 100 + 1, n - 1))
+
+
+def test_observations_that_are_stored_once() -> None:
+    """The function is given both: what is rebuilt looks as if it had been stored."""
+    batches = []
+    for kept_once in (False, ["row"]):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(11, dedup_next=kept_once),
+            transform=Compose(TrajectoryTransform(shortened(3)), Look()),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        rb.extend(rows_of([5, 4, 6]))
+        batches.append(rb.sample())
+    one, other = batches
+    assert torch.equal(one["next", "row"], one["row"] + 1)
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key

@@ -1,0 +1,200 @@
+"""What a batch of slices says of its rows: ends, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSampler,
+)
+
+Make = Callable[..., ReplayBuffer]
+
+
+def _windows(batch: TensorDict) -> list[list[int]]:
+    """Values of ``t``, window by window."""
+    ids = batch["sequence_id"].tolist()
+    windows: list[list[int]] = [[] for _ in range(max(ids) + 1)]
+    for number, t in zip(ids, batch["t"].tolist(), strict=True):
+        windows[number].append(t)
+    return windows
+
+
+# -- marks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("BD12")
+def test_every_window_is_done_once(sliced: Make) -> None:
+    rb = sliced([5, 9, 6], slice_len=4)
+    for _ in range(50):
+        batch = rb.sample(40)
+        assert batch["next", "done"].sum() == 10
+        assert batch["next", "done"].reshape(10, 4)[:, -1].all()
+
+
+@pytest.mark.pitfall("BD7")
+def test_where_an_episode_ended_and_where_a_slice_was_cut(
+    sliced: Make, rows: Callable[..., Any]
+) -> None:
+    data = rows([6, 6])  # the first one terminated, the second one truncated
+    data["next", "terminated"][11] = False
+    data["next", "truncated"][11] = True
+    rb = sliced(data, slice_len=3)
+    batch = rb.sample(3 * 200)
+    last = torch.arange(600) % 3 == 2
+    t, done, terminated, truncated = (
+        batch[key].reshape(-1)
+        for key in ("t", ("next", "done"), ("next", "terminated"), ("next", "truncated"))
+    )
+    assert torch.equal(done, last)
+    assert torch.equal(terminated, t == 5)
+    assert torch.equal(truncated, last & (t != 5))
+
+
+def test_marks_elsewhere_or_not_at_all(sliced: Make) -> None:
+    batch = sliced([5, 5], slice_len=3, truncated_key=("cut", "truncated")).sample(6)
+    assert batch["cut", "done"].sum() == 2
+    assert torch.equal(batch["cut", "truncated"] | batch["cut", "terminated"], batch["cut", "done"])
+    assert torch.equal(batch["next", "done"].reshape(-1), (batch["t"] % 5 == 4))
+    batch = sliced([5, 5], slice_len=3, truncated_key=None).sample(6)
+    assert torch.equal(batch["next", "done"].reshape(-1), (batch["t"] % 5 == 4))
+
+
+def test_marks_of_data_without_flags(sliced: Make) -> None:
+    data = TensorDict({"t": torch.arange(8), "episode": torch.arange(8) // 4}, [8])
+    batch = sliced(data, slice_len=2).sample(6)
+    last = torch.arange(6).reshape(-1, 1) % 2 == 1
+    assert torch.equal(batch["next", "done"], last)
+    assert torch.equal(batch["next", "truncated"], last)
+    assert not batch["next", "terminated"].any()
+    batch["next", "truncated"][:] = False  # memory of its own
+    assert torch.equal(batch["next", "done"], last)
+
+
+def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any]) -> None:
+    data = rows([5, 5])
+    data["is_init"] = (torch.arange(10) % 5 == 0).unsqueeze(-1)
+    batch = sliced(data, slice_len=3).sample(30)
+    assert batch["is_init"].shape == (30, 1)
+    assert torch.equal(batch["is_init"].reshape(-1), torch.arange(30) % 3 == 0)
+
+
+def test_what_a_batch_says_does_not_change_what_is_stored(sliced: Make) -> None:
+    rb = sliced([5, 5], slice_len=3)
+    before = rb[:].clone()
+    batch = rb.sample(30)
+    batch["next", "terminated"][:] = True
+    batch["t"][:] = -1
+    assert (rb[:] == before).all()
+
+
+# -- padding ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("BD8")
+@pytest.mark.parametrize(
+    "options", [{"strict_length": False, "pad_output": True}, {"pad": "none"}, {"pad": "right"}]
+)
+def test_the_mask_is_always_there(options: dict[str, Any], sliced: Make) -> None:
+    batch = sliced([1000], slice_len=2, **options).sample(4)
+    assert batch["collector", "mask"].all()
+    assert (batch["collector", "mask"].shape, batch["collector", "mask"].dtype) == (
+        (4,),
+        torch.bool,
+    )
+
+
+def test_short_windows_repeat_their_last_row(sliced: Make, rows: Callable[..., Any]) -> None:
+    data = rows([2])
+    data["is_init"] = torch.tensor([[True], [False]])
+    batch = sliced(data, slice_len=4, strict_length=False, pad_output=True).sample(8)
+    assert batch["t"].tolist() == [0, 1, 1, 1] * 2
+    assert batch["index"].tolist() == [0, 1, 1, 1] * 2
+    assert batch["collector", "mask"].tolist() == [True, True, False, False] * 2
+    for name in ("done", "terminated"):
+        assert batch["next", name].reshape(-1).tolist() == [False, True, False, False] * 2
+    assert not batch["next", "truncated"].any()
+    assert batch["is_init"].reshape(-1).tolist() == [True, False, False, False] * 2
+
+
+@pytest.mark.parametrize("align", ["left", "right"])
+def test_padding_has_its_values(align: str, sliced: Make, rows: Callable[..., Any]) -> None:
+    data = rows([2])
+    data["x"] = torch.ones(2, 2, 3)
+    data["flag"] = torch.ones(2, dtype=torch.bool)
+    values = {"t": -5, "x": 0.5}
+    batch = sliced(data, slice_len=4, pad="right", align=align, pad_value=values).sample(4)
+    mask = batch["collector", "mask"]
+    assert mask.tolist() == (
+        [True] * 2 + [False] * 2 if align == "left" else [False] * 2 + [True] * 2
+    )
+    assert batch["t"][mask].tolist() == [0, 1]
+    assert batch["t"][~mask].tolist() == [-5, -5]
+    assert (batch["x"][mask] == 1).all()
+    assert (batch["x"][~mask] == 0.5).all()
+    assert batch["e"][~mask].tolist() == [0, 0]
+    assert not batch["flag"][~mask].any()
+    assert not batch["next", "done"][~mask].any()
+    assert batch["next", "done"][mask].reshape(-1).tolist() == [False, True]
+    assert (sliced(data, slice_len=4, pad="both")[:]["x"] == 1).all()
+
+
+@pytest.mark.parametrize("short", ["whole", "law", "exclude"])
+@pytest.mark.parametrize("pad", ["none", "left", "right", "both"])
+def test_every_padded_window_is_drawn(pad: str, short: str, sliced: Make) -> None:
+    rb = sliced([2, 5], slice_len=3, pad=pad, short=short)
+    batch = rb.sample(3 * 2000)
+    mask = batch["collector", "mask"].reshape(-1, 3)
+    t = batch["t"].reshape(-1, 3)
+    seen = {tuple(row[real].tolist()) for row, real in zip(t, mask, strict=True)}
+    left, right = 2 * (pad in ("left", "both")), 2 * (pad in ("right", "both"))
+    whole = short == "whole"
+    expected = set()
+    for first, n in ((0, 2), (2, 5)):
+        if n < 3 and (whole or short == "exclude"):
+            expected |= {(0, 1)} if whole else set()
+            continue
+        for s in range(-left, n - 3 + right + 1):
+            expected.add(tuple(range(first + max(s, 0), first + min(s + 3, n))))
+    assert seen == expected
+    assert (batch["t"][~batch["collector", "mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"strict_length": False}, {"pad": "both"}, {"span": True}])
+def test_tensors_of_a_device_are_marked_alike(
+    options: dict[str, Any],
+    sliced: Make,
+    rows: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere than on the CPU the flags stay tensors."""
+    data = rows([2, 5, 9])
+    data["is_init"] = torch.tensor([True, False, *[True, *[False] * 4], *[True, *[False] * 8]])
+    data["next", "truncated"][6] = True
+    data["next", "terminated"][6] = False
+    here = sliced(data, slice_len=4, **options).sample(80)
+    monkeypatch.setattr("replaykit.samplers.markers._array", lambda tensor: tensor)
+    there = sliced(data, slice_len=4, **options).sample(80)
+    assert (here == there).all()
+    assert set(here.keys(True)) == set(there.keys(True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"pad": "both"}, {"draw": "sequential"}])
+def test_rows_on_a_device(options: dict[str, Any], rows: Callable[..., Any]) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(50, device="cuda"), sampler=SliceSampler(slice_len=4, **options)
+    )
+    rb.extend(rows([5, 9, 6]))
+    batch = rb.sample(40)
+    assert {leaf.device.type for leaf in batch.values(True, True)} == {"cuda"}
+    assert batch["next", "done"].sum() == 10
+    assert torch.equal(batch["t"][batch["next", "done"][:, 0]] >= 0, torch.ones(10).bool().cuda())
