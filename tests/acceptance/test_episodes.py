@@ -22,7 +22,6 @@ from replaykit import (
     SliceSampler,
     StackFrames,
     StepCount,
-
 )
 from replaykit.episodes import EndReason, Head
 
@@ -86,9 +85,7 @@ def test_steps_to_the_end_after_every_write(
 
 @pytest.mark.acceptance("F3", "F4")
 @pytest.mark.parametrize("lane_key", [None, "lane"])
-def test_after_a_clear_nothing_of_the_past_is_seen(
-    lane_key: Any, ted: Any, buffer: Any
-) -> None:
+def test_after_a_clear_nothing_of_the_past_is_seen(lane_key: Any, ted: Any, buffer: Any) -> None:
     rb = buffer(6, lane_key=lane_key, writer=RoundRobinWriter(track_generations=True))
     columns = {} if lane_key is None else {"lane": torch.zeros(8, dtype=torch.long)}
     rb.extend(ted([0] * 8, **columns))

@@ -99,8 +99,9 @@ def test_goals_of_the_same_episode(
 @pytest.mark.acceptance("S14")
 def test_goals_without_chance_change_nothing(ted: Any, codes_of: Any, buffer: Any) -> None:
     rows = with_goals(ted(codes_of([5, 9])))
-    plain, other = (buffer(20, SliceSampler(slice_len=2), transform=t) for t in
-                    (None, HindsightGoal(0.0)))
+    plain, other = (
+        buffer(20, SliceSampler(slice_len=2), transform=t) for t in (None, HindsightGoal(0.0))
+    )
     plain.extend(rows)
     other.extend(rows)
     assert (plain[:] == other[:]).all()
