@@ -33,6 +33,7 @@ __all__ = [
     "Table",
     "ask_for_large_pages",
     "core",
+    "join_rows",
     "power",
 ]
 
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     RankHeap = fallback.RankHeap
 else:
     RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
+
+join_rows: Any = None if _core is None else _core.join_rows
+"""Rows of two places next to each other, by address; in the core only, as ``Table``."""
 
 Table: Any = None if _core is None else _core.Table
 """Gather and scatter of rows by address, in the core only; torch does the same without it."""

@@ -10,6 +10,7 @@ import torch
 from replaykit.assembly import assembler
 from replaykit.schema import Schema
 from replaykit.storages.carrying import carried
+from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
@@ -37,6 +38,7 @@ class Columns:
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
         order: the paths, in the order in which leaves are gathered.
+        frames: what copies rows with those before them; None where only ``gather_keys`` can.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -71,6 +73,8 @@ class Columns:
         self.order = list(self.tensors) if self._native is None else self._native.order
         self._assemble = assembler(schema.root, self.order)
         self._parts: dict[tuple[Path, ...], Columns] = {}
+        plain = None if mapped else self._native
+        self.frames = None if plain is None else Frames(self, plain)
 
     def _note_memory(self) -> None:
         """Notes where the columns lie now.

@@ -19,7 +19,6 @@ from tensordict import TensorDict
 
 from replaykit import (
     Compose,
-    LazyMemmapStorage,
     LazyTensorStorage,
     NStep,
     PreviousStep,
@@ -298,9 +297,7 @@ class Histories:
             n = len(own)
             over = {"left": (1, 0), "right": (0, 1), "both": (1, 1)}.get(kind.split()[0], (0, 0))
             low, high = -(length - 1) * over[0], n - length + (length - 1) * over[1]
-            if kind == "shorter" and n < length:
-                low = high = 0
-            elif any(over) and n <= length and "law" not in kind:
+            if (kind == "shorter" and n < length) or (any(over) and n <= length and "law" not in kind):
                 low = high = 0
             for start in range(low, high + 1):
                 found[tuple(own[max(start, 0) : start + length])] += 1
