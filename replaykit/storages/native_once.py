@@ -150,7 +150,8 @@ class NativeOnce:
             IndexError: an element outside ``[0, limit)``.
         """
         count = len(elements)
-        if self._rows.advise or count * self._row_bytes >= _THREADS_FROM or not self._ready():
+        threads = self._threads(count)
+        if self._rows.advise or (self._alone and threads > 1) or not self._ready():
             return None
         elements = elements.contiguous()
         leaves: list[torch.Tensor] = []
@@ -162,12 +163,12 @@ class NativeOnce:
         lies = [leaf.data_ptr() for leaf in wide]
         to = [base + offset for offset in self._offsets] + [lies[place] for place in self._wide]
         index = elements.data_ptr()
-        self._stored.gather(index, count, limit, to, self._to_strides, 1)
+        self._stored.gather(index, count, limit, to, self._to_strides, threads)
         to = [
             lies[place] if offset < 0 else base + offset
             for offset, place in zip(self._next_offsets, self._next_wide, strict=True)
         ]
-        self._core.gather(index, count, to, self._next_strides, 1)
+        self._core.gather(index, count, to, self._next_strides, threads)
         if self._batch is not None:
             leaves = self._batch.split(block)
         return leaves + wide
