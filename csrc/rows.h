@@ -49,7 +49,9 @@ constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kBytesToShare = 1 << 20;
 constexpr std::int64_t kBytesAPiece = 256 << 10;
 
-inline void prefetch(const char* address, std::int64_t bytes) {
+// Inlined by force: GCC takes a function that asks for memory and does nothing else for one without
+// effect, and drops the calls of it that it has not inlined by then.
+__attribute__((always_inline)) inline void prefetch(const char* address, std::int64_t bytes) {
   const std::int64_t reach = std::min(bytes, kPrefetchBytes);
   for (std::int64_t at = 0; at < reach; at += kLine) __builtin_prefetch(address + at, 0, 2);
   // A row that does not start at a line may end in one more.
@@ -153,14 +155,12 @@ class Table {
       return field.base + (row < rows_ ? row : row - rows_) * field.stride;
     };
     constexpr std::int64_t kAhead = 16;
-    const auto ask = [&](std::int64_t i) {
-      for (std::int64_t k = 0; k <= steps[i]; ++k) {
-        __builtin_prefetch(at(index[i] + k * lanes), 0, 2);
+    for (std::int64_t i = -kAhead; i < n; ++i) {
+      // Here and in no function of its own, see `prefetch`.
+      for (std::int64_t k = 0; i + kAhead < n && k <= steps[i + kAhead]; ++k) {
+        __builtin_prefetch(at(index[i + kAhead] + k * lanes), 0, 2);
       }
-    };
-    for (std::int64_t i = 0; i < std::min(n, kAhead); ++i) ask(i);
-    for (std::int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) ask(i + kAhead);
+      if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
         if (weight == 0) break;  // what is infinite there does not count

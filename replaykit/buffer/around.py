@@ -14,6 +14,7 @@ from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.base import Compose
@@ -44,7 +45,6 @@ class StoredSurroundings(Surroundings):
         self._cells = cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
-        self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
         self._window = window
         self.mask = mask
@@ -55,7 +55,7 @@ class StoredSurroundings(Surroundings):
 
     @cached_property
     def first(self) -> Array:  # type: ignore[override]
-        return np.maximum(self.begin, self._lowest)
+        return np.maximum(self.begin, self._index.bounds(self.lane)[0])
 
     @cached_property
     def reason(self) -> Array:  # type: ignore[override]
@@ -69,12 +69,30 @@ class StoredSurroundings(Surroundings):
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
         # Only here rows of a lane that follow each other in time do so in the ring.
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
         return columns.discounted(key, self._cells, steps, gamma)
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        columns = self._storage.require()
+        if self.rows is None or type(self._index) is not EpisodeIndex:
+            return None
+        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
+        if ahead is None:
+            return None
+        return ahead.lead(self.rows, self._cells, self.time, self.last)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -104,8 +122,12 @@ def fetch_all(
     info: dict[Any, Any],
     generator: torch.Generator | None,
     episodes: EpisodeIndex | None = None,
+    rows: Any = None,
 ) -> Prepared:
     """Has the history transforms of a chain read what they need for rows at an index.
+
+    Args:
+        rows: the batch, in memory of its own, where nobody looks at it before the chain does.
 
     Raises:
         RuntimeError: a storage that does not know where episodes end.
@@ -126,6 +148,8 @@ def fetch_all(
         None if mask is None else mask.cpu().numpy(),
         generator,
     )
+    if mask is None:
+        around.rows = rows
     return fetch_more(chain, Prepared(around))
 
 
@@ -135,6 +159,8 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
     around = prepared.around
     around.relabels = []
     for position, transform in enumerate(chain):
+        if position:
+            around.rows = None
         if position < start or not isinstance(transform, HistoryTransform):
             continue
         if transform.edits_episodes:
@@ -144,6 +170,7 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
             break
         if transform.relabels:
             around.relabels.append((transform, fetched))
+    around.rows = None
     return prepared
 
 
