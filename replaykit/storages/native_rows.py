@@ -120,9 +120,7 @@ class NativeRows:
                     self._block_offsets.append(offset)
             self._batch_strides = [stride] * len(bases)
         self._small = native.Table(bases, steps, widths, self.elements)
-        self._flat = {
-            path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone
-        }
+        self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}
         for path in self._alone:
             bases.append(tensors[path].data_ptr())
             steps.append(strides[path])
