@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -43,15 +43,16 @@ class StoredSurroundings(Surroundings):
     ) -> None:
         super().__init__()
         self._storage, self._index = storage, index
+        self._columns = storage.require()
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self._cells = cells.cpu().numpy()
+        self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
         self.alone = window is None
         self._window = window
         self.mask = mask
         self.generator = generator
-        self.keys = storage.require().schema.leaves
+        self.keys = self._columns.schema.leaves
 
     # What not every transform asks for is computed when one does.
 
@@ -88,7 +89,7 @@ class StoredSurroundings(Surroundings):
         return columns.discounted(key, self._cells, steps, gamma)
 
     def lead(self, plan: StepsPlan) -> Led | None:
-        columns = self._storage.require()
+        columns = self._columns
         if self.rows is None or type(self._index) is not EpisodeIndex:
             return None
         ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
@@ -230,7 +231,7 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     Raises:
         RuntimeError: records that are no TensorDicts.
     """
-    if not is_tensordict(data):
+    if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
     prepared.around.relabels = []
     now = prepared
