@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "numbered_ring.h"
+#include "numbers.h"
 #include "pages.h"
 
 namespace replaykit {
@@ -22,15 +23,6 @@ constexpr std::int64_t kCodeBits = 7;
 constexpr std::uint8_t kNotInit = 0x20;
 constexpr std::uint8_t kSwitched = 3, kSevered = 4, kRestored = 5;
 enum Head : std::uint8_t { kReset = 1, kCut = 2, kEvicted = 3 };
-
-// int64 numbers of the caller's, equally far apart.
-struct Numbers {
-  const char* base;
-  std::int64_t stride;
-  std::int64_t operator[](std::int64_t i) const {
-    return *reinterpret_cast<const std::int64_t*>(base + i * stride);
-  }
-};
 
 // Links, 8 bytes a row, in memory that grows with the places in use. What lies beyond them is not
 // touched, and so takes no memory either.

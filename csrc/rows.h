@@ -169,14 +169,12 @@ class Table {
       return field.base + (row < rows_ ? row : row - rows_) * field.stride;
     };
     constexpr std::int64_t kAhead = 16;
-    const auto ask = [&](std::int64_t i) {
-      for (std::int64_t k = 0; k <= steps[i]; ++k) {
-        detail::prefetch_line(at(index[i] + k * lanes));
+    for (std::int64_t i = -kAhead; i < n; ++i) {
+      // Here and in no function of its own, see `prefetch`.
+      for (std::int64_t k = 0; i + kAhead < n && k <= steps[i + kAhead]; ++k) {
+        __builtin_prefetch(at(index[i + kAhead] + k * lanes), 0, 2);
       }
-    };
-    for (std::int64_t i = 0; i < std::min(n, kAhead); ++i) ask(i);
-    for (std::int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) ask(i + kAhead);
+      if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
         if (weight == 0) break;  // what is infinite there does not count

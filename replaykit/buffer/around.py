@@ -16,6 +16,7 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import ravel
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.base import Compose
@@ -46,7 +47,6 @@ class StoredSurroundings(Surroundings):
         self._cells = cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
-        self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
         self._window = window
         self.mask = mask
@@ -57,7 +57,7 @@ class StoredSurroundings(Surroundings):
 
     @cached_property
     def first(self) -> Array:  # type: ignore[override]
-        return np.maximum(self.begin, self._lowest)
+        return np.maximum(self.begin, self._index.bounds(self.lane)[0])
 
     @cached_property
     def reason(self) -> Array:  # type: ignore[override]
@@ -70,6 +70,15 @@ class StoredSurroundings(Surroundings):
     @property
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
+
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
 
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
@@ -126,6 +135,15 @@ class StoredSurroundings(Surroundings):
             return None
         return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
 
+    def lead(self, plan: StepsPlan) -> Led | None:
+        columns = self._storage.require()
+        if self.rows is None or type(self._index) is not EpisodeIndex:
+            return None
+        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
+        if ahead is None:
+            return None
+        return ahead.lead(self.rows, self._cells, self.time, self.last)
+
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
 
@@ -154,8 +172,12 @@ def fetch_all(
     info: dict[Any, Any],
     generator: torch.Generator | None,
     episodes: EpisodeIndex | None = None,
+    rows: Any = None,
 ) -> Prepared:
     """Has the history transforms of a chain read what they need for rows at an index.
+
+    Args:
+        rows: the batch, in memory of its own, where nobody looks at it before the chain does.
 
     Raises:
         RuntimeError: a storage that does not know where episodes end.
@@ -176,6 +198,8 @@ def fetch_all(
         None if mask is None else mask.cpu().numpy(),
         generator,
     )
+    if mask is None:
+        around.rows = rows
     return fetch_more(chain, Prepared(around))
 
 
@@ -185,6 +209,8 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
     around = prepared.around
     around.relabels = []
     for position, transform in enumerate(chain):
+        if position:
+            around.rows = None
         if position < start or not isinstance(transform, HistoryTransform):
             continue
         if transform.edits_episodes:
@@ -194,6 +220,7 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
             break
         if transform.relabels:
             around.relabels.append((transform, fetched))
+    around.rows = None
     return prepared
 
 

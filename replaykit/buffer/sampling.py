@@ -262,18 +262,27 @@ class Sampling(BufferCore):
                 anchors = drawn.info["anchor_index"]
                 drawn.info["anchor_generation"] = _generations(storage, anchors)
         own = self._collate_fn is not None
+        held = False
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
             drawn.rows = storage.read_held(drawn.index, self._contiguous)
+            held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)
         drawn.sampler = self._sampler
         chain = self._chain
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
-            drawn.fetched = (
+            # Nobody looks at the rows before the first transform does.
+            held = held and type(self._sampler).complete is Sampler.complete
+            drawn.fetched = chain, fetch_all(
                 chain,
-                fetch_all(chain, storage, drawn.index, drawn.info, self._generator, known),
+                storage,
+                drawn.index,
+                drawn.info,
+                self._generator,
+                known,
+                drawn.rows if held else None,
             )
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim

@@ -201,6 +201,14 @@ class ColumnStorage(Storage):
         self.ledger.advance(len(rows))
         self.indexes.note(rows)
 
+    def commit_by_stream(
+        self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any
+    ) -> None:
+        """Makes rows count as stored that were written at slots of their streams; see
+        ``InterleavedIndex.placed``."""
+        self.ledger.place_by_stream(slots)
+        self.indexes.placed(rows, slots.numpy(), displacing, turn)
+
     @property
     def episodes(self) -> EpisodeIndex:
         """Where the stored episodes begin and end; hold the lock while asking.

@@ -15,6 +15,7 @@ from replaykit.storages.indexing import check_range, ravel, unravel_index, witho
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
+from replaykit.storages.steps_ahead import StepsAhead, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
@@ -202,6 +203,13 @@ class Columns:
         if self._native is None or self.advise:
             return None
         return self._native.discounted(path, elements, steps, gamma)
+
+    def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
+        """Sums over several steps in one call; None where ``discounted`` and ``gather_keys`` have to
+        do."""
+        if self._native is None or self.advise:
+            return None
+        return self._native.steps_ahead(plan)
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EpisodeIndexes"]
 
+Array = np.ndarray[Any, Any]
+
 _DEFAULT = BoundaryRule()
 
 
@@ -92,6 +94,13 @@ class EpisodeIndexes:
             for index in list(self._others.values()):
                 index.follow(len(rows))
 
+    def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
+        """Told after every write by stream which rows were committed, and where; all of them are
+        up to date but for these. See ``InterleavedIndex.placed``."""
+        for index in self._live():
+            assert isinstance(index, InterleavedIndex)
+            index.placed(rows, slots, displacing, turn)
+
     def settle(self) -> None:
         """Told that stored rows are about to be overwritten or forgotten: what they say is noted
         first."""
@@ -116,7 +125,7 @@ class EpisodeIndexes:
                 index.edited()
                 self.stale = True
 
-    def cut(self, lanes: np.ndarray[Any, Any] | None = None, code: int = SEVERED) -> None:
+    def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
         storage = self.storage
         ledger = storage.ledger
@@ -135,6 +144,8 @@ class EpisodeIndexes:
             newest = int(ledger.positions(ledger.write_order()[-1:]))
             cut = newest * count + np.nonzero(chosen)[0]
         lowest = (ledger.next_position - ledger.slots) * count if ledger.in_order else 0
+        if isinstance(main, InterleavedIndex) and ledger.by_stream:
+            lowest = main.oldest()
         self.marks.add(cut, code, lowest)
         for index in live:
             index.close(chosen, code)

@@ -11,6 +11,7 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
 
@@ -63,6 +64,8 @@ class Surroundings:
         next_made: the transforms that have made leaves under ``next`` that are not stored.
         root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
         later: the transforms after the one that asks, where that edits episodes.
+        rows: the batch, where it is for the one that asks to overwrite its leaves in ``fetch``: it
+            is the first of its chain, and nobody else has seen the rows. None: it is not.
 
     Example:
         See ``HistoryTransform``, whose methods get them.
@@ -92,6 +95,7 @@ class Surroundings:
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []
+        self.rows: Any = None
 
     def __len__(self) -> int:
         return len(self.time)
@@ -115,6 +119,12 @@ class Surroundings:
             if not transform.changes.isdisjoint(wanted):
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
+
+    def column(self, key: Path) -> torch.Tensor | None:
+        """All slots of one stored leaf, ``[slots, *F]``, where the row of a time lies in slot
+        ``time % slots``; to be looked at only while ``fetch`` runs. None: ``fetch`` the rows.
+        """
+        return None
 
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
@@ -156,6 +166,12 @@ class Surroundings:
         Returns:
             Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
             them.
+        """
+        return None
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
+        only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
         """
         return None
 

@@ -97,9 +97,7 @@ def test_lanes_that_advance_together(ted: Any, buffer: Any) -> None:
 
 
 @pytest.mark.acceptance("S5")
-def test_a_batch_longer_than_the_ring_leaves_its_tail(
-    tmp_path: Any, ted: Any, buffer: Any
-) -> None:
+def test_a_batch_longer_than_the_ring_leaves_its_tail(tmp_path: Any, ted: Any, buffer: Any) -> None:
     """In the order of age, which is that of ``rb.episodes``."""
     rb = buffer(256)
     rb.extend(ted([0] * 100))
@@ -187,10 +185,9 @@ def test_lanes_without_windows_neither_block_nor_bias(ted: Any, buffer: Any) -> 
 
 @pytest.mark.acceptance("S7")
 @pytest.mark.parametrize("priorities", [False, True])
-def test_rows_without_their_history_are_not_drawn(
-    priorities: bool, ted: Any, buffer: Any
-) -> None:
+def test_rows_without_their_history_are_not_drawn(priorities: bool, ted: Any, buffer: Any) -> None:
     """Where the stream was joined in the middle; at a genuine beginning history is padding."""
+
     def sampler() -> Any:
         return PrioritizedSampler(alpha=0.7, beta=0.4) if priorities else RandomSampler()
 

@@ -122,9 +122,7 @@ def test_updates_of_rows_that_are_gone_change_nothing(ted: Any, buffer: Any) -> 
     rb.update_priority(empty, torch.zeros(0))
     rb.update_priority(old["index"], 100.0, generation=old["index_generation"])
     after = rb.state_dict()
-    assert torch.equal(
-        before["_sampler"]["_priorities"], after["_sampler"]["_priorities"]
-    )
+    assert torch.equal(before["_sampler"]["_priorities"], after["_sampler"]["_priorities"])
     assert rb.sample(64)["priority_weight"].unique().tolist() == [1.0]
 
 

@@ -1,0 +1,132 @@
+"""Sums of rewards over several steps, by the compiled core: one call a batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from replaykit import native
+from replaykit._compat import TensorDict, fields_of, lookup
+from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.native_rows import NativeRows
+
+__all__ = ["Led", "StepsAhead", "StepsPlan"]
+
+Array = np.ndarray[Any, Any]
+
+_MOST_BYTES = 2**20
+"""Up to so many bytes of a batch one thread is enough."""
+
+
+class StepsPlan(NamedTuple):
+    """What is summed, and what is taken over from the last step.
+
+    Attributes:
+        reward: a leaf of one number a row.
+        taken: leaves that become those of the last step.
+        gamma: discount of one step.
+        discounts: what follows 1, 2, ... steps; as many are summed at most.
+    """
+
+    reward: Path
+    taken: tuple[Path, ...]
+    gamma: float
+    discounts: tuple[float, ...]
+
+
+class Led(NamedTuple):
+    """``sums`` ``[B, *F]`` like the reward, ``discounts`` ``[B, 1]`` in its dtype, ``used`` int64
+    ``[B, 1]``: how many steps were summed, and ``ends`` int64 ``[B]``: the time of the last one."""
+
+    sums: torch.Tensor
+    discounts: torch.Tensor
+    used: torch.Tensor
+    ends: Array
+
+
+class StepsAhead:
+    """A plan, with the addresses of the leaves that it reads; good until these move."""
+
+    @classmethod
+    def over(cls, rows: NativeRows, plan: StepsPlan) -> StepsAhead | None:
+        """Returns it where the core can sum the reward: one float32 or float64 a row; else None."""
+        reward = rows.columns.get(plan.reward)
+        if reward is None or reward.dtype not in (torch.float32, torch.float64):
+            return None
+        return None if reward.shape[rows.ndim :].numel() != 1 else cls(rows, plan)
+
+    def __init__(self, rows: NativeRows, plan: StepsPlan) -> None:
+        tensors = [rows.columns[path] for path in plan.taken]
+        sizes = [rows.sizes[path] for path in plan.taken]
+        reward = rows.columns[plan.reward]
+        self._taken = plan.taken
+        self._row_bytes = sum(sizes)
+        self._core = native.core().StepsAhead(
+            reward.data_ptr(),
+            rows.strides[plan.reward],
+            reward.dtype is torch.float64,
+            [tensor.data_ptr() for tensor in tensors],
+            [rows.strides[path] for path in plan.taken],
+            sizes,
+            rows.elements,
+            rows.cells,
+            plan.gamma,
+            plan.discounts,
+        )
+        self._feature, self._dtype = reward.shape[rows.ndim :], reward.dtype
+        self._models = self._new(1)
+
+    def _new(self, count: int) -> list[torch.Tensor]:
+        return [
+            torch.empty((count, *self._feature), dtype=self._dtype, device="cpu"),
+            torch.empty((count, 1), dtype=self._dtype, device="cpu"),
+            torch.empty((count, 1), dtype=torch.int64, device="cpu"),
+        ]
+
+    def lead(self, batch: Any, element: Array, time: Array, last: Array) -> Led | None:
+        """Sums from elements ``[B]`` on, and overwrites the batch's leaves ``taken`` in place.
+
+        Args:
+            batch: these rows as they are stored, in memory of their own.
+            time, last: int64 ``[B]``: when they are, and the newest row of their episodes.
+
+        Returns:
+            None, and nothing has changed, for a batch that is no plain TensorDict, or so large
+            that several threads are worth it.
+
+        Raises:
+            IndexError: elements that there are not.
+        """
+        count = len(element)
+        if type(batch) is not TensorDict or count * self._row_bytes > _MOST_BYTES:
+            return None
+        to, strides = [], []
+        fields = fields_of(batch).get("next")
+        inner = fields_of(fields) if type(fields) is TensorDict else {}
+        for path in self._taken:
+            leaf = inner.get(path[1]) if len(path) == 2 else lookup(batch, path)
+            if type(leaf) is not torch.Tensor:
+                return None
+            to.append(leaf.data_ptr())
+            strides.append(leaf.stride(0) * leaf.itemsize)
+        models = self._models  # another thread may exchange them
+        if models[0].shape[0] != count:
+            models = self._models = self._new(count)
+        sums, discounts, used = map(torch.empty_like, models)
+        ends = np.empty(count, np.int64)
+        self._core.run(
+            element,
+            time,
+            last,
+            ends,
+            sums.data_ptr(),
+            discounts.data_ptr(),
+            used.data_ptr(),
+            to,
+            strides,
+        )
+        return Led(sums, discounts, used, ends)
