@@ -57,7 +57,7 @@ class EpisodeIndexes:
             KeyError: columns that the rule names are not stored. RuntimeError: nothing was
                 written yet, or records are no TensorDicts.
         """
-        found = self._main if rule == _DEFAULT else self._others.get(rule)
+        found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
             storage = self.storage
             root = storage.require().schema.root

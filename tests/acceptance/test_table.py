@@ -1,8 +1,9 @@
 """Every acceptance behaviour that concerns this package has a test of its own.
 
-C: capabilities that are shown for random histories; S: behaviours with their numbers; F: faults of the field that are not inherited. A test says with
-``@pytest.mark.acceptance("S12")`` which it shows. What is not in the table belongs to parts that do
-not exist yet, such as queues, mixtures of laws or data sets and directories of trajectories.
+C: capabilities that are shown for random histories; S: behaviours with their numbers; F: faults of
+the field that are not inherited. A test says with ``@pytest.mark.acceptance("S12")`` which it
+shows. What is not in the table belongs to parts that do not exist yet, such as queues, mixtures of
+laws or data sets and directories of trajectories.
 """
 
 from __future__ import annotations
