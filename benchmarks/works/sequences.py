@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ from replaykit import (
     ReplayBuffer,
     SliceSampler,
     StackFrames,
+    TensorStorage,
 )
+from replaykit.episodes import WINDOWS, CountLaw
 
 __all__ = ["asked", "run"]
 
@@ -60,7 +63,7 @@ def _titles(setting: Setting) -> dict[str, tuple[Target, ...]]:
 
 def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
     """Returns what is asked, by the title of a work."""
-    return _titles(setting)
+    return {**_titles(setting), **dict.fromkeys(_index_titles(setting), ())}
 
 
 class Slices(Contender):
@@ -116,7 +119,7 @@ class Slices(Contender):
     def check_transform(self, batch: Any, index: torch.Tensor) -> None:
         last = torch.div(index, EPISODE, rounding_mode="floor") * EPISODE + EPISODE - 1
         first = last - EPISODE + 1
-        if self.name.startswith("n-step") or "steps_used" in batch.keys():
+        if batch.get("steps_used", None) is not None:
             count = (last - index + 1).clamp(max=5)
             rewards = self.leaves["next", "reward"][:, 0]
             total = torch.zeros(len(index))
@@ -257,6 +260,37 @@ class Extending(Contender):
         return self.buffer.extend
 
 
+def _index_lines(setting: Setting) -> list[Line]:
+    """What it costs to index a data set at once, in seconds and in bytes a row."""
+    rows = setting.rows * 10
+    built, one_row, usual = _index_titles(setting)
+    done = torch.zeros(rows, 1, dtype=torch.bool)
+    done[EPISODE - 1 :: EPISODE] = True
+    best = float("inf")
+    for _ in range(3):
+        storage = TensorStorage(TensorDict({"next": {"done": done}}, [rows]))
+        start = time.perf_counter()
+        index = storage.episodes
+        best = min(best, time.perf_counter() - start)
+    law = CountLaw.strict(LENGTH)
+    windows = int(index.totals(law, WINDOWS).sum())
+    whole, rest = divmod(rows, EPISODE)
+    wanted = whole * (EPISODE - LENGTH + 1) + max(0, rest - LENGTH + 1)
+    expect(windows == wanted, f"knows {windows} windows of {wanted}")
+    lines = [Line(built, "replaykit", best, "s", at_most=2.0)]
+    lines.append(Line(usual, "replaykit", index.nbytes() / rows, "B", at_most=24.0))
+    storage = TensorStorage(TensorDict({"next": {"done": torch.ones_like(done)}}, [rows]))
+    single = storage.episodes
+    expect(int(single.totals(CountLaw.strict(1), WINDOWS).sum()) == rows, "misses windows")
+    lines.append(Line(one_row, "replaykit", single.nbytes() / rows, "B", at_most=24.0))
+    return lines
+
+
+def _index_titles(setting: Setting) -> tuple[str, str, str]:
+    rows = setting.rows * 10
+    return f"index of {rows:,} rows", "a row, episodes of 1", f"a row, episodes of {EPISODE}"
+
+
 def _measured(
     setting: Setting, title: str, subject: Contender, others: Sequence[Contender], rounds: int = 0
 ) -> list[Line]:
@@ -306,4 +340,4 @@ def run(setting: Setting) -> list[Line]:
     for title, transform in TRANSFORMS.items():
         subject = Slices("replaykit", leaves, RandomSampler, transform)
         lines += _measured(setting, title, subject, [uniform])
-    return lines
+    return lines + _index_lines(setting)

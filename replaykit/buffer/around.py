@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import ravel
 from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
@@ -70,6 +72,15 @@ class StoredSurroundings(Surroundings):
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
         # Only here rows of a lane that follow each other in time do so in the ring.
@@ -85,6 +96,54 @@ class StoredSurroundings(Surroundings):
         if ahead is None:
             return None
         return ahead.lead(self.rows, self._cells, self.time, self.last)
+
+    def _frames(self, keys: Sequence[Path]) -> Frames | None:
+        """What copies rows with those before them, if all of them are as they are stored."""
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if any(not one.changes.isdisjoint(keys) for one, _ in self.relabels):
+            return None
+        return columns.frames
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        reach = self.time - self.first
+        return frames.stacks(tuple(keys), self._cells, reach, count, zero=zero, flat=flat)
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames, time = self._frames(keys), self.next_time
+        if frames is None or time is None:
+            return None
+        rows = self._index.element(time, self.lane)
+        return frames.stacks(tuple(keys), rows, time - self.first, count, zero=zero, flat=flat)
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        paths, reach = tuple(keys), self.time - self.first
+        if joined:
+            made = frames.joined(paths, self._cells, reach, 2)
+            pairs = None if made is None else [made]
+        else:
+            pairs = frames.apart(paths, self._cells, reach, 2)
+        if pairs is None or self.next_time is None:
+            return pairs
+        rows = self._index.element(self.next_time, self.lane)
+        if joined:
+            own = frames.joined(paths, rows, reach, 1)
+            return None if own is None else [[pairs[0][0], own[0]]]
+        apart = frames.apart(paths, rows, reach, 1)
+        if apart is None:
+            return None
+        return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())

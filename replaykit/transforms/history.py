@@ -120,6 +120,12 @@ class Surroundings:
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        """All slots of one stored leaf, ``[slots, *F]``, where the row of a time lies in slot
+        ``time % slots``; to be looked at only while ``fetch`` runs. None: ``fetch`` the rows.
+        """
+        return None
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
         its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
@@ -129,6 +135,43 @@ class Surroundings:
     def lead(self, plan: StepsPlan) -> Led | None:
         """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
         only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
+        """
+        return None
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """The ``count`` rows up to each row of the batch, the oldest first, as one leaf; only while
+        ``fetch`` runs.
+
+        Args:
+            keys: stored keys.
+            count: how many; where there are fewer in the episode its first one is repeated.
+            zero: take zeros there instead.
+            flat: put them along the first feature dimension, where there is one.
+
+        Returns:
+            By key ``[B, count, *F]``; ``flat``: ``[B, count * F[0], *F[1:]]``; and ``F``. None:
+            fetch them.
+        """
+        return None
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """``stacks`` of the rows at ``next_time``."""
+        return None
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        """The row before each row of the batch, zeros where there is none, and the row that comes
+        before the state that follows; only while ``fetch`` runs.
+
+        Args:
+            joined: put all keys next to each other, if they are all of torch's default dtype.
+
+        Returns:
+            Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
+            them.
         """
         return None
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -34,7 +35,7 @@ def lane_sizes(rb: ReplayBuffer, key: str = "lane") -> dict[int, int]:
 @pytest.mark.acceptance("S1")
 def test_some_lanes_written_and_windows_of_the_asked_shape(ted: Any, buffer: Any) -> None:
     sampler = SliceSampler(num_slices=8, measure="lane", strict_lanes=True)
-    rb = buffer(100, sampler, lane_key="lane")
+    rb = buffer(32, sampler, lane_key="lane", writer=LaneWriter(4))
     t = dict.fromkeys(range(8), 0)
 
     def write(*lanes: int) -> None:
@@ -54,7 +55,11 @@ def test_some_lanes_written_and_windows_of_the_asked_shape(ted: Any, buffer: Any
     assert rb.sample(13).batch_size == (13,)
     for _ in range(9):
         write(0, 4, 7)
-    assert lane_sizes(rb) == {lane: 10 if lane in (0, 4, 7) else 1 for lane in range(8)}
+    assert lane_sizes(rb) == {lane: 4 if lane in (0, 4, 7) else 1 for lane in range(8)}
+    looks = rb.episodes  # ten steps of those lanes, of which the last four are stored
+    counts = dict(zip(looks.lanes.tolist(), looks, strict=True))
+    assert [counts[lane].evicted for lane in range(8)] == [6, 0, 0, 0, 6, 0, 0, 6]
+    assert counts[4].rows()["t"].tolist() == [6, 7, 8, 9]
     # Five lanes have no window of two: refused by the strict law, passed over by the others.
     rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True))
     with pytest.raises(NotEnoughData):
@@ -97,9 +102,7 @@ def test_lanes_that_advance_together(ted: Any, buffer: Any) -> None:
 
 
 @pytest.mark.acceptance("S5")
-def test_a_batch_longer_than_the_ring_leaves_its_tail(
-    tmp_path: Any, ted: Any, buffer: Any
-) -> None:
+def test_a_batch_longer_than_the_ring_leaves_its_tail(tmp_path: Any, ted: Any, buffer: Any) -> None:
     """In the order of age, which is that of ``rb.episodes``."""
     rb = buffer(256)
     rb.extend(ted([0] * 100))
@@ -187,10 +190,9 @@ def test_lanes_without_windows_neither_block_nor_bias(ted: Any, buffer: Any) -> 
 
 @pytest.mark.acceptance("S7")
 @pytest.mark.parametrize("priorities", [False, True])
-def test_rows_without_their_history_are_not_drawn(
-    priorities: bool, ted: Any, buffer: Any
-) -> None:
+def test_rows_without_their_history_are_not_drawn(priorities: bool, ted: Any, buffer: Any) -> None:
     """Where the stream was joined in the middle; at a genuine beginning history is padding."""
+
     def sampler() -> Any:
         return PrioritizedSampler(alpha=0.7, beta=0.4) if priorities else RandomSampler()
 

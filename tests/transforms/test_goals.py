@@ -54,7 +54,7 @@ def test_the_core_and_torch_agree(
 ) -> None:
     rows, fresh, leaves = leaves_of(size, width, dtype, packed, seed, flat)
     before = {key: leaf.clone() for key, leaf in leaves.items()}
-    found = relabelled(rows, fresh, leaves, *KEYS)
+    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
     assert found is not None
     expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
     assert set(found) == set(expected) == {GOAL, NEXT_GOAL, REWARD}
@@ -66,7 +66,7 @@ def test_the_core_and_torch_agree(
 
 def test_many_rows_at_once() -> None:
     rows, fresh, leaves = leaves_of(5000, 3, torch.float32, True, 0)
-    found = relabelled(rows, fresh, leaves, *KEYS)
+    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
     if found is None:
         assert native.core() is None
         return
@@ -84,15 +84,15 @@ def test_leaves_that_the_core_does_not_know() -> None:
         {ACHIEVED: torch.zeros(6, 3, 1)},
         {ACHIEVED: torch.zeros(6, 2)},
     ):
-        assert relabelled(rows, fresh, {**leaves, **other}, *KEYS) is None
-    assert relabelled(rows, fresh.T.contiguous().T, leaves, *KEYS) is None
-    assert relabelled(rows, fresh.to(torch.float16), leaves, *KEYS) is None
+        assert relabelled(rows.numpy(), fresh, {**leaves, **other}, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh.T.contiguous().T, leaves, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh.to(torch.float16), leaves, *KEYS) is None
 
 
 def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "_core", None)
     rows, fresh, leaves = leaves_of(6, 3, torch.float32, False, 0)
-    assert relabelled(rows, fresh, leaves, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh, leaves, *KEYS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])
