@@ -210,6 +210,10 @@ class Episodes {
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
       if (element[i] < 0 || slot >= slots_) return i;
+      // Its links are looked up next. Of slots that were never in use there are none: a hint.
+      const auto links = reinterpret_cast<std::uintptr_t>(links_.data());
+      const auto own = links + 8 * static_cast<std::uintptr_t>(element[i]);
+      __builtin_prefetch(reinterpret_cast<const char*>(own));
       const std::int64_t back = seam - slot;
       time[i] = newest - (back < 0 ? back + slots_ : back);
       lane[i] = width == 1 ? 0 : element[i] % width;
@@ -313,7 +317,7 @@ class Episodes {
  private:
   // Cells that are noted in one go: their codes stay in the first level of the cache.
   static constexpr std::int64_t kPiece = 8192;
-  static constexpr std::int64_t kBatch = 64;
+  static constexpr std::int64_t kBatch = 128;
 
   bool is_stored(std::int64_t time, std::int64_t at) const {
     return time >= lo_ && time < hi_ && at >= 0 && at < lanes();

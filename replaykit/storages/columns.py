@@ -213,8 +213,7 @@ class Columns:
         return self._native.discounted(path, elements, steps, gamma)
 
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
-        """Sums over several steps in one call; None where ``discounted`` and ``gather_keys`` have to
-        do."""
+        """Sums over several steps in one call; None where it takes ``discounted``, or more."""
         if self._native is None or self.advise:
             return None
         return self._native.steps_ahead(plan)

@@ -3,7 +3,7 @@
 // time and after a fork. Exits with 0 if all agree. `--break` gathers one row past the end, which
 // must end the program, `--race` writes from two threads without a lock, and `--pool` runs the
 // threads alone, without forks, after which the thread sanitizer cannot follow.
-#include "rows.h"  // first, so that it has to include what it uses
+#include "steps_ahead.h"  // first, so that it has to include what it uses
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -293,6 +293,70 @@ void discounted_sums(Random& random) {
   }
 }
 
+// Sums, and what rows say of the last step, against loops over bytes; and rows that are none.
+void steps_ahead(Random& random) {
+  using replaykit::StepsAhead;
+  for (int turn = 0; turn < 60; ++turn) {
+    const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 40);
+    const std::int64_t rows = lanes * slots, n = below(random, 90), most = 1 + below(random, 9);
+    Case got(random, rows, n, 90);
+    Bytes column(static_cast<std::size_t>(rows * 9));
+    std::vector<float> values;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      values.push_back(static_cast<float>(below(random, 17) - 8));
+      std::memcpy(column.data() + row * 9, &values.back(), sizeof(float));
+    }
+    std::vector<std::int64_t> index, time, last;
+    std::vector<double> discounts;
+    for (std::int64_t i = 0; i < most; ++i) discounts.push_back(static_cast<double>(i));
+    for (std::int64_t i = 0; i < n; ++i) {
+      index.push_back(below(random, rows));
+      time.push_back(below(random, 99));
+      last.push_back(time.back() + below(random, slots));
+    }
+    Case want = got;
+    const auto size = static_cast<std::size_t>(n);
+    std::vector<float> sums(size), after(size);
+    std::vector<std::int64_t> used(size), ends(size);
+    const auto numbers = [](const std::vector<std::int64_t>& all) {
+      return replaykit::Numbers{reinterpret_cast<const char*>(all.data()), 8};
+    };
+    std::vector<Field> fields;
+    for (std::size_t f = 0; f < got.bytes.size(); ++f) {
+      fields.push_back({got.bytes[f] ? address(got.columns[f]) : nullptr, got.strides[f],
+                        got.bytes[f]});
+    }
+    const StepsAhead plan({address(column), 9, 4}, fields, rows, lanes, 0.5, discounts);
+    const StepsAhead::Answers answers = {reinterpret_cast<char*>(sums.data()),
+                                         reinterpret_cast<char*>(after.data()), used.data(),
+                                         ends.data()};
+    if (n > 0) {
+      const auto at = static_cast<std::size_t>(below(random, n));
+      const std::int64_t kept = index[at];
+      for (const std::int64_t wrong : {std::int64_t{-1}, rows, INT64_MAX, INT64_MIN}) {
+        index[at] = wrong;
+        REQUIRE(plan.run(numbers(index), numbers(time), numbers(last), n, answers,
+                         got.as_sides()) == static_cast<std::int64_t>(at));
+        require_same(got, want);
+      }
+      index[at] = kept;
+    }
+    REQUIRE(plan.run(numbers(index), numbers(time), numbers(last), n, answers, got.as_sides()) == n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const std::int64_t steps = std::min(last[at] - time[at], most - 1);
+      double sum = 0, weight = 1;
+      for (std::int64_t k = 0; k <= steps; ++k, weight /= 2) {
+        sum += weight * values[static_cast<std::size_t>((index[at] + k * lanes) % rows)];
+      }
+      REQUIRE(sums[at] == static_cast<float>(sum) && after[at] == static_cast<float>(steps));
+      REQUIRE(used[at] == steps + 1 && ends[at] == time[at] + steps);
+      if (steps > 0) move(want, i, (index[at] + steps * lanes) % rows, false);
+    }
+    require_same(got, want);
+  }
+}
+
 void frames_of_rows(Random& random) {
   for (int turn = 0; turn < 80; ++turn) {
     const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 20);
@@ -350,6 +414,7 @@ void rows_next_to_each_other(Random& random) {
         }
       }
     }
+
   }
 }
 
@@ -394,6 +459,7 @@ int main(int count, char** arguments) {
     positions_outside(random);
     rows_of_a_file(random);
     discounted_sums(random);
+    steps_ahead(random);
     frames_of_rows(random);
     rows_next_to_each_other(random);
   }
