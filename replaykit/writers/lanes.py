@@ -1,4 +1,4 @@
-"""A ring of its own for each of several streams: the next row of one takes the slot of its oldest."""
+"""A ring of its own for each stream: its next row takes the slot of its oldest one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LaneWriter(Writer):
         if index is None:
             _ = storage.episodes  # is there from now on, and told of what follows
         slots = torch.from_numpy(places.slots)
-        last = last_occurrences(slots)
+        last = last_occurrences(slots) if places.turn.any() else slice(None)
         storage.write(slots[last], rows, last)
         storage.commit_by_stream(rows, slots, places.displacing, places.turn)
         self._count(len(rows))
@@ -146,14 +146,14 @@ class LaneWriter(Writer):
         size = np.repeat(have, counts)
         ring = np.maximum(size, self.length)
         # Places in a stream's ring: its rows from the oldest on, and then those that are free.
-        turn, place = np.divmod(number + size, ring)
-        old, fresh = place < size, (number < ring - size)
+        place = (number + size) % ring
+        old, fresh = place < size, number < ring - size
         slots = np.empty(count, np.int64)
         if index is not None and old.any():
             slots[old] = index.nth(grouped[old], place[old])
-        # Free slots are given in the order in which rows come.
-        taken = np.sort(order[fresh])
-        slots[fresh] = storage.ledger.length + np.searchsorted(taken, order[fresh])
+        if fresh.any():  # free slots are given in the order in which rows come
+            taken = order[fresh]
+            slots[fresh] = storage.ledger.length + np.argsort(np.argsort(taken))
         again = ~old & ~fresh
         if again.any():
             slots[again] = slots[(np.repeat(starts, counts) + place - size)[again]]
