@@ -70,12 +70,8 @@ class LaneWriter(Writer):
     kind = "lanes"
 
     def __init__(self, length: int, *, track_generations: bool = False) -> None:
-        if isinstance(length, np.integer):
-            length = int(length)
-        if type(length) is not int or length < 1:
-            raise ValueError(f"expected length as an int of at least 1, got {length!r}")
         super().__init__()
-        self.length = length
+        self.length = _checked_length(length)
         self.tracks_generations = track_generations
 
     def register_storage(self, storage: Storage) -> None:
@@ -219,3 +215,11 @@ class LaneWriter(Writer):
             or (length and not 0 <= int(lanes.min()) <= int(lanes.max()) < length)
         ):
             raise ValueError(f"expected the streams of {length} rows as int64, got {lanes!r}")
+
+
+def _checked_length(length: object) -> int:
+    if isinstance(length, np.integer):
+        length = int(length)
+    if type(length) is not int or length < 1:
+        raise ValueError(f"expected length as an int of at least 1, got {length!r}")
+    return length
