@@ -26,8 +26,9 @@ constexpr std::int64_t kBytesKept = 64 << 10;
 
 char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
 
-std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const Numbers& strides) {
-  const auto width = static_cast<std::size_t>(table.width());
+std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const Numbers& strides,
+                           std::int64_t count = 1) {
+  const auto width = static_cast<std::size_t>(table.width() * count);
   if (addresses.size() != width || strides.size() != width) {
     throw nb::value_error(("expected an address and a stride for each of " + std::to_string(width) +
                            " fields, got " + std::to_string(addresses.size()) + " and " +
@@ -76,6 +77,24 @@ void replaykit::bind_rows(nb::module_& m) {
         },
         nb::arg("address"), nb::arg("bytes"),
         "Asks the kernel for large pages for fresh memory; a hint.");
+  m.def("join_rows",
+        [](std::int64_t left, std::int64_t left_stride, std::int64_t left_bytes,
+           std::int64_t right, std::int64_t right_stride, std::int64_t right_bytes,
+           std::int64_t n, std::int64_t to) {
+          if (left_bytes < 0 || right_bytes < 0 || n < 0) {
+            throw nb::value_error("expected bytes and a number of rows of at least 0");
+          }
+          const auto work = [&] {
+            replaykit::join({as_address(left), left_stride}, left_bytes,
+                            {as_address(right), right_stride}, right_bytes, n, as_address(to));
+          };
+          if (n * (left_bytes + right_bytes) <= kBytesKept) return work();
+          nb::gil_scoped_release release;
+          work();
+        },
+        nb::arg("left"), nb::arg("left_stride"), nb::arg("left_bytes"), nb::arg("right"),
+        nb::arg("right_stride"), nb::arg("right_bytes"), nb::arg("n"), nb::arg("to"),
+        "Puts rows of two places next to each other.");
 
   nb::class_<Table>(m, "Table", "Fields of the rows of a table, at addresses that do not move.")
       .def("__init__",
@@ -152,6 +171,23 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("index"), nb::arg("steps"), nb::arg("n"), nb::arg("lanes"), nb::arg("gamma"),
            nb::arg("wide"), nb::arg("out"),
            "Discounted sums of one number a row over it and so many rows of its lane after it.")
+      .def("frames",
+           [](const Table& self, std::int64_t index, std::int64_t reach, std::int64_t n,
+              std::int64_t lanes, std::int64_t count, bool zero, const Numbers& to,
+              const Numbers& strides, int threads) {
+             if (lanes < 1 || count < 1) {
+               throw nb::value_error("expected lanes and count of at least 1");
+             }
+             const std::vector<Side> sides = as_sides(self, to, strides, count);
+             const Numbers at = checked_index(index, n, self.rows());
+             const Numbers back = checked_index(reach, n, self.rows() / lanes);
+             unlocked(self, n, [&] {
+               self.frames(at.data(), back.data(), n, lanes, count, zero, sides, threads);
+             });
+           },
+           nb::arg("index"), nb::arg("reach"), nb::arg("n"), nb::arg("lanes"), nb::arg("count"),
+           nb::arg("zero"), nb::arg("to"), nb::arg("strides"), nb::arg("threads"),
+           "Copies rows and those of their lanes before them out, side by side.")
       .def("scatter",
            [](const Table& self, std::int64_t slots, std::int64_t n, const Numbers& from,
               const Numbers& strides, int threads) {

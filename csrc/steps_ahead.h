@@ -70,9 +70,6 @@ class StepsAhead {
     Side to;
   };
 
-  // How many rows ahead of the sums memory is asked for: about as many reads as can be under way.
-  static constexpr std::int64_t kAhead = 12;
-
   // Fields that lie side by side in rows, as they do in records, are asked for once.
   void mark_reads() {
     for (const Field& field : fields_) {
@@ -115,19 +112,21 @@ class StepsAhead {
   template <typename Number>
   void fill(const std::int64_t* first, const std::int64_t* steps, std::int64_t n,
             const Answers& answers, const std::vector<Piece>& pieces) const {
-    const auto ask = [&](std::int64_t i) {
-      for (std::int64_t k = 0; k <= steps[i]; ++k) {
-        __builtin_prefetch(reward_.base + round(first[i] + k * lanes_) * reward_.stride, 0, 2);
+    std::int64_t wide = detail::kLine * static_cast<std::int64_t>(discounts_.size());
+    for (const Field& field : reads_) wide += field.bytes + detail::kLine;
+    const std::int64_t ahead = std::max<std::int64_t>(8, detail::kAheadBytes / wide);
+    for (std::int64_t i = -ahead; i < n; ++i) {
+      if (i + ahead < n) {  // here and in no function of its own, see `detail::prefetch`
+        const std::int64_t row = first[i + ahead], on = steps[i + ahead];
+        for (std::int64_t k = 0; k <= on; ++k) {
+          __builtin_prefetch(reward_.base + round(row + k * lanes_) * reward_.stride, 0, 2);
+        }
+        for (std::size_t f = 0; on > 0 && f < reads_.size(); ++f) {
+          const Field& field = reads_[f];
+          detail::prefetch(field.base + round(row + on * lanes_) * field.stride, field.bytes);
+        }
       }
-      if (steps[i] == 0) return;
-      const std::int64_t row = round(first[i] + steps[i] * lanes_);
-      for (const Field& field : reads_) {
-        detail::prefetch(field.base + row * field.stride, field.bytes);
-      }
-    };
-    for (std::int64_t i = 0; i < std::min(n, kAhead); ++i) ask(i);
-    for (std::int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) ask(i + kAhead);
+      if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma_) {
         if (weight == 0) break;  // what is infinite there does not count

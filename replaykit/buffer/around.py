@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import ravel
 from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
@@ -41,15 +43,16 @@ class StoredSurroundings(Surroundings):
     ) -> None:
         super().__init__()
         self._storage, self._index = storage, index
+        self._columns = storage.require()
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self._cells = cells.cpu().numpy()
+        self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
         self.alone = window is None
         self._window = window
         self.mask = mask
         self.generator = generator
-        self.keys = storage.require().schema.leaves
+        self.keys = self._columns.schema.leaves
 
     # What not every transform asks for is computed when one does.
 
@@ -86,13 +89,61 @@ class StoredSurroundings(Surroundings):
         return columns.discounted(key, self._cells, steps, gamma)
 
     def lead(self, plan: StepsPlan) -> Led | None:
-        columns = self._storage.require()
+        columns = self._columns
         if self.rows is None or type(self._index) is not EpisodeIndex:
             return None
         ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
         if ahead is None:
             return None
         return ahead.lead(self.rows, self._cells, self.time, self.last)
+
+    def _frames(self, keys: Sequence[Path]) -> Frames | None:
+        """What copies rows with those before them, if all of them are as they are stored."""
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if any(not one.changes.isdisjoint(keys) for one, _ in self.relabels):
+            return None
+        return columns.frames
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        reach = self.time - self.first
+        return frames.stacks(tuple(keys), self._cells, reach, count, zero=zero, flat=flat)
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames, time = self._frames(keys), self.next_time
+        if frames is None or time is None:
+            return None
+        rows = self._index.element(time, self.lane)
+        return frames.stacks(tuple(keys), rows, time - self.first, count, zero=zero, flat=flat)
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        paths, reach = tuple(keys), self.time - self.first
+        if joined:
+            made = frames.joined(paths, self._cells, reach, 2)
+            pairs = None if made is None else [made]
+        else:
+            pairs = frames.apart(paths, self._cells, reach, 2)
+        if pairs is None or self.next_time is None:
+            return pairs
+        rows = self._index.element(self.next_time, self.lane)
+        if joined:
+            own = frames.joined(paths, rows, reach, 1)
+            return None if own is None else [[pairs[0][0], own[0]]]
+        apart = frames.apart(paths, rows, reach, 1)
+        if apart is None:
+            return None
+        return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -180,7 +231,7 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     Raises:
         RuntimeError: records that are no TensorDicts.
     """
-    if not is_tensordict(data):
+    if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
     prepared.around.relabels = []
     now = prepared

@@ -20,6 +20,8 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
 
+Array = np.ndarray[Any, Any]
+
 __all__ = ["NativeRows"]
 
 _THREADS_FROM = 2**20
@@ -69,14 +71,14 @@ class NativeRows:
         self.cells = columns.lanes.numel()
         self.elements = columns.slots * self.cells
         # A batch has records of its own, also where the rows themselves lie in columns.
-        self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
-        self._alone = alone(self.columns, self._batch)
+        self.batch_layout: RecordLayout | None = columns.layout or plan_records(columns.schema)
+        self._alone = alone(self.columns, self.batch_layout)
         self._shapes = {path: t.shape[columns.ndim :] for path, t in self.columns.items()}
         self._dtypes = {path: tensor.dtype for path, tensor in self.columns.items()}
         self.sizes = {
             path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self.columns.items()
         }
-        self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
+        self.order = [*(self.batch_layout.offsets if self.batch_layout else ()), *self._alone]
         self._row_bytes = sum(self.sizes.values())
         self._records = columns.records
         self._only_records = columns.records is not None and not self._alone
@@ -105,22 +107,20 @@ class NativeRows:
         self._apart_sizes = [sizes[path] for path in self.order]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
-        if self._batch is not None:
-            stride = self._batch.stride
+        if self.batch_layout is not None:
+            stride = self.batch_layout.stride
             if self._records is not None:
                 bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
                 self._block_offsets = [0]
             else:
-                for path, offset in self._batch.offsets.items():
+                for path, offset in self.batch_layout.offsets.items():
                     bases.append(tensors[path].data_ptr())
                     steps.append(strides[path])
                     widths.append(sizes[path])
                     self._block_offsets.append(offset)
             self._batch_strides = [stride] * len(bases)
         self._small = native.Table(bases, steps, widths, self.elements)
-        self._flat = {
-            path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone
-        }
+        self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}
         for path in self._alone:
             bases.append(tensors[path].data_ptr())
             steps.append(strides[path])
@@ -145,7 +145,7 @@ class NativeRows:
             to = [leaf.data_ptr() for leaf in leaves]
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
-        layout = self._batch
+        layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count)
             self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
@@ -178,24 +178,64 @@ class NativeRows:
         self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        known = self._some.get(paths)
-        if known is None:
-            sizes = [self.sizes[path] for path in paths]
-            known = self._some[paths] = (
-                native.Table(
-                    [self.columns[path].data_ptr() for path in paths],
-                    [self.strides[path] for path in paths],
-                    sizes,
-                    self.elements,
-                ),
-                sizes,
-            )
-        table, sizes = known
+        table, sizes = self._table(paths)
         count = len(rows)
         leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self.elements, to, sizes)
         return dict(zip(paths, leaves, strict=True))
+
+    def _table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
+        """Some leaves as a table, and their bytes."""
+        known = self._some.get(paths)
+        if known is None:
+            sizes = [self.sizes[path] for path in paths]
+            bases = [self.columns[path].data_ptr() for path in paths]
+            strides = [self.strides[path] for path in paths]
+            known = self._some[paths] = (
+                native.Table(bases, strides, sizes, self.elements),
+                sizes,
+            )
+        return known
+
+    def frames(
+        self,
+        paths: tuple[Path, ...],
+        elements: Array,
+        reach: Array,
+        to: list[int],
+        strides: list[int],
+        *,
+        zero: bool,
+    ) -> None:
+        """Copies some leaves of elements ``[B]`` and of those before them out; see ``Frames``.
+
+        Args:
+            to, strides: addresses and bytes from row to row, for each frame of the first leaf, then
+                for those of the next.
+
+        Raises:
+            IndexError: an element outside the columns, or a reach beyond them.
+        """
+        self._owner.follow_memory()
+        table, sizes = self._table(paths)
+        count, frames = len(elements), len(to) // len(sizes)
+        elements = np.ascontiguousarray(elements, np.int64)
+        reach = np.ascontiguousarray(reach, np.int64)
+        threads = 1
+        if count * frames * sum(sizes) >= _THREADS_FROM:
+            threads = torch.get_num_threads()
+        table.frames(
+            torch.from_numpy(elements).data_ptr(),
+            torch.from_numpy(reach).data_ptr(),
+            count,
+            self.cells,
+            frames,
+            zero,
+            to,
+            strides,
+            threads,
+        )
 
     def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one number a row; see ``Columns.discounted``."""
@@ -244,15 +284,15 @@ class NativeRows:
         are waited for.
         """
         leaves: list[torch.Tensor] = []
-        if self._batch is None:
+        if self.batch_layout is None:
             check_range(rows, 0, limit)
         else:
-            block = self._batch.new_block(count)
+            block = self.batch_layout.new_block(count)
             base = block.data_ptr()
             to = [base + offset for offset in self._block_offsets]
             strides = self._batch_strides[: len(to)]
             self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
-            leaves = self._batch.split(block)
+            leaves = self.batch_layout.split(block)
         for path, column in self._flat.items():
             leaves.append(column.index_select(0, rows).view(self._dtypes[path]))
         return leaves

@@ -138,6 +138,43 @@ class Surroundings:
         """
         return None
 
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """The ``count`` rows up to each row of the batch, the oldest first, as one leaf; only while
+        ``fetch`` runs.
+
+        Args:
+            keys: stored keys.
+            count: how many; where there are fewer in the episode its first one is repeated.
+            zero: take zeros there instead.
+            flat: put them along the first feature dimension, where there is one.
+
+        Returns:
+            By key ``[B, count, *F]``; ``flat``: ``[B, count * F[0], *F[1:]]``; and ``F``. None:
+            fetch them.
+        """
+        return None
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """``stacks`` of the rows at ``next_time``."""
+        return None
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        """The row before each row of the batch, zeros where there is none, and the row that comes
+        before the state that follows; only while ``fetch`` runs.
+
+        Args:
+            joined: put all keys next to each other, if they are all of torch's default dtype.
+
+        Returns:
+            Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
+            them.
+        """
+        return None
+
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """What was fetched as the transforms before this one have it: relabelled."""
         leaves = around.leaves

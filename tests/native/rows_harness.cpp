@@ -293,6 +293,66 @@ void discounted_sums(Random& random) {
   }
 }
 
+void frames_of_rows(Random& random) {
+  for (int turn = 0; turn < 80; ++turn) {
+    const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 20);
+    const std::int64_t count = 1 + below(random, 5), n = below(random, 90);
+    const bool zero = random() % 2 != 0;
+    Case its(random, lanes * slots, 0, turn % 4 ? 40 : 9000);
+    std::vector<std::int64_t> index, reach;
+    for (std::int64_t i = 0; i < n; ++i) {
+      index.push_back(below(random, lanes * slots));
+      reach.push_back(below(random, slots));
+    }
+    std::vector<Side> sides;
+    std::vector<Bytes> got, want;
+    for (const std::int64_t bytes : its.bytes) {
+      for (std::int64_t j = 0; j < count; ++j) got.push_back(some_bytes(random, n * bytes));
+    }
+    want = got;
+    for (std::size_t s = 0; s < got.size(); ++s) {
+      const std::int64_t bytes = its.bytes[s / static_cast<std::size_t>(count)];
+      sides.push_back({address(got[s]), bytes});
+      const Bytes& column = its.columns[s / static_cast<std::size_t>(count)];
+      const std::int64_t stride = its.strides[s / static_cast<std::size_t>(count)];
+      const std::int64_t age = count - 1 - static_cast<std::int64_t>(s) % count;
+      for (std::int64_t i = 0; i < n; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        const std::int64_t back = std::min(age, reach[at]) * lanes;
+        const std::int64_t row = (index[at] - back + lanes * slots) % (lanes * slots);
+        for (std::int64_t b = 0; b < bytes; ++b) {
+          want[s][static_cast<std::size_t>(i * bytes + b)] =
+              zero && age > reach[at] ? 0 : column[static_cast<std::size_t>(row * stride + b)];
+        }
+      }
+    }
+    const int threads = 1 + static_cast<int>(random() % 2);
+    its.table().frames(index.data(), reach.data(), n, lanes, count, zero, sides, threads);
+    REQUIRE(got == want);
+  }
+}
+
+void rows_next_to_each_other(Random& random) {
+  for (int turn = 0; turn < 50; ++turn) {
+    const std::int64_t n = below(random, 30);
+    const std::int64_t sizes[] = {below(random, 20), below(random, 20)};
+    const std::int64_t strides[] = {sizes[0] + below(random, 5), sizes[1] + below(random, 5)};
+    Bytes parts[] = {some_bytes(random, Case::needed(n, strides[0], sizes[0])),
+                     some_bytes(random, Case::needed(n, strides[1], sizes[1]))};
+    Bytes to = some_bytes(random, n * (sizes[0] + sizes[1]));
+    replaykit::join({address(parts[0]), strides[0]}, sizes[0], {address(parts[1]), strides[1]},
+                    sizes[1], n, address(to));
+    std::size_t at = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      for (int side = 0; side < 2; ++side) {
+        for (std::int64_t b = 0; b < sizes[side]; ++b) {
+          REQUIRE(to[at++] == parts[side][static_cast<std::size_t>(i * strides[side] + b)]);
+        }
+      }
+    }
+  }
+}
+
 int gather_past_the_end(std::int64_t one) {
   Random random(1);
   Bytes column = some_bytes(random, 64), to(16);
@@ -334,6 +394,8 @@ int main(int count, char** arguments) {
     positions_outside(random);
     rows_of_a_file(random);
     discounted_sums(random);
+    frames_of_rows(random);
+    rows_next_to_each_other(random);
   }
   shared_loops();
   loops_at_the_same_time(150);
