@@ -14,7 +14,7 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
-from replaykit.storages.frames import Frames
+from replaykit.storages.frames import Before, Frames
 from replaykit.storages.indexing import ravel
 from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
@@ -87,6 +87,10 @@ class StoredSurroundings(Surroundings):
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
+    @property
+    def _before(self) -> Before:
+        return Before(self._cells, self.time, self.first)
+
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
         """What copies rows with those before them, if all of them are as they are stored."""
         columns = self._storage.require()
@@ -102,8 +106,7 @@ class StoredSurroundings(Surroundings):
         frames = self._frames(keys)
         if frames is None:
             return None
-        reach = self.time - self.first
-        return frames.stacks(tuple(keys), self._cells, reach, count, zero=zero, flat=flat)
+        return frames.stacks(tuple(keys), self._before, count, zero=zero, flat=flat)
 
     def stacks_before_next(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
@@ -111,26 +114,27 @@ class StoredSurroundings(Surroundings):
         frames, time = self._frames(keys), self.next_time
         if frames is None or time is None:
             return None
-        rows = self._index.element(time, self.lane)
-        return frames.stacks(tuple(keys), rows, time - self.first, count, zero=zero, flat=flat)
+        rows = Before(self._index.element(time, self.lane), time, self.first)
+        return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
 
     def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
         frames = self._frames(keys)
         if frames is None:
             return None
-        paths, reach = tuple(keys), self.time - self.first
+        paths = tuple(keys)
         if joined:
-            made = frames.joined(paths, self._cells, reach, 2)
+            made = frames.joined(paths, self._before, 2)
             pairs = None if made is None else [made]
         else:
-            pairs = frames.apart(paths, self._cells, reach, 2)
-        if pairs is None or self.next_time is None:
+            pairs = frames.apart(paths, self._before, 2)
+        time = self.next_time
+        if pairs is None or time is None:
             return pairs
-        rows = self._index.element(self.next_time, self.lane)
+        rows = Before(self._index.element(time, self.lane), time, self.first)
         if joined:
-            own = frames.joined(paths, rows, reach, 1)
+            own = frames.joined(paths, rows, 1)
             return None if own is None else [[pairs[0][0], own[0]]]
-        apart = frames.apart(paths, rows, reach, 1)
+        apart = frames.apart(paths, rows, 1)
         if apart is None:
             return None
         return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]

@@ -275,14 +275,17 @@ class Sampling(BufferCore):
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # Nobody looks at the rows before the first transform does.
             held = held and type(self._sampler).complete is Sampler.complete
-            drawn.fetched = chain, fetch_all(
+            drawn.fetched = (
                 chain,
-                storage,
-                drawn.index,
-                drawn.info,
-                self._generator,
-                known,
-                drawn.rows if held else None,
+                fetch_all(
+                    chain,
+                    storage,
+                    drawn.index,
+                    drawn.info,
+                    self._generator,
+                    known,
+                    drawn.rows if held else None,
+                ),
             )
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim

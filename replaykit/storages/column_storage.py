@@ -201,9 +201,7 @@ class ColumnStorage(Storage):
         self.ledger.advance(len(rows))
         self.indexes.note(rows)
 
-    def commit_by_stream(
-        self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any
-    ) -> None:
+    def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
         """Makes rows count as stored that were written at slots of their streams; see
         ``InterleavedIndex.placed``."""
         self.ledger.place_by_stream(slots)
