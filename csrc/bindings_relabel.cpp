@@ -37,6 +37,51 @@ void unlocked(std::int64_t numbers, const Work& work) {
   work();
 }
 
+// What `later_goals` is given.
+class Later {
+ public:
+  Later(nb::handle draws, nb::handle low, nb::handle last, std::uintptr_t column,
+        std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen)
+      : draws_(draws, "draws", Array::kDouble, 2),
+        low_(low, "low", Array::kInt64, 1),
+        last_(last, "last", Array::kInt64, 1),
+        chosen_(chosen, "chosen", Array::kBool, 1, true),
+        rows_{at<const char>(column), stride, bytes, slots} {
+    if (draws_.size(0) != 2 || bytes < 0 || slots < 1) {
+      throw nb::value_error("expected two draws a row, bytes of at least 0 and a slot");
+    }
+    replaykit::check_length("low", low_.size(), size());
+    replaykit::check_length("last", last_.size(), size());
+    replaykit::check_length("chosen", chosen_.size(), size());
+  }
+
+  std::int64_t size() const { return draws_.size(1); }
+  const std::uint8_t* chosen() const { return chosen_.bytes(); }
+
+  // Whether all draws and times were right; else nothing is to be made of the goals.
+  bool run(double p, char* goals) {
+    done_ = replaykit::later_goals(draws_.doubles(), draws_.doubles() + size(), size(), p,
+                                   low_.numbers(), last_.numbers(), rows_, chosen_.bytes_out(),
+                                   goals);
+    return done_ == size();
+  }
+
+  void check() const {
+    if (done_ != size()) {
+      throw nb::index_error(("expected draws of [0, 1) and times 0 <= low <= last, got others in "
+                             "row " + std::to_string(done_)).c_str());
+    }
+  }
+
+ private:
+  Array draws_, low_, last_, chosen_;
+  replaykit::RingRows rows_;
+  std::int64_t done_ = 0;
+};
+
+// A row that is drawn and read takes as long as so many numbers.
+constexpr std::int64_t kNumbersADraw = 4;
+
 }  // namespace
 
 void replaykit::bind_relabel(nb::module_& m) {
@@ -69,28 +114,34 @@ void replaykit::bind_relabel(nb::module_& m) {
       [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
          std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen,
          std::uintptr_t goals) {
-        const Array drawn(draws, "draws", Array::kDouble, 2);
-        const Array from(low, "low", Array::kInt64, 1), to(last, "last", Array::kInt64, 1);
-        const Array out(chosen, "chosen", Array::kBool, 1, true);
-        const std::int64_t n = drawn.size(1);
-        if (drawn.size(0) != 2 || bytes < 0 || slots < 1) {
-          throw nb::value_error("expected two draws a row, bytes of at least 0 and a slot");
-        }
-        replaykit::check_length("low", from.size(), n);
-        replaykit::check_length("last", to.size(), n);
-        replaykit::check_length("chosen", out.size(), n);
-        std::int64_t wrong = n;
-        unlocked(n * 4, [&] {
-          wrong = replaykit::later_goals(drawn.doubles(), drawn.doubles() + n, n, p, from.numbers(),
-                                         to.numbers(), {at<const char>(column), stride, bytes, slots},
-                                         out.bytes_out(), at<char>(goals));
-        });
-        if (wrong != n) {
-          throw nb::index_error(("expected a draw of [0, 1) and times 0 <= low <= last, got others "
-                                 "in row " + std::to_string(wrong)).c_str());
-        }
+        Later later(draws, low, last, column, stride, bytes, slots, chosen);
+        unlocked(later.size() * kNumbersADraw, [&] { later.run(p, at<char>(goals)); });
+        later.check();
       },
       nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
       nb::arg("stride"), nb::arg("bytes"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
       "Chooses rows, and copies what was achieved at times drawn from low .. last for all of them.");
+
+  m.def(
+      "relabel_later",
+      [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
+         std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen,
+         std::uintptr_t goals, bool doubles, double limit, std::uintptr_t achieved,
+         std::int64_t achieved_stride, std::uintptr_t goal, std::int64_t goal_stride,
+         std::uintptr_t next_goal, std::int64_t next_goal_stride, std::uintptr_t reward,
+         std::int64_t reward_stride) {
+        Later later(draws, low, last, column, stride, bytes, slots, chosen);
+        const std::int64_t item = doubles ? sizeof(double) : sizeof(float);
+        if (bytes % item != 0) throw nb::value_error("expected bytes of whole numbers");
+        const replaykit::OwnRows to[2] = {{at<char>(goal), goal_stride},
+                                          {at<char>(next_goal), next_goal_stride}};
+        const auto work = doubles ? replaykit::overwrite<double> : replaykit::overwrite<float>;
+        unlocked(later.size() * kNumbersADraw, [&] {
+          if (!later.run(p, at<char>(goals))) return;
+          work(later.chosen(), later.size(), bytes / item, limit, {at<const char>(goals), bytes},
+               {at<const char>(achieved), achieved_stride}, to, {at<char>(reward), reward_stride});
+        });
+        later.check();
+      },
+      "Does that, and overwrites goals and rewards of a batch in its chosen rows.");
 }

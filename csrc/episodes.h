@@ -313,7 +313,7 @@ class Episodes {
  private:
   // Cells that are noted in one go: their codes stay in the first level of the cache.
   static constexpr std::int64_t kPiece = 8192;
-  static constexpr std::int64_t kBatch = 16;
+  static constexpr std::int64_t kBatch = 64;
 
   bool is_stored(std::int64_t time, std::int64_t at) const {
     return time >= lo_ && time < hi_ && at >= 0 && at < lanes();

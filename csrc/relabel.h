@@ -17,6 +17,14 @@ struct NumberRows {
   const char* at(std::int64_t row) const { return base + row * stride; }
 };
 
+// The same, to be written.
+struct OwnRows {
+  char* base;
+  std::int64_t stride;
+
+  char* at(std::int64_t row) const { return base + row * stride; }
+};
+
 // One leaf of the rows of a ring: that of time t lies in slot t % slots.
 struct RingRows {
   const char* base;
@@ -107,6 +115,21 @@ void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, dou
     } else {
       std::memcpy(rewards + row, reward.at(row), sizeof(Number));
     }
+  }
+}
+
+// The same in place: chosen rows get the new goal twice, and their reward.
+template <typename Number>
+void overwrite(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
+               NumberRows fresh, NumberRows achieved, const OwnRows goals[2], OwnRows rewards) {
+  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(Number);
+  for (std::int64_t row = 0; row < n; ++row) {
+    if (!chosen[row]) continue;
+    const char* goal = fresh.at(row);
+    const bool near = is_near<Number>(achieved.at(row), goal, width, limit);
+    const Number reward = near ? Number{0} : Number{-1};
+    for (int k = 0; k < 2; ++k) std::memcpy(goals[k].at(row), goal, bytes);
+    std::memcpy(rewards.at(row), &reward, sizeof reward);
   }
 }
 

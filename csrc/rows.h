@@ -179,9 +179,8 @@ class Table {
     };
     constexpr std::int64_t kAhead = 16;
     for (std::int64_t i = -kAhead; i < n; ++i) {
-      // Here and in no function of its own, see `prefetch`.
       for (std::int64_t k = 0; i + kAhead < n && k <= steps[i + kAhead]; ++k) {
-        __builtin_prefetch(at(index[i + kAhead] + k * lanes), 0, 2);
+        detail::prefetch_line(at(index[i + kAhead] + k * lanes));
       }
       if (i < 0) continue;
       double sum = 0, weight = 1;

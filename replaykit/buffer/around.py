@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -43,15 +43,16 @@ class StoredSurroundings(Surroundings):
     ) -> None:
         super().__init__()
         self._storage, self._index = storage, index
+        self._columns = storage.require()
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self._cells = cells.cpu().numpy()
+        self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
         self.alone = window is None
         self._window = window
         self.mask = mask
         self.generator = generator
-        self.keys = storage.require().schema.leaves
+        self.keys = self._columns.schema.leaves
 
     # What not every transform asks for is computed when one does.
 
@@ -90,6 +91,15 @@ class StoredSurroundings(Surroundings):
     @property
     def _before(self) -> Before:
         return Before(self._cells, self.time, self.first)
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        columns = self._columns
+        if self.rows is None or type(self._index) is not EpisodeIndex:
+            return None
+        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
+        if ahead is None:
+            return None
+        return ahead.lead(self.rows, self._cells, self.time, self.last)
 
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
         """What copies rows with those before them, if all of them are as they are stored."""
@@ -138,15 +148,6 @@ class StoredSurroundings(Surroundings):
         if apart is None:
             return None
         return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
-
-    def lead(self, plan: StepsPlan) -> Led | None:
-        columns = self._storage.require()
-        if self.rows is None or type(self._index) is not EpisodeIndex:
-            return None
-        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
-        if ahead is None:
-            return None
-        return ahead.lead(self.rows, self._cells, self.time, self.last)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -234,7 +235,7 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     Raises:
         RuntimeError: records that are no TensorDicts.
     """
-    if not is_tensordict(data):
+    if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
     prepared.around.relabels = []
     now = prepared

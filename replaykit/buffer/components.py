@@ -182,6 +182,8 @@ class Components(BufferCore):
             self._take_chain(chain)
             # The rows are read again: the old chain may have edited what was read.
             self._pending.extend(self._take_prepared())
+            for drawn in self._pending:
+                drawn.random = None  # it was the old chain's
         return self
 
     def _take_prepared_anchors(self) -> list[torch.Tensor]:

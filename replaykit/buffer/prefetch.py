@@ -38,7 +38,9 @@ class Drawn:
 
     ``anchors`` is the index as the sampler gave it, before the sample unit. ``collate`` and
     ``stack_dim`` belong to the storage that the rows were read from. ``sampler`` is who drew it;
-    ``fetched`` is what the transforms have read besides.
+    ``fetched`` is what the transforms have read besides. ``size``: the batch size asked for.
+    ``written``: the storage's next position at the draw. ``random``: the state of the buffer's
+    generator before the transforms drew from it; None where nobody may ask for it.
     """
 
     index: torch.Tensor
@@ -51,6 +53,21 @@ class Drawn:
     origin: Origin | None = None
     sampler: Any = None
     fetched: Any = None
+    size: int = 0
+    written: int = 0
+    random: torch.Tensor | None = None
+
+    def kept(self) -> Drawn:
+        """The draw alone, to be delivered later."""
+        return Drawn(
+            self.index,
+            self.info,
+            self.ran_out,
+            self.anchors,
+            size=self.size,
+            written=self.written,
+            random=self.random,
+        )
 
 
 @dataclass

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, as_tensor, fields_of, is_tensordict, put_all
+from replaykit._compat import as_tensor, is_tensordict
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
+from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.leafwise import contiguous
-from replaykit.samplers import Sampler
+from replaykit.samplers import Sampler, Transition
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.transfer import pin
 
 __all__ = ["Sampling"]
-
-
-_MASKS = ("validity_mask", ("collector", "mask"))
 
 
 class Sampling(BufferCore):
@@ -161,10 +159,10 @@ class Sampling(BufferCore):
         try:
             data, info = self._finish(drawn) if made is None else made
             if merge:
-                data = _merged(data, info, drawn.stack_dim, needed=needed)
+                data = merged(data, info, drawn.stack_dim, needed=needed)
             shape = None if drawn.sampler is None else drawn.sampler.shape_of(len(drawn.index))
             if shape is not None and is_tensordict(data):
-                data = _shaped(data, len(drawn.index), shape)
+                data = shaped(data, len(drawn.index), shape)
         except BaseException:
             self._give_back(drawn)
             raise
@@ -207,8 +205,7 @@ class Sampling(BufferCore):
                 return
             _show(self._sampler, origin.ran_out)
             if origin.size == self._batch_size:
-                kept = Drawn(drawn.index, drawn.info, drawn.ran_out, drawn.anchors)
-                self._pending.extend([kept, *self._take_prepared()])
+                self._pending.extend([drawn.kept(), *self._take_prepared()])
             elif type(self._sampler).put_back is not Sampler.put_back:
                 self._sampler.put_back([drawn.anchors], storage)
             elif _unchanged_since(self._generator, origin):
@@ -252,7 +249,8 @@ class Sampling(BufferCore):
             except BaseException:
                 self._sampler.put_back([anchors], storage)
                 raise
-            drawn = Drawn(index, info, _ended(sampler), anchors)
+            drawn = Drawn(index, info, _ended(sampler), anchors, size=size)
+            drawn.written = storage.ledger.next_position
             fresh = index is anchors  # and not what a sample unit has made of them
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
@@ -275,30 +273,56 @@ class Sampling(BufferCore):
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # Nobody looks at the rows before the first transform does.
             held = held and type(self._sampler).complete is Sampler.complete
-            drawn.fetched = (
-                chain,
-                fetch_all(
-                    chain,
-                    storage,
-                    drawn.index,
-                    drawn.info,
-                    self._generator,
-                    known,
-                    drawn.rows if held else None,
-                ),
-            )
+            rows = drawn.rows if held else None
+            with self._random_of(drawn):
+                fetched = fetch_all(
+                    chain, storage, drawn.index, drawn.info, self._generator, known, rows
+                )
+            drawn.fetched = (chain, fetched)
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
 
     def _kept(self, storage: Storage) -> Drawn | None:
-        """A draw made earlier, if there is one whose rows are still stored."""
+        """A draw made earlier, if there is one whose rows are still stored.
+
+        Windows of which a row was written anew are no windows any more: they go back.
+        """
         while self._pending:
             kept = self._pending.popleft()
+            if self._windows_drawn() and _written_since(storage, kept):
+                rest = [drawn.anchors for drawn in (kept, *self._pending)]
+                self._pending.clear()
+                self._sampler.put_back(rest, storage)
+                return None
             if as_tensor(storage.contains(kept.index)).all():
                 _show(self._sampler, kept.ran_out)
                 return kept
         return None
+
+    def _windows_drawn(self) -> bool:
+        return self._sampler.draws_windows or not isinstance(self._sample_unit, Transition)
+
+    @contextlib.contextmanager
+    def _random_of(self, drawn: Drawn) -> Iterator[None]:
+        """While transforms read for a draw: those of one that was kept draw what they drew then.
+
+        What is drawn ahead notes how, since it may be kept.
+        """
+        generator, before = self._generator, drawn.random
+        if generator is None or (before is None and self._prefetcher is None):
+            yield
+            return
+        now = generator.get_state()
+        if before is None:
+            drawn.random = now
+            yield
+            return
+        generator.set_state(before)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
 
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
         """Collates, transforms and pins; no lock is held."""
@@ -309,7 +333,7 @@ class Sampling(BufferCore):
         if drawn.collate is not None:
             data = drawn.collate(data)
         if len(self._chain):
-            data = _with_masks(data, info)
+            data = with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
             # What was made of the rows, not what was read.
@@ -317,7 +341,7 @@ class Sampling(BufferCore):
             markers = {
                 key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
             }
-            data = apply_all(chain, _with_markers(data, markers), prepared)
+            data = apply_all(chain, with_markers(data, markers), prepared)
         elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:
@@ -362,101 +386,16 @@ def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:
     return storage.ledger.generations(index[:, 0] if storage.ndim > 1 else index)
 
 
+def _written_since(storage: Storage, drawn: Drawn) -> bool:
+    """Whether a row of a draw was written after it."""
+    if storage.ledger.next_position == drawn.written:
+        return False
+    slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
+    return bool((storage.ledger.positions(slots.cpu()) >= drawn.written).any())
+
+
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
     """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
     if isinstance(drawn, tuple):
         drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
     return as_tensor(drawn, dtype=torch.int64)
-
-
-def _merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -> Any:
-    """Puts the info of a draw into a TensorDict whose rows lie along ``dim``; other data stay.
-
-    Where it does not belong to the rows any more: an error if it is ``needed``.
-    """
-    rows = info["index"].shape[0]
-    if type(data) is TensorDict and not dim and _put_all(data, info, rows):
-        return data
-    if not is_tensordict(data):
-        return data
-    if data.is_locked:
-        data = data.copy()
-    dim = dim if dim >= 0 else dim + data.batch_dims
-    if data.batch_dims <= dim or data.batch_size[dim] != rows:
-        if not needed:
-            return data
-        raise RuntimeError(
-            f"a transform or collate_fn made batch size {list(data.batch_size)} of {rows} rows, "
-            "so that index and info no longer belong to them; call sample(return_info=True), "
-            "which gives them beside the data"
-        )
-    for key, value in info.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows:
-            data.set(key, _over_rows(value, data.batch_size, dim))
-    return data
-
-
-def _shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:
-    """A flat batch in another batch shape, where it still has its rows."""
-    return data.reshape(shape) if data.batch_size == (rows,) else data
-
-
-def _with_masks(data: Any, info: dict[Any, Any]) -> Any:
-    """Lets transforms see which rows are padding."""
-    for key in _MASKS:
-        mask = info.get(key)
-        if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
-            data.set(key, mask)
-    return data
-
-
-def _with_markers(data: Any, markers: dict[Any, Any]) -> Any:
-    """Lets transforms that change what a sampler marks see what it has marked."""
-    for key, value in markers.items():
-        fits = isinstance(value, torch.Tensor) and is_tensordict(data)
-        if fits and value.shape[:1] == data.batch_size[:1]:
-            data.set(key, value)
-    return data
-
-
-def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
-    """The plain case of ``_merged``: one batch dimension, everything on one device."""
-    if data.is_locked or data.batch_size != (rows,):
-        return False
-    device = data.device
-    if len(info) == 1 and info["index"].device == device:
-        put_all(data, info)
-        return True
-    on_cpu = device is not None and device.type == "cpu"
-    plain: dict[str, torch.Tensor] = {}
-    nested: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in info.items():
-        if type(value) is not torch.Tensor or not value.ndim or value.shape[0] != rows:
-            return False
-        if not (on_cpu and value.is_cpu) and value.device != device:
-            return False
-        if type(key) is str:
-            plain[key] = value
-        elif type(key) is tuple and len(key) == 2:
-            nested.setdefault(key[0], {})[key[1]] = value
-        else:
-            return False
-    inner = []
-    for name, values in nested.items():
-        part: Any = fields_of(data).get(name)
-        if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
-            return False
-        inner.append((part, values))
-    put_all(data, plain)
-    for part, values in inner:
-        put_all(part, values)
-    return True
-
-
-def _over_rows(value: torch.Tensor, batch: torch.Size, dim: int) -> torch.Tensor:
-    """Repeats ``[B, ...]`` over the other batch dimensions, those that the rows have themselves."""
-    if len(batch) == 1:
-        return value
-    shape = [1] * len(batch)
-    shape[dim] = batch[dim]
-    return value.reshape(*shape, *value.shape[1:]).expand(*batch, *value.shape[1:]).clone()

@@ -16,6 +16,7 @@ from replaykit.buffer.state import (
     BufferState,
     apply_state,
     checked_prepared,
+    continue_draws,
     generator_state,
     prepared_state,
     saved_generator,
@@ -255,6 +256,7 @@ class Saving(BufferCore):
         if not self._initialized:
             return
         self._pending = deque(checked_prepared(from_value(state["_pending"])))
+        continue_draws(list(self._pending), self._storage)
         self._sampler.generator = self._generator
         self._claim(self._sampler, self._writer)
         self._writer.register_storage(self._storage)

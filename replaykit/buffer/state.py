@@ -22,6 +22,7 @@ __all__ = [
     "BufferState",
     "apply_state",
     "checked_prepared",
+    "continue_draws",
     "generator_state",
     "prepared_state",
     "saved_generator",
@@ -85,6 +86,9 @@ def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
             "anchors": drawn.anchors.clone(),
             "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
             "ran_out": drawn.ran_out,
+            "size": drawn.size,
+            "since": buffer._storage.ledger.next_position - drawn.written,
+            "random": None if drawn.random is None else drawn.random.clone(),
         }
         for drawn in (*ahead, *buffer._pending)
     ]
@@ -105,6 +109,7 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     _check_stored(sampler, sampler_state, state.content)
     target, rows = _place(buffer, state)
     _check_rows(prepared, state)
+    _check_random(prepared, generator)
 
     chain_before = copy.deepcopy(buffer._chain.state_dict())
     sampler_before = copy.deepcopy(sampler.state_dict())
@@ -125,10 +130,11 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     buffer._take_prepared()
     buffer._pass_ended = False
     writer.restore(state.writer, rows)
+    continue_draws(prepared, storage)
     _take_generator(buffer, generator)
     # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
     # have another size now, they go back to the sampler, so that a pass still sees each row once.
-    sizes = {len(drawn.anchors) for drawn in prepared if not drawn.ran_out}
+    sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
         buffer._pending = deque(prepared)
     else:
@@ -194,6 +200,22 @@ def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
         buffer._generator = buffer._sampler.generator = saved
 
 
+def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
+    """Has saved draws count writes as the storage does into which they were loaded."""
+    for drawn in prepared:
+        drawn.written += storage.ledger.next_position
+
+
+def _check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
+    """Raises ValueError where a draw tells of a state that its generator cannot have."""
+    for drawn in prepared:
+        if drawn.random is None:
+            continue
+        if generator is None:
+            raise ValueError("expected the generator of a draw made ahead, got none")
+        saved_generator({"device": generator.device, "state": drawn.random})
+
+
 def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
     """Raises ValueError where a draw made ahead is not one of the saved rows."""
     if state.content is None:
@@ -209,7 +231,7 @@ def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
 
 
 def checked_prepared(saved: object) -> list[Drawn]:
-    """Returns saved draws; ValueError where they are none."""
+    """Returns saved draws; ValueError where they are none. They count writes from the save."""
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
     return [_checked_draw(record) for record in saved]
@@ -218,18 +240,31 @@ def checked_prepared(saved: object) -> list[Drawn]:
 def _checked_draw(record: object) -> Drawn:
     fields = record if isinstance(record, Mapping) else {}
     index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
-    info = fields.get("info")
+    info, random = fields.get("info"), fields.get("random")
+    since = fields.get("since", 0)
+    size = fields.get("size", len(anchors) if isinstance(anchors, torch.Tensor) else 0)
     if not (
         _is_index(index)
         and _is_index(anchors)
         and isinstance(ran_out, bool)
+        and type(since) is int
+        and type(size) is int
+        and isinstance(random, (torch.Tensor, type(None)))
         and isinstance(info, list)
         and all(isinstance(item, list) and len(item) == 2 for item in info)
         and all(isinstance(key, (str, tuple)) for key, _ in info)
     ):
         raise ValueError(f"expected a prepared draw, got {record!r}")
     known = {key: copy.deepcopy(value) for key, value in info}
-    return Drawn(index.clone(), known, ran_out, anchors.clone())
+    return Drawn(
+        index.clone(),
+        known,
+        ran_out,
+        anchors.clone(),
+        size=size,
+        written=-since,
+        random=None if random is None else random.clone(),
+    )
 
 
 def _is_index(value: object) -> TypeGuard[torch.Tensor]:

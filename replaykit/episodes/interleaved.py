@@ -273,12 +273,16 @@ class InterleavedIndex(EpisodeIndex):
             was = old.owner(time, record)
             gone = time - old.episode.begin[was]
             known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
-        elif saved := self._storage.indexes.saved_streams():
-            given = np.array(saved, np.int64)
-            given = given[np.argsort(given[:, 0], kind="stable")]
-            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
-            same = np.flatnonzero(given[at, 0] == position)
-            known[same] = given[at[same]]
+        else:
+            lost = position < self._storage.indexes.cut_below()
+            if saved := self._storage.indexes.saved_streams():
+                given = np.array(saved, np.int64)
+                given = given[np.argsort(given[:, 0], kind="stable")]
+                at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+                same = np.flatnonzero(given[at, 0] == position)
+                known[same] = given[at[same]]
+                lost[same] = False
+            known[lost, 1], known[lost, 3] = position[lost], int(Head.CUT)
         # A row that is stored as the first of its episode has nothing to be told but its head.
         told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
         one, known = one[told], known[told]

@@ -155,21 +155,19 @@ class ColumnStorage(Storage):
             self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
-        if (
-            isinstance(rows, MatchedRows)
-            and rows.matcher is self._matcher
-            and type(self).write is ColumnStorage.write
-        ):
+        if type(self).write is ColumnStorage.write:
             columns = self.require()
-            if columns.scatter_ring(
-                (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            if isinstance(columns, OnceColumns):
+                columns.write_ring(first, rows, skipped, matched=matched)
+                return
+            if matched and columns.scatter_ring(
+                (first + skipped) % columns.slots,
+                len(rows),
+                rows.addresses,  # type: ignore[attr-defined]
+                skipped,
             ):
                 return
-        once = self._columns
-        if isinstance(once, OnceColumns) and type(self).write is ColumnStorage.write:
-            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
-            once.write_ring(first, rows, skipped, matched=matched)
-            return
         self._at_cursor = True
         try:
             super().write_ring(first, rows, skipped)

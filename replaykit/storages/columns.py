@@ -39,6 +39,7 @@ class Columns:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
         order: the paths, in the order in which leaves are gathered.
         frames: what copies rows with those before them; None where only ``gather_keys`` can.
+        moves: how often the memory was found to lie somewhere else.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -61,6 +62,7 @@ class Columns:
         self.layout = layout
         self.records = records
         self.advise = mapped
+        self.moves = 0
         first = next(iter(self.tensors.values()))
         self.slots = first.shape[0]
         self.lanes = first.shape[1:ndim]
@@ -103,9 +105,15 @@ class Columns:
         for tensor, address in self._held:
             if tensor.data_ptr() != address:
                 self._note_memory()
+                self.moves += 1
                 if self._native is not None:
                     self._native.point()
                 return
+
+    @property
+    def native(self) -> bool:
+        """Whether the core can move the rows: on the CPU, each of its values in one piece."""
+        return self._native is not None and not self._overlapping
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
@@ -300,12 +308,8 @@ class Columns:
         if self._native is None or self._overlapping:
             return False
         self.follow_memory()
-        # Most rows lie elsewhere altogether, which is told at once.
-        sizes = self._native.leaf_sizes
-        if min(addresses) < self._to and max(addresses) + count * max(sizes) > self._from:
-            for address, size in zip(addresses, sizes, strict=True):
-                if self._touches(address, address + count * size):
-                    return False  # they may be views of these columns
+        if self.overlap(addresses, count, self._native.leaf_sizes):
+            return False
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
         )
@@ -357,6 +361,16 @@ class Columns:
                 f"expected rows with memory of their own, got an expanded or overlapping tensor "
                 f"under {key}; clone() it to write to it"
             )
+
+    def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
+        """Whether leaves, ``count`` rows of some bytes each, may be views of the columns."""
+        # Most rows lie elsewhere altogether, which is told at once.
+        if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
+            return False
+        return any(
+            self._touches(address, address + count * size)
+            for address, size in zip(addresses, sizes, strict=True)
+        )
 
     def _touches(self, start: int, stop: int) -> bool:
         """Whether memory is also that of the columns, or of what they are views of."""

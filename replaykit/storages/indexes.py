@@ -57,7 +57,7 @@ class EpisodeIndexes:
             KeyError: columns that the rule names are not stored. RuntimeError: nothing was
                 written yet, or records are no TensorDicts.
         """
-        found = self._main if rule == _DEFAULT else self._others.get(rule)
+        found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
             storage = self.storage
             root = storage.require().schema.root
@@ -246,6 +246,7 @@ class EpisodeIndexes:
                     "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
                     "head": heads["head"] if fits else [],
                     "streams": streams.tolist(),
+                    "cut_below": ledger.next_position if ledger.length < old.length else 0,
                 }
         self._saved = heads
         if restarted and ledger.length:
@@ -258,6 +259,11 @@ class EpisodeIndexes:
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""
         return [] if self._saved is None else self._saved.get("streams", [])
+
+    def cut_below(self) -> int:
+        """Below which position rows came with a load that left others out, so that nobody knows
+        what came before the first ones of streams of which it does not say more; 0: none."""
+        return 0 if self._saved is None else int(self._saved.get("cut_below", 0))
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

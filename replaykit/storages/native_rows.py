@@ -69,14 +69,14 @@ class NativeRows:
         self.cells = columns.lanes.numel()
         self.elements = columns.slots * self.cells
         # A batch has records of its own, also where the rows themselves lie in columns.
-        self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
-        self._alone = alone(self.columns, self._batch)
+        self.batch_layout: RecordLayout | None = columns.layout or plan_records(columns.schema)
+        self._alone = alone(self.columns, self.batch_layout)
         self._shapes = {path: t.shape[columns.ndim :] for path, t in self.columns.items()}
         self._dtypes = {path: tensor.dtype for path, tensor in self.columns.items()}
         self.sizes = {
             path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self.columns.items()
         }
-        self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
+        self.order = [*(self.batch_layout.offsets if self.batch_layout else ()), *self._alone]
         self._row_bytes = sum(self.sizes.values())
         self._records = columns.records
         self._only_records = columns.records is not None and not self._alone
@@ -105,13 +105,13 @@ class NativeRows:
         self._apart_sizes = [sizes[path] for path in self.order]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
-        if self._batch is not None:
-            stride = self._batch.stride
+        if self.batch_layout is not None:
+            stride = self.batch_layout.stride
             if self._records is not None:
                 bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
                 self._block_offsets = [0]
             else:
-                for path, offset in self._batch.offsets.items():
+                for path, offset in self.batch_layout.offsets.items():
                     bases.append(tensors[path].data_ptr())
                     steps.append(strides[path])
                     widths.append(sizes[path])
@@ -143,7 +143,7 @@ class NativeRows:
             to = [leaf.data_ptr() for leaf in leaves]
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
-        layout = self._batch
+        layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count)
             self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
@@ -243,15 +243,15 @@ class NativeRows:
         are waited for.
         """
         leaves: list[torch.Tensor] = []
-        if self._batch is None:
+        if self.batch_layout is None:
             check_range(rows, 0, limit)
         else:
-            block = self._batch.new_block(count)
+            block = self.batch_layout.new_block(count)
             base = block.data_ptr()
             to = [base + offset for offset in self._block_offsets]
             strides = self._batch_strides[: len(to)]
             self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
-            leaves = self._batch.split(block)
+            leaves = self.batch_layout.split(block)
         for path, column in self._flat.items():
             leaves.append(column.index_select(0, rows).view(self._dtypes[path]))
         return leaves

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from replaykit import native
-from replaykit._compat import TensorDict, fields_of, lookup
+from replaykit._compat import TensorDict, lookup
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ class StepsAhead:
         reward = rows.columns[plan.reward]
         self._taken = plan.taken
         self._row_bytes = sum(sizes)
+        # How leaves that are read as one record lie in it, from the first one on.
+        self._offsets: list[int] | None = None
+        layout = rows.batch_layout
+        if layout is not None and plan.taken and all(p in layout.offsets for p in plan.taken):
+            start = layout.offsets[plan.taken[0]]
+            self._offsets = [layout.offsets[path] - start for path in plan.taken]
+            self._first_bytes, self._stride = sizes[0], layout.stride
+            self._strides = [layout.stride] * len(sizes)
         self._core = native.core().StepsAhead(
             reward.data_ptr(),
             rows.strides[plan.reward],
@@ -104,15 +112,10 @@ class StepsAhead:
         count = len(element)
         if type(batch) is not TensorDict or count * self._row_bytes > _MOST_BYTES:
             return None
-        to, strides = [], []
-        fields = fields_of(batch).get("next")
-        inner = fields_of(fields) if type(fields) is TensorDict else {}
-        for path in self._taken:
-            leaf = inner.get(path[1]) if len(path) == 2 else lookup(batch, path)
-            if type(leaf) is not torch.Tensor:
-                return None
-            to.append(leaf.data_ptr())
-            strides.append(leaf.stride(0) * leaf.itemsize)
+        found = self._places(batch, count)
+        if found is None:
+            return None
+        to, strides = found
         models = self._models  # another thread may exchange them
         if models[0].shape[0] != count:
             models = self._models = self._new(count)
@@ -130,3 +133,23 @@ class StepsAhead:
             strides,
         )
         return Led(sums, discounts, used, ends)
+
+    def _places(self, batch: TensorDict, count: int) -> tuple[list[int], list[int]] | None:
+        """Addresses of the batch's leaves, and bytes from row to row of each."""
+        if not self._taken:
+            return [], []
+        first = lookup(batch, self._taken[0])
+        if type(first) is not torch.Tensor:
+            return None
+        # Further apart than in a tensor of its own: the rows lie in records, as these do.
+        if self._offsets is not None and count > 1:
+            base, between = first.data_ptr(), first.stride(0) * first.itemsize
+            if between == self._stride != self._first_bytes:
+                return [base + offset for offset in self._offsets], self._strides
+        leaves = [lookup(batch, path) for path in self._taken]
+        if any(type(leaf) is not torch.Tensor for leaf in leaves):
+            return None
+        return (
+            [leaf.data_ptr() for leaf in leaves],
+            [leaf.stride(0) * leaf.itemsize for leaf in leaves],
+        )

@@ -12,9 +12,17 @@ from replaykit import native
 from replaykit._compat import TensorDict, fields_of, put_all
 from replaykit.structure import Path
 
-__all__ = ["REACHED", "distance_rewards", "later_goals", "relabel_batch", "relabelled"]
+__all__ = [
+    "REACHED",
+    "distance_rewards",
+    "later_goals",
+    "relabel_batch",
+    "relabel_later",
+    "relabelled",
+]
 
 Array = np.ndarray[Any, Any]
+Leaves = Sequence[torch.Tensor]
 
 REACHED = 0.05
 """Goals that are closer than this, in Euclidean distance, are reached."""
@@ -56,8 +64,8 @@ def later_goals(
         column: what was achieved, ``[slots, G]``; the row of a time lies in slot ``time % slots``.
 
     Returns:
-        Rows, bool ``[B]``, and goals ``[B, G]``, of all rows; None where the core is missing or does
-        not know such a column: it takes float32 and float64 on the CPU.
+        Rows, bool ``[B]``, and goals ``[B, G]``, of all rows; None where the core is missing or
+        does not know such a column: it takes float32 and float64 on the CPU.
 
     Cost: one pass; a third of what NumPy and a read of the rows take for a batch of 256.
 
@@ -69,27 +77,74 @@ def later_goals(
         >>> found is None or (found[0].tolist(), found[1].tolist())
         ([False, True], [[0.0], [2.0]])
     """
-    if _core is None or column.ndim != 2 or not column.is_cpu or column.dtype not in _NUMBERS:
+    if _core is None:
         return None
-    (slots, width), (across, along) = column.shape, column.stride()
-    if not slots or (along != 1 and width > 1):
+    memory = _memory(column)
+    if memory is None:
         return None
-    item, size = column.dtype.itemsize, draws.shape[1]
-    rows = np.empty(size, bool)
-    goals = torch.empty((size, width), dtype=column.dtype, device="cpu")
-    _core.later_goals(
+    rows, goals = _empty(draws, column)
+    _core.later_goals(draws, low, last, p, *memory, rows, goals.data_ptr())
+    return rows, goals
+
+
+def relabel_later(
+    draws: Array,
+    low: Array,
+    last: Array,
+    p: float,
+    column: torch.Tensor,
+    data: Any,
+    achieved: str,
+    goal: str,
+) -> tuple[Array, torch.Tensor] | None:
+    """What ``later_goals`` and then ``relabel_batch`` do, written over the leaves of a batch ``[B]``.
+
+    Their memory must be their own: that of a batch that nobody else has seen.
+
+    Returns:
+        What ``later_goals`` does; None, and nothing has changed, where one of them cannot.
+    """
+    if _core is None:
+        return None
+    memory = _memory(column)
+    found = None if memory is None else _branches(data, achieved, goal)
+    if found is None or memory is None:
+        return None
+    leaves, dtype = found[2], column.dtype
+    places = _places(leaves, dtype, torch.Size((draws.shape[1], column.shape[1])))
+    if places is None:
+        return None
+    rows, goals = _empty(draws, column)
+    _core.relabel_later(
         draws,
         low,
         last,
         p,
-        column.data_ptr(),
-        across * item,
-        width * item,
-        slots,
+        *memory,
         rows,
         goals.data_ptr(),
+        dtype is torch.float64,
+        REACHED,
+        *places,
     )
     return rows, goals
+
+
+def _memory(column: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Address, bytes from row to row, bytes of a row, and rows."""
+    if column.ndim != 2 or not column.is_cpu or column.dtype not in _NUMBERS:
+        return None
+    (slots, width), (across, along) = column.shape, column.stride()
+    if not slots or (along != 1 and width > 1):
+        return None
+    item = column.dtype.itemsize
+    return column.data_ptr(), across * item, width * item, slots
+
+
+def _empty(draws: Array, column: torch.Tensor) -> tuple[Array, torch.Tensor]:
+    size = draws.shape[1]
+    goals = torch.empty((size, column.shape[1]), dtype=column.dtype, device="cpu")
+    return np.empty(size, bool), goals
 
 
 def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, goal: str) -> bool:
@@ -101,19 +156,13 @@ def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, go
     Returns:
         False, and nothing has changed, where this is not such a batch.
     """
-    if _core is None or type(data) is not TensorDict:
+    found = None if _core is None else _branches(data, achieved, goal)
+    if found is None:
         return False
-    fields = fields_of(data)
-    after: Any = fields.get("next")
-    if type(after) is not TensorDict:
-        return False
-    inner, batch, device = fields_of(after), fresh.shape[:1], fresh.device
+    data, after, leaves = found
+    batch, device = fresh.shape[:1], fresh.device
     for part in (data, after):
         if part.is_locked or part.batch_size != batch or part.device not in (None, device):
-            return False
-    leaves = (inner.get(achieved), fields.get(goal), inner.get(goal), inner.get("reward"))
-    for leaf in leaves:
-        if type(leaf) is not torch.Tensor:
             return False
     new = _relabelled(rows, fresh, leaves)
     if new is None:
@@ -121,6 +170,23 @@ def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, go
     put_all(data, {goal: new[0]})
     put_all(after, {goal: new[1], "reward": new[2]})
     return True
+
+
+def _branches(data: Any, achieved: str, goal: str) -> tuple[TensorDict, TensorDict, Leaves] | None:
+    """A batch, what it has under ``next``, and the leaves: what was achieved, the goal, the next
+    goal and the reward; None where one is missing or no plain TensorDict or tensor."""
+    if type(data) is not TensorDict:
+        return None
+    fields = fields_of(data)
+    after: Any = fields.get("next")
+    if type(after) is not TensorDict:
+        return None
+    inner = fields_of(after)
+    leaves = (inner.get(achieved), fields.get(goal), inner.get(goal), inner.get("reward"))
+    for leaf in leaves:
+        if type(leaf) is not torch.Tensor:
+            return None
+    return data, after, leaves  # type: ignore[return-value]
 
 
 def relabelled(
@@ -152,12 +218,34 @@ def relabelled(
 
 
 def _relabelled(
-    rows: Array, fresh: torch.Tensor, leaves: Sequence[torch.Tensor]
+    rows: Array, fresh: torch.Tensor, leaves: Leaves
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """The new ones of goal, next goal and reward, which follow what was achieved in ``leaves``."""
     dtype, shape = fresh.dtype, fresh.shape
     if len(shape) != 2 or dtype not in _NUMBERS or not fresh.is_cpu or not fresh.is_contiguous():
         return None
+    places = _places(leaves, dtype, shape)
+    if places is None:
+        return None
+    old = leaves[3]
+    goal, next_goal = torch.empty_like(fresh), torch.empty_like(fresh)
+    reward = torch.empty(old.shape, dtype=dtype, device="cpu")
+    _core.relabel(
+        dtype is torch.float64,
+        rows,
+        *shape,
+        REACHED,
+        fresh.data_ptr(),
+        *places,
+        goal.data_ptr(),
+        next_goal.data_ptr(),
+        reward.data_ptr(),
+    )
+    return goal, next_goal, reward
+
+
+def _places(leaves: Leaves, dtype: torch.dtype, shape: torch.Size) -> list[int] | None:
+    """Address and bytes from row to row of each leaf; three of a shape and one number a row."""
     (size, width), item = shape, dtype.itemsize
     places: list[int] = []
     for leaf in leaves[:3]:
@@ -171,18 +259,4 @@ def _relabelled(
     if old.dtype is not dtype or not old.is_cpu or old.numel() != size or old.ndim > 2:
         return None
     places += (old.data_ptr(), old.stride(0) * item)
-    goal, next_goal = torch.empty_like(fresh), torch.empty_like(fresh)
-    reward = torch.empty(old.shape, dtype=dtype, device="cpu")
-    _core.relabel(
-        dtype is torch.float64,
-        rows,
-        size,
-        width,
-        REACHED,
-        fresh.data_ptr(),
-        *places,
-        goal.data_ptr(),
-        next_goal.data_ptr(),
-        reward.data_ptr(),
-    )
-    return goal, next_goal, reward
+    return places

@@ -14,7 +14,13 @@ from replaykit._compat import lookup
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.batches import set_all
-from replaykit.transforms.goals import distance_rewards, later_goals, relabel_batch, relabelled
+from replaykit.transforms.goals import (
+    distance_rewards,
+    later_goals,
+    relabel_batch,
+    relabel_later,
+    relabelled,
+)
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
 from replaykit.transforms.values import as_number
 
@@ -32,10 +38,12 @@ _STRATEGIES: Final = ("future", "final", "episode", "random")
 
 @dataclass
 class _Relabelled:
-    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``."""
+    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``; whether the
+    batch has them already."""
 
     rows: Array
     goals: torch.Tensor
+    done: bool = False
 
 
 class HindsightGoal(HistoryTransform):
@@ -174,6 +182,10 @@ class HindsightGoal(HistoryTransform):
             return None
         low = around.first if self.strategy == "episode" else around.time
         low = around.last if self.strategy == "final" else low
+        if self._flat is not None and around.rows is not None:
+            done = relabel_later(both, low, around.last, self.p, column, around.rows, *self._flat)
+            if done is not None:
+                return _Relabelled(*done, True)
         found = later_goals(both, low, around.last, self.p, column)
         return None if found is None else _Relabelled(*found)
 
@@ -218,9 +230,8 @@ class HindsightGoal(HistoryTransform):
         """Returns the batch with new goals, rewards and, with ``terminated_fn``, flags."""
         if fetched is None and (self.check is None or not len(around)):
             return data
-        if self._flat is not None and fetched is not None:
-            if relabel_batch(data, fetched.rows, fetched.goals, *self._flat):
-                return data
+        if fetched is not None and (fetched.done or self._quickly(data, fetched)):
+            return data
         leaves = self._own(data)
         if fetched is None:
             rows, goals = np.zeros(len(around), bool), leaves[self.goal]
@@ -238,6 +249,10 @@ class HindsightGoal(HistoryTransform):
         if fetched is not None:
             set_all(data, new)
         return data
+
+    def _quickly(self, data: Any, fetched: _Relabelled) -> bool:
+        keys = self._flat
+        return keys is not None and relabel_batch(data, fetched.rows, fetched.goals, *keys)
 
     def _own(self, data: Any) -> dict[Path, torch.Tensor]:
         """Leaves of a batch that are needed; KeyError where one is absent."""

@@ -132,6 +132,12 @@ class Surroundings:
         """
         return None
 
+    def lead(self, plan: StepsPlan) -> Led | None:
+        """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
+        only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
+        """
+        return None
+
     def stacks(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
@@ -166,12 +172,6 @@ class Surroundings:
         Returns:
             Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
             them.
-        """
-        return None
-
-    def lead(self, plan: StepsPlan) -> Led | None:
-        """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
-        only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
         """
         return None
 

@@ -13,7 +13,7 @@ from replaykit.episodes import EndReason, Needs
 from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
-from replaykit.transforms.batches import over_features, set_all, set_real
+from replaykit.transforms.batches import over_features, set_all, set_groups, set_real
 from replaykit.transforms.discounting import (
     TERMINATED,
     discounted_sums,
@@ -213,10 +213,12 @@ class NStep(HistoryTransform):
 
     def apply(self, data: Any, fetched: _Fetched | Led | None, around: Surroundings) -> Any:
         """Replaces reward and ``next``, and adds what a target needs besides."""
-        own = require(data, [self.reward_key], self)[self.reward_key]
+        own = lookup(data, self.reward_key)
+        if own is None:
+            require(data, [self.reward_key], self)
         if fetched is None:
             return self._apply_inside(data, own, around)
-        if isinstance(fetched, Led):
+        if type(fetched) is Led:
             return self._apply_led(data, own, fetched, around)
         steps = fetched.steps
         sums = fetched.sums
@@ -249,14 +251,10 @@ class NStep(HistoryTransform):
             bootstrap = _by_reason(around, led.ends, own)
         else:
             bootstrap = ~_column(terminated)
-        values = {
-            self.reward_key: led.sums,
-            self.one_step_key: own,
-            _DISCOUNT: led.discounts,
-            _STEPS: led.used,
-            _BOOTSTRAP: bootstrap,
-        }
-        set_all(data, values)
+        beside = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
+        made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
+        above = self.reward_key[:-1]
+        set_groups(data, {above: beside, (): made} if above else {(): {**beside, **made}})
         return data
 
     def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:

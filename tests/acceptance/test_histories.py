@@ -7,23 +7,24 @@ after the other: episodes, windows, sums, stacks, previous steps, observations s
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
     Compose,
-    LazyMemmapStorage,
     LazyTensorStorage,
     NStep,
     PreviousStep,
     PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -118,7 +119,21 @@ class Model:
             newest = self.newest(lane)
             if newest is not None and not newest.code:
                 newest.severed = newest.severed or 2
+        known = {run.stored[0].number: run.head for run in self.runs() if run.head == Head.EVICTED}
+        left_out = slots < self.kept
         self.slots, self.kept = slots, min(self.kept, slots)
+        if not left_out:
+            return
+        # Nobody knows what came before the first rows that were taken over, but for those of
+        # streams of which it was saved.
+        rows, stored = [], self.stored
+        for lane in range(self.lanes):
+            own = [row for row in self.rows if row.lane == lane]
+            kept = [row for row in stored if row.lane == lane]
+            if kept and kept[0].number not in known:
+                own, kept[0].joined = kept, True
+            rows += own if kept else []
+        self.rows = [row for row in self.rows if any(row is one for one in rows)]
 
     def runs(self) -> list[Run]:
         found = []
@@ -214,7 +229,15 @@ class Histories:
             plan = [[lane] for lane in order]
         else:
             plan = [list(range(self.lanes))] * count
-        steps = [[(lane, draw(codes), draw(rewards)) for lane in step] for step in plan]
+        total = sum(map(len, plan))
+        values = iter(
+            zip(
+                draw(st.lists(codes, min_size=total, max_size=total)),
+                draw(st.lists(rewards, min_size=total, max_size=total)),
+                strict=True,
+            )
+        )
+        steps = [[(lane, *next(values)) for lane in step] for step in plan]
         rows = model.write(steps)
         for buffer in (self.plain, self.seen):
             buffer.extend(self.data(rows))
@@ -229,11 +252,11 @@ class Histories:
         # follow from what the model knew of it.
         goes_on = row is not self.model.newest(row.lane)
         row.code = draw(st.sampled_from([0, 1, 2])) if goes_on else row.code
-        for buffer in (self.plain, self.seen):
-            number = buffer["number"]
-            for key, value in (("terminated", 1), ("truncated", 2), ("done", 0)):
-                column = buffer["next", key].clone()
-                column[number == row.number] = row.code == value if value else row.code > 0
+        number = self.plain["number"]
+        for key, value in (("terminated", 1), ("truncated", 2), ("done", 0)):
+            column = self.plain["next", key].clone()
+            column[number == row.number] = row.code == value if value else row.code > 0
+            for buffer in (self.plain, self.seen):
                 buffer["next", key] = column
 
     def cut(self, draw: Any) -> None:
@@ -258,8 +281,10 @@ class Histories:
         if not self.model.rows:
             return
         fresh = self.fresh(slots)
+        self.plain.set_sampler(RandomSampler())  # that of the buffer it is loaded into
         for old, new in zip((self.plain, self.seen), fresh, strict=True):
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "[0-9]+ rows do not fit")
                 old.dumps(folder + "/saved")
                 new.loads(folder + "/saved")
         self.plain, self.seen = fresh
@@ -298,9 +323,7 @@ class Histories:
             n = len(own)
             over = {"left": (1, 0), "right": (0, 1), "both": (1, 1)}.get(kind.split()[0], (0, 0))
             low, high = -(length - 1) * over[0], n - length + (length - 1) * over[1]
-            if kind == "shorter" and n < length:
-                low = high = 0
-            elif any(over) and n <= length and "law" not in kind:
+            if (kind == "shorter" and n < length) or (any(over) and n <= length and "law" not in kind):
                 low = high = 0
             for start in range(low, high + 1):
                 found[tuple(own[max(start, 0) : start + length])] += 1
@@ -393,7 +416,7 @@ KINDS = ["inside", "shorter", "left", "right", "both", "left law", "right law", 
 
 
 @pytest.mark.acceptance("C6", "C11", "C24", "C25", "C34", "C38", "C39", "C48")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(st.data())
 @pytest.mark.parametrize("layout", ["ring", "lanes", "streams"])
 def test_whatever_is_done_all_answers_are_those_of_a_scan(layout: str, data: st.DataObject) -> None:
