@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -180,24 +181,24 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("wide"), nb::arg("out"),
            "Discounted sums of one number a row over it and so many rows of its lane after it.")
       .def("frames",
-           [](const Table& self, nb::handle element, nb::handle time, nb::handle first,
-              std::int64_t lanes, std::int64_t count, bool zero, const List& to,
-              const List& strides, int threads) {
+           [](const Table& self, nb::handle element, nb::handle time, nb::handle begin,
+              std::int64_t lowest, std::int64_t lanes, std::int64_t count, bool zero,
+              const List& to, const List& strides, int threads) {
              if (lanes < 1 || count < 1) {
                throw nb::value_error("expected lanes and count of at least 1");
              }
              const std::vector<Side> sides = as_sides(self, to, strides, count);
              const Array elements(element, "element", Array::kInt64, 1);
              const Array times(time, "time", Array::kInt64, 1);
-             const Array firsts(first, "first", Array::kInt64, 1);
+             const Array begins(begin, "begin", Array::kInt64, 1);
              const std::int64_t n = elements.size();
              check_length("time", times.size(), n);
-             check_length("first", firsts.size(), n);
+             check_length("begin", begins.size(), n);
              List at(static_cast<std::size_t>(n)), reach(static_cast<std::size_t>(n));
              for (std::size_t i = 0; i < at.size(); ++i) {
                const auto row = static_cast<std::int64_t>(i);
                at[i] = elements.numbers()[row];
-               reach[i] = times.numbers()[row] - firsts.numbers()[row];
+               reach[i] = times.numbers()[row] - std::max(begins.numbers()[row], lowest);
              }
              check_positions(at, self.rows());
              check_positions(reach, self.rows() / lanes);
@@ -205,8 +206,8 @@ void replaykit::bind_rows(nb::module_& m) {
                self.frames(at.data(), reach.data(), n, lanes, count, zero, sides, threads);
              });
            },
-           nb::arg("element"), nb::arg("time"), nb::arg("first"), nb::arg("lanes"),
-           nb::arg("count"), nb::arg("zero"), nb::arg("to"), nb::arg("strides"),
+           nb::arg("element"), nb::arg("time"), nb::arg("begin"), nb::arg("lowest"),
+           nb::arg("lanes"), nb::arg("count"), nb::arg("zero"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows and those of their lanes before them out, side by side.")
       .def("scatter",
            [](const Table& self, std::int64_t slots, std::int64_t n, const List& from,

@@ -88,9 +88,12 @@ class StoredSurroundings(Surroundings):
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
-    @property
-    def _before(self) -> Before:
-        return Before(self._cells, self.time, self.first)
+    def _before(self, time: Array | None = None) -> Before:
+        """The rows, or those of other times in their episodes, and how far back these reach."""
+        lowest = self._index.bounds(self.lane)[0]
+        if time is None:
+            return Before(self._cells, self.time, self.begin, lowest)
+        return Before(self._index.element(time, self.lane), time, self.begin, lowest)
 
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
@@ -103,10 +106,10 @@ class StoredSurroundings(Surroundings):
 
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
         """What copies rows with those before them, if all of them are as they are stored."""
-        columns = self._storage.require()
+        columns = self._columns
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
-        if any(not one.changes.isdisjoint(keys) for one, _ in self.relabels):
+        if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
             return None
         return columns.frames
 
@@ -116,7 +119,7 @@ class StoredSurroundings(Surroundings):
         frames = self._frames(keys)
         if frames is None:
             return None
-        return frames.stacks(tuple(keys), self._before, count, zero=zero, flat=flat)
+        return frames.stacks(tuple(keys), self._before(), count, zero=zero, flat=flat)
 
     def stacks_before_next(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
@@ -124,7 +127,7 @@ class StoredSurroundings(Surroundings):
         frames, time = self._frames(keys), self.next_time
         if frames is None or time is None:
             return None
-        rows = Before(self._index.element(time, self.lane), time, self.first)
+        rows = self._before(time)
         return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
 
     def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
@@ -133,14 +136,14 @@ class StoredSurroundings(Surroundings):
             return None
         paths = tuple(keys)
         if joined:
-            made = frames.joined(paths, self._before, 2)
+            made = frames.joined(paths, self._before(), 2)
             pairs = None if made is None else [made]
         else:
-            pairs = frames.apart(paths, self._before, 2)
+            pairs = frames.apart(paths, self._before(), 2)
         time = self.next_time
         if pairs is None or time is None:
             return pairs
-        rows = Before(self._index.element(time, self.lane), time, self.first)
+        rows = self._before(time)
         if joined:
             own = frames.joined(paths, rows, 1)
             return None if own is None else [[pairs[0][0], own[0]]]

@@ -26,12 +26,14 @@ class Before(NamedTuple):
 
     Attributes:
         element: which stored rows.
-        time: when they are, and ``first`` when the first row is that may be taken.
+        time: when they are.
+        begin: when the first row is that may be taken, if not below ``lowest``.
     """
 
     element: Array
     time: Array
-    first: Array
+    begin: Array
+    lowest: int
 
 
 class _Plan(NamedTuple):
@@ -131,8 +133,7 @@ class Frames:
         made = [torch.empty_like(model) for model in plan.models]
         bases = [leaf.data_ptr() for leaf in made]
         to = [bases[leaf] + byte for leaf, byte in plan.places]
-        element, time, first = rows
-        table.frames(element, time, first, self._rows.cells, count, zero, to, plan.strides, 1)
+        table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, 1)
         return made
 
     # -- plans --------------------------------------------------------------------------------
