@@ -30,7 +30,10 @@ struct EntryMap {
       reinterpret_cast<std::int32_t*>(base)[row] = static_cast<std::int32_t>(entry);
     }
   }
-  void prefetch(std::int64_t row) const { __builtin_prefetch(base + row * (wide ? 8 : 4), 0, 2); }
+  // Inlined by force, as `detail::prefetch` is.
+  __attribute__((always_inline)) void prefetch(std::int64_t row) const {
+    __builtin_prefetch(base + row * (wide ? 8 : 4), 0, 2);
+  }
 };
 
 // Entries beside: the first `*free` numbers of `stack` are those of free ones.

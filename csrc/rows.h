@@ -278,16 +278,16 @@ class Table {
       const std::int64_t row = index[i] - age * lanes;
       return field.base + (row < 0 ? row + rows_ : row) * field.stride;
     };
-    const auto ask = [&](std::int64_t i) {
-      for (std::int64_t age = std::min(count - 1, reach[i]); age >= 0; --age) {
-        detail::prefetch(at(i, age), field.bytes);
-      }
-    };
     const std::int64_t wide = std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
     const std::int64_t ahead = std::max<std::int64_t>(1, detail::kAheadBytes / (wide * count));
-    for (std::int64_t i = begin; i < std::min(end, begin + ahead); ++i) ask(i);
-    for (std::int64_t i = begin; i < end; ++i) {
-      if (i + ahead < end) ask(i + ahead);
+    for (std::int64_t i = begin - ahead; i < end; ++i) {
+      // Here and in no function of its own, see `prefetch`.
+      if (const std::int64_t next = i + ahead; next < end) {
+        for (std::int64_t age = std::min(count - 1, reach[next]); age >= 0; --age) {
+          detail::prefetch(at(next, age), field.bytes);
+        }
+      }
+      if (i < begin) continue;
       for (std::int64_t j = 0; j < count; ++j) {
         const std::int64_t age = count - 1 - j;
         char* const target = to[j].address + i * to[j].stride;
