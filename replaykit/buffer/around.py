@@ -236,10 +236,16 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     """Runs a chain on a batch, with what its history transforms have read.
 
     Raises:
-        RuntimeError: records that are no TensorDicts.
+        RuntimeError: records that are no TensorDicts, or no single rows.
     """
     if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
+    if data.batch_size != (len(prepared.around),):
+        raise RuntimeError(
+            f"transforms that read the rows around expected a batch of [{len(prepared.around)}] "
+            f"rows, got {list(data.batch_size)}: where records are whole trajectories, or a "
+            "collate_fn makes another shape, there are none"
+        )
     prepared.around.relabels = []
     now = prepared
 
