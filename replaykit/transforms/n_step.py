@@ -46,8 +46,8 @@ _TABLE_STEPS = 4096
 
 
 class _Fetched(NamedTuple):
-    """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the rewards ``[B, m, *F]``; what
-    is under ``next`` of the last one ``[B]``, and under which keys."""
+    """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the
+    rewards ``[B, m, *F]``; what is under ``next`` of the last one, and under which keys."""
 
     steps: Array
     sums: torch.Tensor | None
@@ -218,7 +218,7 @@ class NStep(HistoryTransform):
             require(data, [self.reward_key], self)
         if fetched is None:
             return self._apply_inside(data, own, around)
-        if type(fetched) is Led:
+        if isinstance(fetched, Led):
             return self._apply_led(data, own, fetched, around)
         steps = fetched.steps
         sums = fetched.sums
