@@ -1,5 +1,5 @@
-// The Python face of sums over several steps: addresses and sizes that Python has checked, positions
-// checked here.
+// The Python face of sums over several steps: addresses and sizes that Python has checked,
+// positions checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,8 +33,8 @@ void replaykit::bind_ahead(nb::module_& m) {
   nb::class_<StepsAhead>(m, "StepsAhead", "Sums of rewards over steps, and the last step's fields.")
       .def("__init__",
            [](StepsAhead* self, std::int64_t reward, std::int64_t stride, bool wide,
-              const List& bases, const List& strides, const List& sizes, std::int64_t rows,
-              std::int64_t lanes, double gamma, const std::vector<double>& discounts) {
+              std::int64_t flag, std::int64_t flag_stride, const List& bases, const List& strides,
+              const List& sizes, std::int64_t rows, std::int64_t lanes, double gamma, const std::vector<double>& discounts) {
              if (bases.size() != strides.size() || bases.size() != sizes.size()) {
                throw nb::value_error("expected as many strides and sizes as fields");
              }
@@ -46,16 +46,17 @@ void replaykit::bind_ahead(nb::module_& m) {
                if (sizes[f] < 0) throw nb::value_error("expected sizes of at least 0");
                fields.push_back({as_address(bases[f]), strides[f], sizes[f]});
              }
-             new (self) StepsAhead({as_address(reward), stride, wide ? 8 : 4}, std::move(fields),
-                                   rows, lanes, gamma, discounts);
+             new (self) StepsAhead({as_address(reward), stride, wide ? 8 : 4},
+                                   {as_address(flag), flag_stride, 1}, std::move(fields), rows,
+                                   lanes, gamma, discounts);
            },
-           nb::arg("reward"), nb::arg("stride"), nb::arg("wide"), nb::arg("bases"),
-           nb::arg("strides"), nb::arg("sizes"), nb::arg("rows"), nb::arg("lanes"),
-           nb::arg("gamma"), nb::arg("discounts"))
+           nb::arg("reward"), nb::arg("stride"), nb::arg("wide"), nb::arg("flag"),
+           nb::arg("flag_stride"), nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"),
+           nb::arg("rows"), nb::arg("lanes"), nb::arg("gamma"), nb::arg("discounts"))
       .def("run",
            [](const StepsAhead& self, nb::handle element, nb::handle time, nb::handle last,
               nb::handle ends, std::int64_t sums, std::int64_t discounts, std::int64_t used,
-              const List& to, const List& strides) {
+              std::int64_t open, const List& to, const List& strides) {
              const Array elements(element, "element", Array::kInt64, 1);
              const Array times(time, "time", Array::kInt64, 1);
              const Array lasts(last, "last", Array::kInt64, 1);
@@ -66,6 +67,7 @@ void replaykit::bind_ahead(nb::module_& m) {
              check_length("ends", out.size(), n);
              check_length("to", static_cast<std::int64_t>(to.size()), self.width());
              check_length("strides", static_cast<std::int64_t>(strides.size()), self.width());
+             if (self.has_flag() && open == 0) throw nb::value_error("expected memory for `open`");
              std::vector<Side> sides;
              sides.reserve(to.size());
              for (std::size_t f = 0; f < to.size(); ++f) {
@@ -73,7 +75,8 @@ void replaykit::bind_ahead(nb::module_& m) {
              }
              const StepsAhead::Answers answers = {
                  as_address(sums), as_address(discounts),
-                 reinterpret_cast<std::int64_t*>(as_address(used)), out.out()};
+                 reinterpret_cast<std::int64_t*>(as_address(used)), out.out(),
+                 reinterpret_cast<bool*>(as_address(open))};
              const auto work = [&] {
                return self.run(elements.numbers(), times.numbers(), lasts.numbers(), n, answers,
                                sides);
@@ -89,11 +92,12 @@ void replaykit::bind_ahead(nb::module_& m) {
                throw nb::index_error(("expected stored rows, and in their episodes at most all of "
                                       "them, got row " +
                                       std::to_string(elements.numbers()[wrong]) + " at time " +
-                                      std::to_string(times.numbers()[wrong]) + " of an episode up to " +
+                                      std::to_string(times.numbers()[wrong]) +
+                                      " of an episode up to " +
                                       std::to_string(lasts.numbers()[wrong])).c_str());
              }
            },
            nb::arg("element"), nb::arg("time"), nb::arg("last"), nb::arg("ends"), nb::arg("sums"),
-           nb::arg("discounts"), nb::arg("used"), nb::arg("to"), nb::arg("strides"),
+           nb::arg("discounts"), nb::arg("used"), nb::arg("open"), nb::arg("to"), nb::arg("strides"),
            "Writes sums, discounts, steps and the times of the last ones, and copies its fields.");
 }

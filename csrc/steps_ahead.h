@@ -1,5 +1,5 @@
-// Sums of rewards over several steps, and what rows say of the last of them, put over a batch in one
-// pass over the rows. No Python, no torch, no global state. The caller has checked that the memory
+// Sums of rewards over several steps, and what rows say of the last of them, put over a batch in
+// one pass over the rows. No Python, no torch, no global state. The caller has checked that the memory
 // behind every address is there; positions of rows are checked here.
 #pragma once
 
@@ -22,23 +22,26 @@ class StepsAhead {
     char* discounts;
     std::int64_t* used;  // steps that were summed
     std::int64_t* ends;  // times of the last of them
+    bool* open;          // whether the flag is not set there; null where there is no flag
   };
 
   // `reward`: a float, or a double where it has 8 bytes, in each of `rows` rows, those of a time
-  // slot lane by lane. `discounts`: what follows 1, 2, ... steps; as many are summed at most.
-  StepsAhead(Field reward, std::vector<Field> fields, std::int64_t rows, std::int64_t lanes,
-             double gamma, std::vector<double> discounts)
-      : reward_(reward), fields_(std::move(fields)), rows_(rows), lanes_(lanes), gamma_(gamma),
-        discounts_(std::move(discounts)) {
+  // slot lane by lane. `flag`: a byte in each row, or without address. `discounts`: what follows
+  // 1, 2, ... steps; as many are summed at most.
+  StepsAhead(Field reward, Field flag, std::vector<Field> fields, std::int64_t rows,
+             std::int64_t lanes, double gamma, std::vector<double> discounts)
+      : reward_(reward), flag_(flag), fields_(std::move(fields)), rows_(rows), lanes_(lanes),
+        gamma_(gamma), discounts_(std::move(discounts)) {
     for (const Field& field : fields_) row_bytes_ += field.bytes;
     mark_reads();
   }
 
+  bool has_flag() const { return flag_.base != nullptr; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
   std::int64_t row_bytes() const { return row_bytes_; }
 
-  // Of n rows `element` at times `time`, whose episodes' last rows are at `last`: writes the answers,
-  // and copies field f of the last row summed to sides[f]. The first one that is no row, or whose
+  // Of n rows `element` at times `time`, whose episodes' last rows are at `last`: writes the
+  // answers, and copies field f of the last row summed to sides[f]. The first one that is no row, or whose
   // episode ends before it or has more rows than there are; nothing has changed then. Else n.
   std::int64_t run(Numbers element, Numbers time, Numbers last, std::int64_t n,
                    const Answers& answers, const std::vector<Side>& sides) const {
@@ -72,7 +75,9 @@ class StepsAhead {
 
   // Fields that lie side by side in rows, as they do in records, are asked for once.
   void mark_reads() {
-    for (const Field& field : fields_) {
+    std::vector<Field> all = fields_;
+    if (flag_.base != nullptr) all.push_back(flag_);
+    for (const Field& field : all) {
       if (!field.bytes) continue;
       const auto near = std::find_if(reads_.begin(), reads_.end(), [&](const Field& known) {
         const std::int64_t from = field.base - known.base;
@@ -116,10 +121,10 @@ class StepsAhead {
     for (const Field& field : reads_) wide += field.bytes + detail::kLine;
     const std::int64_t ahead = std::max<std::int64_t>(8, detail::kAheadBytes / wide);
     for (std::int64_t i = -ahead; i < n; ++i) {
-      if (i + ahead < n) {  // here and in no function of its own, see `detail::prefetch`
+      if (i + ahead < n) {
         const std::int64_t row = first[i + ahead], on = steps[i + ahead];
         for (std::int64_t k = 0; k <= on; ++k) {
-          __builtin_prefetch(reward_.base + round(row + k * lanes_) * reward_.stride, 0, 2);
+          detail::prefetch_line(reward_.base + round(row + k * lanes_) * reward_.stride);
         }
         for (std::size_t f = 0; on > 0 && f < reads_.size(); ++f) {
           const Field& field = reads_[f];
@@ -136,9 +141,11 @@ class StepsAhead {
         sum += weight * static_cast<double>(value);
       }
       put(answers.sums, i, static_cast<Number>(sum));
-      put(answers.discounts, i, static_cast<Number>(discounts_[static_cast<std::size_t>(steps[i])]));
-      if (steps[i] == 0) continue;  // the batch has its own row already
+      const double after = discounts_[static_cast<std::size_t>(steps[i])];
+      put(answers.discounts, i, static_cast<Number>(after));
       const std::int64_t row = round(first[i] + steps[i] * lanes_);
+      if (flag_.base != nullptr) answers.open[i] = flag_.base[row * flag_.stride] == 0;
+      if (steps[i] == 0) continue;  // the batch has its own row already
       for (const Piece& piece : pieces) {
         detail::copy(piece.to.address + i * piece.to.stride,
                      piece.from.base + row * piece.from.stride, piece.from.bytes);
@@ -151,7 +158,7 @@ class StepsAhead {
     std::memcpy(out + i * static_cast<std::int64_t>(sizeof value), &value, sizeof value);
   }
 
-  Field reward_;
+  Field reward_, flag_;
   std::vector<Field> fields_, reads_;
   std::int64_t rows_, lanes_;
   double gamma_;

@@ -273,6 +273,8 @@ class Sampling(BufferCore):
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # Nobody looks at the rows before the first transform does.
             held = held and type(self._sampler).complete is Sampler.complete
+            if drawn.info and held:  # nor is anything put over them
+                held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
             rows = drawn.rows if held else None
             generator = self._generator
             given = chain, storage, drawn.index, drawn.info, generator, known, rows

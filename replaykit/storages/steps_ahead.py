@@ -27,12 +27,14 @@ class StepsPlan(NamedTuple):
 
     Attributes:
         reward: a leaf of one number a row.
+        flag: a leaf that is asked at the last step; None: none.
         taken: leaves that become those of the last step.
         gamma: discount of one step.
         discounts: what follows 1, 2, ... steps; as many are summed at most.
     """
 
     reward: Path
+    flag: Path | None
     taken: tuple[Path, ...]
     gamma: float
     discounts: tuple[float, ...]
@@ -40,12 +42,15 @@ class StepsPlan(NamedTuple):
 
 class Led(NamedTuple):
     """``sums`` ``[B, *F]`` like the reward, ``discounts`` ``[B, 1]`` in its dtype, ``used`` int64
-    ``[B, 1]``: how many steps were summed, and ``ends`` int64 ``[B]``: the time of the last one."""
+    ``[B, 1]``: how many steps were summed, ``ends`` int64 ``[B]``: the time of the last one, and
+    ``open`` bool ``[B, 1]``: where the flag is not set there; None where it is not one bool a row.
+    """
 
     sums: torch.Tensor
     discounts: torch.Tensor
     used: torch.Tensor
     ends: Array
+    open: torch.Tensor | None
 
 
 class StepsAhead:
@@ -64,6 +69,12 @@ class StepsAhead:
         sizes = [rows.sizes[path] for path in plan.taken]
         reward = rows.columns[plan.reward]
         self._taken = plan.taken
+        flag, between = 0, 0
+        if plan.flag is not None and plan.flag in rows.columns:
+            found = rows.columns[plan.flag]
+            if found.dtype is torch.bool and rows.sizes[plan.flag] == 1:
+                flag, between = found.data_ptr(), rows.strides[plan.flag]
+        self._flagged = bool(flag)
         self._row_bytes = sum(sizes)
         # How leaves that are read as one record lie in it, from the first one on.
         self._offsets: list[int] | None = None
@@ -77,6 +88,8 @@ class StepsAhead:
             reward.data_ptr(),
             rows.strides[plan.reward],
             reward.dtype is torch.float64,
+            flag,
+            between,
             [tensor.data_ptr() for tensor in tensors],
             [rows.strides[path] for path in plan.taken],
             sizes,
@@ -89,11 +102,14 @@ class StepsAhead:
         self._models = self._new(1)
 
     def _new(self, count: int) -> list[torch.Tensor]:
-        return [
+        models = [
             torch.empty((count, *self._feature), dtype=self._dtype, device="cpu"),
             torch.empty((count, 1), dtype=self._dtype, device="cpu"),
             torch.empty((count, 1), dtype=torch.int64, device="cpu"),
         ]
+        if self._flagged:
+            models.append(torch.empty((count, 1), dtype=torch.bool, device="cpu"))
+        return models
 
     def lead(self, batch: Any, element: Array, time: Array, last: Array) -> Led | None:
         """Sums from elements ``[B]`` on, and overwrites the batch's leaves ``taken`` in place.
@@ -119,7 +135,8 @@ class StepsAhead:
         models = self._models  # another thread may exchange them
         if models[0].shape[0] != count:
             models = self._models = self._new(count)
-        sums, discounts, used = map(torch.empty_like, models)
+        sums, discounts, used, *flags = map(torch.empty_like, models)
+        still_open = flags[0] if flags else None
         ends = np.empty(count, np.int64)
         self._core.run(
             element,
@@ -129,10 +146,11 @@ class StepsAhead:
             sums.data_ptr(),
             discounts.data_ptr(),
             used.data_ptr(),
+            0 if still_open is None else still_open.data_ptr(),
             to,
             strides,
         )
-        return Led(sums, discounts, used, ends)
+        return Led(sums, discounts, used, ends, still_open)
 
     def _places(self, batch: TensorDict, count: int) -> tuple[list[int], list[int]] | None:
         """Addresses of the batch's leaves, and bytes from row to row of each."""

@@ -46,8 +46,14 @@ _TABLE_STEPS = 4096
 
 
 class _Fetched(NamedTuple):
+<<<<<<< HEAD
     """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the
     rewards ``[B, m, *F]``; what is under ``next`` of the last one, and under which keys."""
+=======
+    """What is read where the core does not do it all: how many steps follow ``[B]``; their sums
+    ``[B, *F]``, or the rewards ``[B, m, *F]``; what is under ``next`` of the last one ``[B]``, and
+    under which keys."""
+>>>>>>> perfa
 
     steps: Array
     sums: torch.Tensor | None
@@ -196,7 +202,9 @@ class NStep(HistoryTransform):
         if plan is None:
             assert self._powers is not None
             discounts = tuple(self._powers.tolist())
-            plan = self._plan = StepsPlan(self.reward_key, tuple(taken), self.gamma, discounts)
+            flag = TERMINATED if TERMINATED in taken else None
+            plan = StepsPlan(self.reward_key, flag, tuple(taken), self.gamma, discounts)
+            self._plan = plan
         return plan
 
     @staticmethod
@@ -246,11 +254,13 @@ class NStep(HistoryTransform):
 
     def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
         """Adds what a target needs to a batch that has ``next`` of the last steps already."""
-        terminated = lookup(data, TERMINATED)
-        if terminated is None:
-            bootstrap = _by_reason(around, led.ends, own)
-        else:
-            bootstrap = ~_column(terminated)
+        bootstrap = led.open
+        if bootstrap is None:
+            terminated = lookup(data, TERMINATED)
+            if terminated is None:
+                bootstrap = _by_reason(around, led.ends, own)
+            else:
+                bootstrap = ~_column(terminated)
         beside = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
         made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
         above = self.reward_key[:-1]

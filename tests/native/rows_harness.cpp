@@ -305,6 +305,7 @@ void steps_ahead(Random& random) {
     for (std::int64_t row = 0; row < rows; ++row) {
       values.push_back(static_cast<float>(below(random, 17) - 8));
       std::memcpy(column.data() + row * 9, &values.back(), sizeof(float));
+      column[static_cast<std::size_t>(row * 9 + 8)] = random() % 2 != 0;
     }
     std::vector<std::int64_t> index, time, last;
     std::vector<double> discounts;
@@ -318,6 +319,8 @@ void steps_ahead(Random& random) {
     const auto size = static_cast<std::size_t>(n);
     std::vector<float> sums(size), after(size);
     std::vector<std::int64_t> used(size), ends(size);
+    const std::unique_ptr<bool[]> open(new bool[size]());
+    const bool flagged = random() % 2 != 0;
     const auto numbers = [](const std::vector<std::int64_t>& all) {
       return replaykit::Numbers{reinterpret_cast<const char*>(all.data()), 8};
     };
@@ -326,10 +329,12 @@ void steps_ahead(Random& random) {
       fields.push_back({got.bytes[f] ? address(got.columns[f]) : nullptr, got.strides[f],
                         got.bytes[f]});
     }
-    const StepsAhead plan({address(column), 9, 4}, fields, rows, lanes, 0.5, discounts);
+    const StepsAhead plan({address(column), 9, 4},
+                          {flagged ? address(column) + 8 : nullptr, 9, 1}, fields, rows, lanes,
+                          0.5, discounts);
     const StepsAhead::Answers answers = {reinterpret_cast<char*>(sums.data()),
                                          reinterpret_cast<char*>(after.data()), used.data(),
-                                         ends.data()};
+                                         ends.data(), flagged ? open.get() : nullptr};
     if (n > 0) {
       const auto at = static_cast<std::size_t>(below(random, n));
       const std::int64_t kept = index[at];
@@ -351,7 +356,9 @@ void steps_ahead(Random& random) {
       }
       REQUIRE(sums[at] == static_cast<float>(sum) && after[at] == static_cast<float>(steps));
       REQUIRE(used[at] == steps + 1 && ends[at] == time[at] + steps);
-      if (steps > 0) move(want, i, (index[at] + steps * lanes) % rows, false);
+      const std::int64_t end = (index[at] + steps * lanes) % rows;
+      REQUIRE(!flagged || open[at] == (column[static_cast<std::size_t>(end * 9 + 8)] == 0));
+      if (steps > 0) move(want, i, end, false);
     }
     require_same(got, want);
   }

@@ -58,9 +58,17 @@ def stored(slots: int, lanes: int, dtype: torch.dtype, wide: int) -> tuple[Any, 
     wide=st.sampled_from([2, 70, 9000]),
     contiguous=st.booleans(),
     taken=st.sampled_from([TAKEN, TAKEN[:1], TAKEN[2:], ()]),
+    flag=st.sampled_from([None, ("next", "done"), ("x",), ("none",)]),
 )
 def test_a_batch_is_led_to_its_last_steps(
-    data: Any, lanes: int, slots: int, dtype: torch.dtype, wide: int, contiguous: bool, taken: Any
+    data: Any,
+    lanes: int,
+    slots: int,
+    dtype: torch.dtype,
+    wide: int,
+    contiguous: bool,
+    taken: Any,
+    flag: Any,
 ) -> None:
     columns, rows = stored(slots, lanes, dtype, wide)
     cells = slots * lanes
@@ -70,7 +78,7 @@ def test_a_batch_is_led_to_its_last_steps(
     further = np.array(data.draw(some)) % slots
     time = element // lanes + 100
     most = data.draw(st.integers(1, 6))
-    plan = StepsPlan(("reward",), taken, 0.5, tuple(float(k) for k in range(1, most + 1)))
+    plan = StepsPlan(("reward",), flag, taken, 0.5, tuple(float(k) for k in range(1, most + 1)))
     ahead = columns.steps_ahead(plan)
     assert ahead is not None
     assert columns.steps_ahead(plan) is ahead
@@ -94,6 +102,11 @@ def test_a_batch_is_led_to_its_last_steps(
     assert np.allclose(led.sums.tolist(), sums, rtol=1e-6)
     own = rows[torch.from_numpy(element)]
     last = rows[torch.from_numpy((element + steps * lanes) % cells)]
+    if flag == ("next", "done"):
+        assert led.open is not None
+        assert torch.equal(led.open, ~last["next", "done"])
+    else:  # not one bool a row
+        assert led.open is None
     for key in rows.keys(True, True):
         path = (key,) if isinstance(key, str) else key
         assert torch.equal(batch[key], (last if path in taken else own)[key]), key
@@ -103,7 +116,7 @@ def test_what_is_for_others_to_sum() -> None:
     columns, rows = stored(6, 1, torch.float32, 2)
 
     def plan(reward: Any) -> Any:
-        return columns.steps_ahead(StepsPlan(reward, TAKEN, 0.5, (0.5, 0.25)))
+        return columns.steps_ahead(StepsPlan(reward, None, TAKEN, 0.5, (0.5, 0.25)))
 
     for reward in (("x",), ("other",), ("none",)):
         assert plan(reward) is None
@@ -120,7 +133,7 @@ def test_what_is_for_others_to_sum() -> None:
 @pytest.mark.parametrize(("element", "time", "last"), [(6, 0, 1), (-1, 0, 1), (2, 5, 4), (2, 0, 6)])
 def test_rows_that_are_not_there_change_nothing(element: int, time: int, last: int) -> None:
     columns, rows = stored(6, 1, torch.float32, 2)
-    ahead = columns.steps_ahead(StepsPlan(("reward",), TAKEN, 0.5, (0.5,) * 9))
+    ahead = columns.steps_ahead(StepsPlan(("reward",), None, TAKEN, 0.5, (0.5,) * 9))
     assert ahead is not None
     batch, before = rows[:2].clone(), rows[:2].clone()
     one = np.ones(1, np.int64)
@@ -136,10 +149,10 @@ def test_rows_that_are_not_there_change_nothing(element: int, time: int, last: i
 
 def test_it_follows_memory_that_was_moved() -> None:
     columns, _ = stored(6, 1, torch.float32, 2)
-    plan = StepsPlan(("reward",), TAKEN[:1], 0.5, (0.5, 0.25))
+    plan = StepsPlan(("reward",), None, TAKEN[:1], 0.5, (0.5, 0.25))
     first = columns.steps_ahead(plan)
     columns._native.point()
     assert columns.steps_ahead(plan) is not first
     for _ in range(20):  # so many plans are not all kept
-        columns.steps_ahead(StepsPlan(("reward",), TAKEN[:1], 0.5, (0.5, 0.25)))
+        columns.steps_ahead(StepsPlan(("reward",), None, TAKEN[:1], 0.5, (0.5, 0.25)))
     assert len(columns._native._plans) <= 8
