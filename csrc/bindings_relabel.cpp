@@ -19,8 +19,8 @@ Number* at(std::uintptr_t address) {
 }
 
 template <typename Number>
-void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit, NumberRows fresh,
-         NumberRows achieved, const NumberRows old[2], NumberRows reward,
+void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
+         NumberRows fresh, NumberRows achieved, const NumberRows old[2], NumberRows reward,
          const std::uintptr_t to[3]) {
   Number* goals[2] = {at<Number>(to[0]), at<Number>(to[1])};
   replaykit::relabel<Number>(chosen, n, width, limit, fresh, achieved, old,
@@ -41,28 +41,35 @@ void unlocked(std::int64_t numbers, const Work& work) {
 class Later {
  public:
   Later(nb::handle draws, nb::handle low, nb::handle last, std::uintptr_t column,
-        std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen)
+        std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals)
       : draws_(draws, "draws", Array::kDouble, 2),
         low_(low, "low", Array::kInt64, 1),
         last_(last, "last", Array::kInt64, 1),
         chosen_(chosen, "chosen", Array::kBool, 1, true),
-        rows_{at<const char>(column), stride, bytes, slots} {
-    if (draws_.size(0) != 2 || bytes < 0 || slots < 1) {
-      throw nb::value_error("expected two draws a row, bytes of at least 0 and a slot");
+        goals_(goals, "goals", Array::kNumbers, 2, true),
+        rows_{at<const char>(column), stride, goals_.size(1) * goals_.item(), slots} {
+    if (draws_.size(0) != 2 || slots < 1) {
+      throw nb::value_error("expected two draws a row, and a slot");
     }
     replaykit::check_length("low", low_.size(), size());
     replaykit::check_length("last", last_.size(), size());
     replaykit::check_length("chosen", chosen_.size(), size());
+    replaykit::check_length("goals", goals_.size(), size());
   }
 
   std::int64_t size() const { return draws_.size(1); }
   const std::uint8_t* chosen() const { return chosen_.bytes(); }
+  bool doubles() const { return goals_.item() == sizeof(double); }
+  std::int64_t width() const { return goals_.size(1); }
+  NumberRows goals() const {
+    return {reinterpret_cast<const char*>(goals_.bytes()), width() * goals_.item()};
+  }
 
   // Whether all draws and times were right; else nothing is to be made of the goals.
-  bool run(double p, char* goals) {
+  bool run(double p) {
     done_ = replaykit::later_goals(draws_.doubles(), draws_.doubles() + size(), size(), p,
                                    low_.numbers(), last_.numbers(), rows_, chosen_.bytes_out(),
-                                   goals);
+                                   reinterpret_cast<char*>(goals_.bytes_out()));
     return done_ == size();
   }
 
@@ -74,7 +81,7 @@ class Later {
   }
 
  private:
-  Array draws_, low_, last_, chosen_;
+  Array draws_, low_, last_, chosen_, goals_;
   replaykit::RingRows rows_;
   std::int64_t done_ = 0;
 };
@@ -112,33 +119,30 @@ void replaykit::bind_relabel(nb::module_& m) {
   m.def(
       "later_goals",
       [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
-         std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen,
-         std::uintptr_t goals) {
-        Later later(draws, low, last, column, stride, bytes, slots, chosen);
-        unlocked(later.size() * kNumbersADraw, [&] { later.run(p, at<char>(goals)); });
+         std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals) {
+        Later later(draws, low, last, column, stride, slots, chosen, goals);
+        unlocked(later.size() * kNumbersADraw, [&] { later.run(p); });
         later.check();
       },
       nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
-      nb::arg("stride"), nb::arg("bytes"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
+      nb::arg("stride"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
       "Chooses rows, and copies what was achieved at times drawn from low .. last for all of them.");
 
   m.def(
       "relabel_later",
       [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
-         std::int64_t stride, std::int64_t bytes, std::int64_t slots, nb::handle chosen,
-         std::uintptr_t goals, bool doubles, double limit, std::uintptr_t achieved,
-         std::int64_t achieved_stride, std::uintptr_t goal, std::int64_t goal_stride,
-         std::uintptr_t next_goal, std::int64_t next_goal_stride, std::uintptr_t reward,
-         std::int64_t reward_stride) {
-        Later later(draws, low, last, column, stride, bytes, slots, chosen);
-        const std::int64_t item = doubles ? sizeof(double) : sizeof(float);
-        if (bytes % item != 0) throw nb::value_error("expected bytes of whole numbers");
+         std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals,
+         double limit, std::uintptr_t achieved, std::int64_t achieved_stride, std::uintptr_t goal,
+         std::int64_t goal_stride, std::uintptr_t next_goal, std::int64_t next_goal_stride,
+         std::uintptr_t reward, std::int64_t reward_stride) {
+        Later later(draws, low, last, column, stride, slots, chosen, goals);
         const replaykit::OwnRows to[2] = {{at<char>(goal), goal_stride},
                                           {at<char>(next_goal), next_goal_stride}};
-        const auto work = doubles ? replaykit::overwrite<double> : replaykit::overwrite<float>;
+        const auto work =
+            later.doubles() ? replaykit::overwrite<double> : replaykit::overwrite<float>;
         unlocked(later.size() * kNumbersADraw, [&] {
-          if (!later.run(p, at<char>(goals))) return;
-          work(later.chosen(), later.size(), bytes / item, limit, {at<const char>(goals), bytes},
+          if (!later.run(p)) return;
+          work(later.chosen(), later.size(), later.width(), limit, later.goals(),
                {at<const char>(achieved), achieved_stride}, to, {at<char>(reward), reward_stride});
         });
         later.check();

@@ -9,6 +9,11 @@
 
 namespace replaykit {
 
+// Without bytes there may be no address either.
+inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
 // Rows of numbers that lie one after the other, `stride` bytes from row to row.
 struct NumberRows {
   const char* base;
@@ -71,7 +76,7 @@ inline std::int64_t later_goals(const double* chances, const double* draws, std:
       from[i - begin] = row;
     }
     for (std::int64_t i = begin; i < end; ++i) {
-      std::memcpy(goals + i * rows.bytes, from[i - begin], bytes);
+      copy_bytes(goals + i * rows.bytes, from[i - begin], bytes);
     }
   }
   return n;
@@ -108,7 +113,8 @@ void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, dou
     const bool own = chosen[row] != 0;
     const char* goal = fresh.at(row);
     for (int k = 0; k < 2; ++k) {
-      std::memcpy(goals[k] + row * width, own ? goal : old[k].at(row), bytes);
+      char* to = reinterpret_cast<char*>(goals[k] + row * width);
+      copy_bytes(to, own ? goal : old[k].at(row), bytes);
     }
     if (own) {
       rewards[row] = is_near<Number>(achieved.at(row), goal, width, limit) ? Number{0} : Number{-1};
@@ -128,7 +134,7 @@ void overwrite(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, d
     const char* goal = fresh.at(row);
     const bool near = is_near<Number>(achieved.at(row), goal, width, limit);
     const Number reward = near ? Number{0} : Number{-1};
-    for (int k = 0; k < 2; ++k) std::memcpy(goals[k].at(row), goal, bytes);
+    for (int k = 0; k < 2; ++k) copy_bytes(goals[k].at(row), goal, bytes);
     std::memcpy(rewards.at(row), &reward, sizeof reward);
   }
 }

@@ -62,6 +62,8 @@ inline void prefetch(const char* address, std::int64_t bytes) {
   if (reach > 0) prefetch_line(address + reach - 1);
 }
 
+constexpr std::int64_t kCopiedHere = 256;
+
 // Calls of memcpy with a size known to the compiler are a load and a store or two.
 inline void copy(char* to, const char* from, std::int64_t bytes) {
   switch (bytes) {
@@ -71,8 +73,15 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
     case 4: std::memcpy(to, from, 4); return;
     case 8: std::memcpy(to, from, 8); return;
     case 16: std::memcpy(to, from, 16); return;
-    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    default: break;
   }
+  if (bytes < 16 || bytes > kCopiedHere) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    return;
+  }
+  // Half of the time of a call. The last piece overlaps the one before.
+  for (std::int64_t at = 0; at + 16 <= bytes; at += 16) std::memcpy(to + at, from + at, 16);
+  std::memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
 // Rows whose pages are looked up before a batch of mapped rows is touched.
@@ -272,7 +281,6 @@ class Table {
     const std::int64_t wide = std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
     const std::int64_t ahead = std::max<std::int64_t>(1, detail::kAheadBytes / (wide * count));
     for (std::int64_t i = begin - ahead; i < end; ++i) {
-      // Here and in no function of its own, see `prefetch`.
       if (const std::int64_t next = i + ahead; next < end) {
         for (std::int64_t age = std::min(count - 1, reach[next]); age >= 0; --age) {
           detail::prefetch(at(next, age), field.bytes);

@@ -14,7 +14,7 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
-from replaykit.storages.frames import Frames
+from replaykit.storages.frames import Before, Frames
 from replaykit.storages.indexing import ravel
 from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
@@ -88,6 +88,13 @@ class StoredSurroundings(Surroundings):
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
+    def _before(self, time: Array | None = None) -> Before:
+        """The rows, or those of other times in their episodes, and how far back these reach."""
+        lowest = self._index.bounds(self.lane)[0]
+        if time is None:
+            return Before(self._cells, self.time, self.begin, lowest)
+        return Before(self._index.element(time, self.lane), time, self.begin, lowest)
+
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
         if self.rows is None or type(self._index) is not EpisodeIndex:
@@ -99,10 +106,10 @@ class StoredSurroundings(Surroundings):
 
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
         """What copies rows with those before them, if all of them are as they are stored."""
-        columns = self._storage.require()
+        columns = self._columns
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
-        if any(not one.changes.isdisjoint(keys) for one, _ in self.relabels):
+        if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
             return None
         return columns.frames
 
@@ -112,8 +119,7 @@ class StoredSurroundings(Surroundings):
         frames = self._frames(keys)
         if frames is None:
             return None
-        reach = self.time - self.first
-        return frames.stacks(tuple(keys), self._cells, reach, count, zero=zero, flat=flat)
+        return frames.stacks(tuple(keys), self._before(), count, zero=zero, flat=flat)
 
     def stacks_before_next(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
@@ -121,26 +127,27 @@ class StoredSurroundings(Surroundings):
         frames, time = self._frames(keys), self.next_time
         if frames is None or time is None:
             return None
-        rows = self._index.element(time, self.lane)
-        return frames.stacks(tuple(keys), rows, time - self.first, count, zero=zero, flat=flat)
+        rows = self._before(time)
+        return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
 
     def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
         frames = self._frames(keys)
         if frames is None:
             return None
-        paths, reach = tuple(keys), self.time - self.first
+        paths = tuple(keys)
         if joined:
-            made = frames.joined(paths, self._cells, reach, 2)
+            made = frames.joined(paths, self._before(), 2)
             pairs = None if made is None else [made]
         else:
-            pairs = frames.apart(paths, self._cells, reach, 2)
-        if pairs is None or self.next_time is None:
+            pairs = frames.apart(paths, self._before(), 2)
+        time = self.next_time
+        if pairs is None or time is None:
             return pairs
-        rows = self._index.element(self.next_time, self.lane)
+        rows = self._before(time)
         if joined:
-            own = frames.joined(paths, rows, reach, 1)
+            own = frames.joined(paths, rows, 1)
             return None if own is None else [[pairs[0][0], own[0]]]
-        apart = frames.apart(paths, rows, reach, 1)
+        apart = frames.apart(paths, rows, 1)
         if apart is None:
             return None
         return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
@@ -229,10 +236,16 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     """Runs a chain on a batch, with what its history transforms have read.
 
     Raises:
-        RuntimeError: records that are no TensorDicts.
+        RuntimeError: records that are no TensorDicts, or no single rows.
     """
     if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
+    if data.batch_size != (len(prepared.around),):
+        raise RuntimeError(
+            f"transforms that read the rows around expected a batch of [{len(prepared.around)}] "
+            f"rows, got {list(data.batch_size)}: where records are whole trajectories, or a "
+            "collate_fn makes another shape, there are none"
+        )
     prepared.around.relabels = []
     now = prepared
 

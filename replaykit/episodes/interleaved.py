@@ -296,6 +296,9 @@ class InterleavedIndex(EpisodeIndex):
         streams = self._heads().tolist() if self.lanes else []
         return {"oldest": -1, "begin": [], "head": [], "streams": streams}
 
+    def _positions(self, slots: Array) -> Array:
+        return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
+
     def sizes(self, keys: Array | None = None) -> Array:
         """Number of stored rows of every stream, or of those of some keys (``stream_keys``): 0
         where there is none."""
@@ -303,8 +306,10 @@ class InterleavedIndex(EpisodeIndex):
         lane = streams.lane
         if keys is None:
             return lane.hi[streams.order] - lane.lo[streams.order]
-        record = streams.records(keys)
-        return np.where(record < 0, 0, lane.hi[record] - lane.lo[record])
+        found, record = np.zeros(len(keys), np.int64), streams.records(keys)
+        known = record >= 0
+        found[known] = (lane.hi - lane.lo)[record[known]]
+        return found
 
     def nth(self, keys: Array, number: Array) -> Array:
         """Slots of stored rows of streams by their keys, counted from the oldest, from 0."""
@@ -315,7 +320,7 @@ class InterleavedIndex(EpisodeIndex):
         """The least position of a stored row, of which there must be one. Cost: O(streams)."""
         streams = self._streams
         slots = streams.slot(streams.lane.lo[streams.order], streams.order)
-        return int(self._storage.ledger.positions(torch.from_numpy(slots)).min())
+        return int(self._positions(slots).min())
 
     def newest(self, lanes: Array | None = None) -> Array:
         """Positions of the newest rows of lanes, bool ``[lanes]``; None: of all."""
@@ -391,13 +396,16 @@ class InterleavedIndex(EpisodeIndex):
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
-        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest), or of rows written by
+        stream, where these are more than were written last, O(rows)."""
         ledger, streams = self._storage.ledger, self._streams
         slots = np.arange(ledger.length)
         if newest < ledger.length and self._is_ring:
             slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
-        elif newest <= len(self._placed) and ledger.by_stream:
-            slots = np.unique(self._placed[len(self._placed) - newest :])
+        elif newest < ledger.length and ledger.by_stream:
+            if newest <= len(self._placed):
+                slots = np.unique(self._placed[len(self._placed) - newest :])
+            slots = slots[self._positions(slots) >= ledger.next_position - newest]
         if not len(slots):
             return slots, slots, slots
         time, lane = self.place(slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def key_dtype(shape: Sequence[int], dtype: torch.dtype) -> Any:
         >>> key_dtype([1], torch.uint8), key_dtype([2], torch.float32)
         (<class 'numpy.int64'>, 'S8')
     """
-    small = int(np.prod(shape)) == 1 and not dtype.is_floating_point and not dtype.is_complex
+    small = math.prod(shape) == 1 and not dtype.is_floating_point and not dtype.is_complex
     return np.int64 if small else f"S{max(1, cell_bytes(shape, dtype))}"
 
 
@@ -49,4 +50,4 @@ def stream_keys(values: torch.Tensor) -> Array:
 
 def cell_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Returns how many bytes a cell of a column takes."""
-    return int(np.prod(shape)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize

@@ -101,6 +101,11 @@ class Sequential:
                 cursor = None
         return Windows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
+    def any(self, request: Request, storage: Storage) -> bool:
+        """Whether there is a window, from whatever place."""
+        order = EpisodeOrder(request.episodes, request.law)
+        return bool(len(self._from(request, order, storage, None, 1).base))
+
     def advance(
         self, found: Windows, index: torch.Tensor, request: Request, storage: Storage
     ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import EpisodeIndex, Windows
+from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.draws import DRAWS, iid, stratified, without_replacement
 from replaykit.samplers.markers import Markers
@@ -214,6 +215,10 @@ class SliceSampler(Sampler):
             )
         return request, anchors
 
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        """Raises where ``sample`` would; draws nothing."""
+        self._prepare(storage, batch_size)
+
     def _anchors(self, request: Request, newest: int | None = None) -> Anchors:
         episodes, law = request.episodes, request.law
         if newest is not None:
@@ -252,7 +257,7 @@ class SliceSampler(Sampler):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         with storage.lock:
             try:
-                self._prepare(storage, batch_size)
+                self._refuse_early(storage, batch_size)
             except (RuntimeError, KeyError, ValueError):
                 return False
             return True
@@ -296,11 +301,21 @@ class _SequentialSlices(SliceSampler):
             request, _ = self._prepare(storage, batch_size)
             found = self._sequential.next(request, storage, request.slices)
             if found is None:
-                raise self._slicing.refuse(request, self.needs)
+                raise self._off_grid(request)
             cut = request.window.cut(found)
             index, info = self._slicing.deliver(storage, request, cut)
             self._sequential.advance(found, index, request, storage)
             return index, info
+
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        request, _ = self._prepare(storage, batch_size)
+        if not self._sequential.any(request, storage):
+            raise self._off_grid(request)
+
+    def _off_grid(self, request: Request) -> NotEnoughData:
+        stride = self.stride or request.window.length
+        text = f"none that begins a multiple of {stride} rows after its episode does"
+        return self._slicing.refuse(request, self.needs, text)
 
     @property
     def pass_index(self) -> int:

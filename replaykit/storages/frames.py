@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,22 +13,53 @@ if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
     from replaykit.storages.native_rows import NativeRows
 
-__all__ = ["Frames"]
+__all__ = ["Before", "Frames"]
 
 Array = np.ndarray[Any, Any]
-
-_MODEL_BYTES = 2**18
-"""Up to this size results are kept as models of the next ones: half the time of describing them."""
 
 _WIDE_BYTES = 2**20
 """From this size on frames are torch's to copy, whose threads are awake; see ``NativeRows``."""
 
 
+class Before(NamedTuple):
+    """Rows, and how far back one may go from them, NumPy int64 ``[B]`` each.
+
+    Attributes:
+        element: which stored rows.
+        time: when they are.
+        begin: when the first row is that may be taken, if not below ``lowest``.
+    """
+
+    element: Array
+    time: Array
+    begin: Array
+    lowest: int
+
+
+class _Plan(NamedTuple):
+    """How some leaves are copied.
+
+    Attributes:
+        models: what is made, for one number of rows.
+        features: the shape of a frame, a leaf each.
+        places: for each frame of the first leaf, then of the next, which result it is in and at
+            which byte of its rows.
+        strides: bytes from row to row there.
+        nbytes: of all frames of a row.
+    """
+
+    models: list[torch.Tensor]
+    features: list[torch.Size]
+    places: list[tuple[int, int]]
+    strides: list[int]
+    nbytes: int
+
+
 class Frames:
     """Copies rows and those before them out of columns, without a copy between.
 
-    A frame is a leaf of one row. Rows are elements; ``reach`` says how many rows lie before one in
-    its lane that may be taken: in the place of an earlier one comes the first of them, or zeros.
+    A frame is a leaf of one row. In the place of one that lies before the first row comes that row,
+    or zeros.
 
     Args:
         columns: whose rows; on the CPU and not in mapped files.
@@ -37,25 +67,15 @@ class Frames:
     """
 
     def __init__(self, columns: Columns, rows: NativeRows) -> None:
-        self._tensors, self._ndim, self._rows = columns.tensors, columns.ndim, rows
-        self._models: dict[Any, list[torch.Tensor]] = {}
-        self._known: dict[tuple[Path, ...], list[tuple[torch.Size, torch.dtype, int]] | None] = {}
+        self._columns, self._rows = columns, rows
+        self._plans: dict[Any, _Plan | None] = {}
 
     def stacks(
-        self,
-        paths: tuple[Path, ...],
-        elements: Array,
-        reach: Array,
-        count: int,
-        *,
-        zero: bool,
-        flat: bool,
+        self, paths: tuple[Path, ...], rows: Before, count: int, *, zero: bool, flat: bool
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """Returns ``count`` frames of each element, the oldest first, in one piece.
+        """Returns ``count`` frames of each row, the oldest first, in one piece.
 
         Args:
-            elements: int64 ``[B]``, of stored rows.
-            reach: int64 ``[B]``.
             zero: take zeros for what is not there.
             flat: put them along the first feature dimension.
 
@@ -64,92 +84,122 @@ class Frames:
             a dimension; and ``F``. None for what this is not for: large batches, a leaf that is not
             there.
         """
-        known = self._leaves(paths, len(elements) * count)
-        if known is None:
+        key = paths, count, flat
+        plan = self._plans.get(key, _UNKNOWN)
+        if plan is None or (plan is _UNKNOWN and (plan := self._stacks(key)) is None):
             return None
-        leaves = self._fresh(
-            ("stack", paths, count, flat),
-            len(elements),
-            [(_stacked(shape, count, flat), dtype) for shape, dtype, _ in known],
-        )
-        found, to, strides = {}, [], []
-        for path, leaf, (shape, _, nbytes) in zip(paths, leaves, known, strict=True):
-            found[path] = leaf, shape
-            base = leaf.data_ptr()
-            to += [base + frame * nbytes for frame in range(count)]
-            strides += [count * nbytes] * count
-        self._rows.frames(paths, elements, reach, to, strides, zero=zero)
-        return found
+        made = self._made(key, plan, rows, count, zero)
+        if made is None:
+            return None
+        return dict(zip(paths, zip(made, plan.features, strict=True), strict=True))
 
     def apart(
-        self, paths: tuple[Path, ...], elements: Array, reach: Array, count: int
+        self, paths: tuple[Path, ...], rows: Before, count: int
     ) -> list[list[torch.Tensor]] | None:
         """Returns a list of ``count`` leaves ``[B, *F]`` for each path, the oldest frames first;
         zeros where there is none. None as ``stacks``."""
-        known = self._leaves(paths, len(elements) * count)
-        if known is None:
+        key = paths, count
+        plan = self._plans.get(key, _UNKNOWN)
+        if plan is None or (plan is _UNKNOWN and (plan := self._apart(key)) is None):
             return None
-        leaves = self._fresh(
-            ("apart", paths, count),
-            len(elements),
-            [(shape, dtype) for shape, dtype, _ in known for _ in range(count)],
-        )
-        to = [leaf.data_ptr() for leaf in leaves]
-        strides = [nbytes for _, _, nbytes in known for _ in range(count)]
-        self._rows.frames(paths, elements, reach, to, strides, zero=True)
-        return [leaves[at : at + count] for at in range(0, len(leaves), count)]
+        made = self._made(key, plan, rows, count, zero=True)
+        if made is None:
+            return None
+        return [made[at : at + count] for at in range(0, len(made), count)]
 
     def joined(
-        self, paths: tuple[Path, ...], elements: Array, reach: Array, count: int
+        self, paths: tuple[Path, ...], rows: Before, count: int
     ) -> list[torch.Tensor] | None:
         """Returns ``count`` tensors ``[B, A]`` with the values of all paths next to each other, the
         oldest frames first; zeros where there is none. None as ``stacks``, and where they are not
         all of torch's default dtype."""
-        known = self._leaves(paths, len(elements) * count)
-        if known is None:
+        key = paths, count, torch.get_default_dtype()
+        plan = self._plans.get(key, _UNKNOWN)
+        if plan is None or (plan is _UNKNOWN and (plan := self._joined(key)) is None):
             return None
-        dtype = torch.get_default_dtype()
-        if any(own is not dtype for _, own, _ in known):
+        return self._made(key, plan, rows, count, zero=True)
+
+    def _made(
+        self, key: Any, plan: _Plan, rows: Before, count: int, zero: bool
+    ) -> list[torch.Tensor] | None:
+        number = rows.element.shape[0]
+        if number * plan.nbytes >= _WIDE_BYTES:
             return None
-        width = sum(nbytes for _, _, nbytes in known)
-        shape = torch.Size([width // dtype.itemsize])
-        made = self._fresh(("joined", paths, count, dtype), len(elements), [(shape, dtype)] * count)
-        bases, before = [leaf.data_ptr() for leaf in made], 0
-        to: list[int] = []
-        for _, _, nbytes in known:
-            to += [base + before for base in bases]
-            before += nbytes
-        self._rows.frames(paths, elements, reach, to, [width] * len(to), zero=True)
+        self._columns.follow_memory()
+        table, _ = self._rows.table(key[0])
+        if plan.models[0].shape[0] != number:
+            fresh = [model.new_empty((number, *model.shape[1:])) for model in plan.models]
+            plan = self._plans[key] = plan._replace(models=fresh)  # another thread may do the same
+        made = [torch.empty_like(model) for model in plan.models]
+        bases = [leaf.data_ptr() for leaf in made]
+        to = [bases[leaf] + byte for leaf, byte in plan.places]
+        table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, 1)
         return made
 
-    def _leaves(
-        self, paths: tuple[Path, ...], frames: int
-    ) -> list[tuple[torch.Size, torch.dtype, int]] | None:
-        """Shape, dtype and bytes of a frame of each path; None where this is not for them."""
-        if paths not in self._known:
-            self._known[paths] = None
-            if all(path in self._tensors for path in paths):
-                self._known[paths] = [self._described(self._tensors[path]) for path in paths]
-        known = self._known[paths]
-        if known is None or frames * sum(nbytes for _, _, nbytes in known) >= _WIDE_BYTES:
-            return None
-        return known
+    # -- plans --------------------------------------------------------------------------------
 
-    def _described(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, int]:
-        shape = tensor.shape[self._ndim :]
-        return shape, tensor.dtype, shape.numel() * tensor.dtype.itemsize
+    def _stacks(self, key: tuple[tuple[Path, ...], int, bool]) -> _Plan | None:
+        paths, count, flat = key
 
-    def _fresh(
-        self, key: Any, rows: int, leaves: Sequence[tuple[torch.Size, torch.dtype]]
-    ) -> list[torch.Tensor]:
-        models = self._models.get(key)  # another thread may exchange them
-        if models is None or len(models[0]) != rows:
+        def plan(shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]) -> _Plan:
             models = [
-                torch.empty((rows, *shape), dtype=dtype, device="cpu") for shape, dtype in leaves
+                _new(_stacked(shape, count, flat), dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
-            if sum(model.nbytes for model in models) <= _MODEL_BYTES:
-                self._models[key] = models
-        return [torch.empty_like(model) for model in models]
+            places = [(at, j * size) for at, size in enumerate(sizes) for j in range(count)]
+            strides = [count * size for size in sizes for _ in range(count)]
+            return _Plan(models, shapes, places, strides, count * sum(sizes))
+
+        return self._planned(key, paths, plan)
+
+    def _apart(self, key: tuple[tuple[Path, ...], int]) -> _Plan | None:
+        paths, count = key
+
+        def plan(shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]) -> _Plan:
+            models = [
+                _new(shape, dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+                for _ in range(count)
+            ]
+            strides = [size for size in sizes for _ in range(count)]
+            places = [(at, 0) for at in range(len(models))]
+            return _Plan(models, shapes, places, strides, count * sum(sizes))
+
+        return self._planned(key, paths, plan)
+
+    def _joined(self, key: tuple[tuple[Path, ...], int, torch.dtype]) -> _Plan | None:
+        paths, count, dtype = key
+
+        def plan(
+            shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]
+        ) -> _Plan | None:
+            if any(own is not dtype for own in dtypes):
+                return None
+            width = sum(sizes)
+            models = [_new(torch.Size([width // dtype.itemsize]), dtype) for _ in range(count)]
+            before = [sum(sizes[:at]) for at in range(len(sizes))]
+            places = [(frame, byte) for byte in before for frame in range(count)]
+            return _Plan(models, shapes, places, [width] * len(places), count * width)
+
+        return self._planned(key, paths, plan)
+
+    def _planned(self, key: Any, paths: tuple[Path, ...], plan: Any) -> _Plan | None:
+        """Makes a plan and keeps it; None where a leaf is not there."""
+        tensors, made = self._columns.tensors, None
+        if all(path in tensors for path in paths):
+            dtypes = [tensors[path].dtype for path in paths]
+            shapes = [tensors[path].shape[self._columns.ndim :] for path in paths]
+            sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+            made = plan(shapes, dtypes, sizes)
+        self._plans[key] = made
+        return made
+
+
+_UNKNOWN = _Plan([], [], [], [], 0)
+
+
+def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((1, *shape), dtype=dtype, device="cpu")
 
 
 def _stacked(shape: torch.Size, count: int, flat: bool) -> torch.Size:

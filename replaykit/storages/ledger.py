@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit import native
@@ -146,13 +147,16 @@ class Ledger:
 
     def _place(self, slots: torch.Tensor) -> None:
         top = max(self.length, int(slots.max()) + 1)
-        self._make_positions(top)
-        self._make_generations(top)
+        if self._positions is None or len(self._positions) < top:
+            self._make_positions(top)
+        if self._generations is None or len(self._generations) < top:
+            self._make_generations(top)
         assert self._positions is not None
         assert self._generations is not None
-        numbers = arange(len(slots)) + self.next_position
-        self._positions.scatter_reduce_(0, slots, numbers, "amax")
-        self._generations.index_add_(0, slots, torch.ones_like(slots))
+        # By NumPy, whose steps are short, and which of one slot's numbers keeps the last.
+        at = slots.numpy()
+        self._positions.numpy()[at] = np.arange(len(at)) + self.next_position
+        np.add.at(self._generations.numpy(), at, 1)
         self.length = top
         self.next_position += len(slots)
 

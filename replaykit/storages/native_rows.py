@@ -20,8 +20,6 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
 
-Array = np.ndarray[Any, Any]
-
 __all__ = ["NativeRows"]
 
 _THREADS_FROM = 2**20
@@ -178,15 +176,15 @@ class NativeRows:
         self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        table, sizes = self._table(paths)
+        table, sizes = self.table(paths)
         count = len(rows)
         leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self.elements, to, sizes)
         return dict(zip(paths, leaves, strict=True))
 
-    def _table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
-        """Some leaves as a table, and their bytes."""
+    def table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
+        """Some leaves as a table, and their bytes; good until the columns move."""
         known = self._some.get(paths)
         if known is None:
             sizes = [self.sizes[path] for path in paths]
@@ -197,45 +195,6 @@ class NativeRows:
                 sizes,
             )
         return known
-
-    def frames(
-        self,
-        paths: tuple[Path, ...],
-        elements: Array,
-        reach: Array,
-        to: list[int],
-        strides: list[int],
-        *,
-        zero: bool,
-    ) -> None:
-        """Copies some leaves of elements ``[B]`` and of those before them out; see ``Frames``.
-
-        Args:
-            to, strides: addresses and bytes from row to row, for each frame of the first leaf, then
-                for those of the next.
-
-        Raises:
-            IndexError: an element outside the columns, or a reach beyond them.
-        """
-        self._owner.follow_memory()
-        table, sizes = self._table(paths)
-        count, frames = len(elements), len(to) // len(sizes)
-        elements = np.ascontiguousarray(elements, np.int64)
-        reach = np.ascontiguousarray(reach, np.int64)
-        threads = 1
-        if count * frames * sum(sizes) >= _THREADS_FROM:
-            threads = torch.get_num_threads()
-        table.frames(
-            torch.from_numpy(elements).data_ptr(),
-            torch.from_numpy(reach).data_ptr(),
-            count,
-            self.cells,
-            frames,
-            zero,
-            to,
-            strides,
-            threads,
-        )
 
     def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one number a row; see ``Columns.discounted``."""

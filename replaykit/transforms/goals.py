@@ -27,7 +27,7 @@ Leaves = Sequence[torch.Tensor]
 REACHED = 0.05
 """Goals that are closer than this, in Euclidean distance, are reached."""
 
-_NUMBERS = frozenset({torch.float32, torch.float64})
+_NUMBERS = {torch.float32: np.float32, torch.float64: np.float64}
 _core = native.core()
 
 
@@ -54,7 +54,7 @@ def distance_rewards(achieved: torch.Tensor, goal: torch.Tensor, old: torch.Tens
 
 def later_goals(
     draws: Array, low: Array, last: Array, p: float, column: torch.Tensor
-) -> tuple[Array, torch.Tensor] | None:
+) -> tuple[Array, Array] | None:
     """Which rows get another goal, and what was achieved at times drawn for them, by the core.
 
     Args:
@@ -74,8 +74,8 @@ def later_goals(
         >>> from replaykit.transforms.goals import later_goals
         >>> draws, low = np.array([[0.9, 0.1], [0.0, 0.5]]), np.array([4, 5])
         >>> found = later_goals(draws, low, low + 1, 0.8, torch.arange(4.0).unsqueeze(1))
-        >>> found is None or (found[0].tolist(), found[1].tolist())
-        ([False, True], [[0.0], [2.0]])
+        >>> found is None or (found[0].tolist(), found[1].tolist()) == ([False, True], [[0], [2]])
+        True
     """
     if _core is None:
         return None
@@ -83,7 +83,7 @@ def later_goals(
     if memory is None:
         return None
     rows, goals = _empty(draws, column)
-    _core.later_goals(draws, low, last, p, *memory, rows, goals.data_ptr())
+    _core.later_goals(draws, low, last, p, *memory, rows, goals)
     return rows, goals
 
 
@@ -96,8 +96,8 @@ def relabel_later(
     data: Any,
     achieved: str,
     goal: str,
-) -> tuple[Array, torch.Tensor] | None:
-    """What ``later_goals`` and then ``relabel_batch`` do, written over the leaves of a batch ``[B]``.
+) -> tuple[Array, Array] | None:
+    """What ``later_goals`` and ``relabel_batch`` do, written over the leaves of a batch ``[B]``.
 
     Their memory must be their own: that of a batch that nobody else has seen.
 
@@ -122,29 +122,27 @@ def relabel_later(
         p,
         *memory,
         rows,
-        goals.data_ptr(),
-        dtype is torch.float64,
+        goals,
         REACHED,
         *places,
     )
     return rows, goals
 
 
-def _memory(column: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Address, bytes from row to row, bytes of a row, and rows."""
+def _memory(column: torch.Tensor) -> tuple[int, int, int] | None:
+    """Address, bytes from row to row, and rows."""
     if column.ndim != 2 or not column.is_cpu or column.dtype not in _NUMBERS:
         return None
     (slots, width), (across, along) = column.shape, column.stride()
     if not slots or (along != 1 and width > 1):
         return None
-    item = column.dtype.itemsize
-    return column.data_ptr(), across * item, width * item, slots
+    return column.data_ptr(), across * column.dtype.itemsize, slots
 
 
-def _empty(draws: Array, column: torch.Tensor) -> tuple[Array, torch.Tensor]:
+def _empty(draws: Array, column: torch.Tensor) -> tuple[Array, Array]:
+    # By NumPy, which takes memory in a fifth of the time.
     size = draws.shape[1]
-    goals = torch.empty((size, column.shape[1]), dtype=column.dtype, device="cpu")
-    return np.empty(size, bool), goals
+    return np.empty(size, bool), np.empty((size, column.shape[1]), _NUMBERS[column.dtype])
 
 
 def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, goal: str) -> bool:

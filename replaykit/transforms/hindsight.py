@@ -42,8 +42,14 @@ class _Relabelled:
     batch has them already."""
 
     rows: Array
-    goals: torch.Tensor
+    achieved: torch.Tensor | Array
     done: bool = False
+
+    @property
+    def goals(self) -> torch.Tensor:
+        """The goals as a tensor, which not every batch asks for."""
+        given = self.achieved
+        return given if isinstance(given, torch.Tensor) else torch.from_numpy(given)
 
 
 class HindsightGoal(HistoryTransform):

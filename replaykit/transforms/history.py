@@ -197,7 +197,7 @@ class Surroundings:
         """Numbers of ``[0, 1)`` from the generator, float64."""
         device = "cpu" if self.generator is None else self.generator.device
         drawn = torch.rand(shape, dtype=torch.float64, generator=self.generator, device=device)
-        return drawn.cpu().numpy()
+        return drawn.numpy() if drawn.is_cpu else drawn.cpu().numpy()
 
     def chosen(self, low: Array, high: Array) -> Array:
         """Draws uniformly from ``low .. high``, both included, int64 like them."""

@@ -46,9 +46,8 @@ _TABLE_STEPS = 4096
 
 
 class _Fetched(NamedTuple):
-    """What is read where the core does not do it all: how many steps follow ``[B]``; their sums
-    ``[B, *F]``, or the rewards ``[B, m, *F]``; what is under ``next`` of the last one ``[B]``, and
-    under which keys."""
+    """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the
+    rewards ``[B, m, *F]``; what is under ``next`` of the last one, and under which keys."""
 
     steps: Array
     sums: torch.Tensor | None

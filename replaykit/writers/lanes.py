@@ -1,4 +1,4 @@
-"""A ring of its own for each of several streams: the next row of one takes the slot of its oldest."""
+"""A ring of its own for each stream: its next row takes the slot of its oldest one."""
 
 from __future__ import annotations
 
@@ -70,12 +70,8 @@ class LaneWriter(Writer):
     kind = "lanes"
 
     def __init__(self, length: int, *, track_generations: bool = False) -> None:
-        if isinstance(length, np.integer):
-            length = int(length)
-        if type(length) is not int or length < 1:
-            raise ValueError(f"expected length as an int of at least 1, got {length!r}")
         super().__init__()
-        self.length = length
+        self.length = _checked_length(length)
         self.tracks_generations = track_generations
 
     def register_storage(self, storage: Storage) -> None:
@@ -106,7 +102,7 @@ class LaneWriter(Writer):
         if index is None:
             _ = storage.episodes  # is there from now on, and told of what follows
         slots = torch.from_numpy(places.slots)
-        last = last_occurrences(slots)
+        last = last_occurrences(slots) if places.turn.any() else slice(None)
         storage.write(slots[last], rows, last)
         storage.commit_by_stream(rows, slots, places.displacing, places.turn)
         self._count(len(rows))
@@ -146,14 +142,14 @@ class LaneWriter(Writer):
         size = np.repeat(have, counts)
         ring = np.maximum(size, self.length)
         # Places in a stream's ring: its rows from the oldest on, and then those that are free.
-        turn, place = np.divmod(number + size, ring)
-        old, fresh = place < size, (number < ring - size)
+        place = (number + size) % ring
+        old, fresh = place < size, number < ring - size
         slots = np.empty(count, np.int64)
         if index is not None and old.any():
             slots[old] = index.nth(grouped[old], place[old])
-        # Free slots are given in the order in which rows come.
-        taken = np.sort(order[fresh])
-        slots[fresh] = storage.ledger.length + np.searchsorted(taken, order[fresh])
+        if fresh.any():  # free slots are given in the order in which rows come
+            taken = order[fresh]
+            slots[fresh] = storage.ledger.length + np.argsort(np.argsort(taken))
         again = ~old & ~fresh
         if again.any():
             slots[again] = slots[(np.repeat(starts, counts) + place - size)[again]]
@@ -219,3 +215,11 @@ class LaneWriter(Writer):
             or (length and not 0 <= int(lanes.min()) <= int(lanes.max()) < length)
         ):
             raise ValueError(f"expected the streams of {length} rows as int64, got {lanes!r}")
+
+
+def _checked_length(length: object) -> int:
+    if isinstance(length, np.integer):
+        length = int(length)
+    if type(length) is not int or length < 1:
+        raise ValueError(f"expected length as an int of at least 1, got {length!r}")
+    return length

@@ -96,8 +96,9 @@ def broken(batch: TensorDict, length: int) -> int:
     """How many windows hold rows that do not follow each other."""
     windows = batch.reshape(-1, length)
     follows = windows["id"].diff(dim=1) == 1
-    if "validity_mask" in windows.keys():
-        follows |= ~windows["validity_mask"][:, 1:]
+    valid = windows.get("validity_mask", None)
+    if valid is not None:
+        follows |= ~valid[:, 1:]
     return int((~follows.all(1)).sum())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import ListStorage, ReplayBuffer
+from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, StepCount
 
 
 def test_transforms_run_in_order_after_collation_and_before_the_info():
@@ -73,3 +73,12 @@ def test_a_transform_may_return_something_else(buffer_of: Any):
     buffer = buffer_of(filled=4, transform=lambda td: td["id"])
     data, info = buffer.sample(3, return_info=True)
     assert torch.equal(data, info["index"])
+
+
+def test_records_that_are_trajectories_have_no_rows_around():
+    """As a data set has them with ``split_trajs``."""
+    row = {"a": torch.zeros(6, 3, 1), "next": {"done": torch.zeros(6, 3, 1, dtype=torch.bool)}}
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6), transform=StepCount())
+    buffer.extend(TensorDict(row, [6, 3]))
+    with pytest.raises(RuntimeError, match=r"batch of \[4\] rows, got \[4, 3\]"):
+        buffer.sample(4)

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, native
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.columns import Columns
-from replaykit.storages.frames import Frames
+from replaykit.storages.frames import Before, Frames
 from replaykit.storages.records import plan_records
 
 pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
@@ -63,6 +63,12 @@ class Drawn:
         seed = np.random.default_rng(data.draw(st.integers(0, 99)))
         self.elements = seed.integers(0, SLOTS * self.cells, rows)
         self.reach = seed.integers(0, SLOTS, rows)
+        time = seed.integers(SLOTS, 99, rows)
+        first = time - self.reach
+        # What begins below the lowest row that is stored reaches back to that one.
+        lowest = int(first.min(initial=SLOTS))
+        begin = np.where(first == lowest, lowest - seed.integers(0, 9, rows), first)
+        self.rows = Before(self.elements, time, begin, lowest)
         self.count = data.draw(st.integers(1, 5))
 
     def expected(self, key: str, zero: bool) -> torch.Tensor:
@@ -83,7 +89,7 @@ class Drawn:
 @given(data=st.data(), zero=st.booleans(), flat=st.booleans())
 def test_stacks(data: Any, zero: bool, flat: bool) -> None:
     its = Drawn(data, DTYPES)
-    found = its.frames.stacks(its.paths, its.elements, its.reach, its.count, zero=zero, flat=flat)
+    found = its.frames.stacks(its.paths, its.rows, its.count, zero=zero, flat=flat)
     assert found is not None
     assert list(found) == list(its.paths)
     for (key,), (stack, features) in found.items():
@@ -100,7 +106,7 @@ def test_stacks(data: Any, zero: bool, flat: bool) -> None:
 @given(data=st.data())
 def test_frames_apart(data: Any) -> None:
     its = Drawn(data, DTYPES)
-    found = its.frames.apart(its.paths, its.elements, its.reach, its.count)
+    found = its.frames.apart(its.paths, its.rows, its.count)
     assert found is not None
     for (key,), leaves in zip(its.paths, found, strict=True):
         expected = its.expected(key, zero=True)
@@ -113,7 +119,7 @@ def test_frames_apart(data: Any) -> None:
 @given(data=st.data())
 def test_keys_next_to_each_other(data: Any) -> None:
     its = Drawn(data, [torch.float32])
-    found = its.frames.joined(its.paths, its.elements, its.reach, its.count)
+    found = its.frames.joined(its.paths, its.rows, its.count)
     assert found is not None
     expected = torch.cat([its.expected(key, True).flatten(2) if its.leaves[key].ndim > its.ndim
                           else its.expected(key, True)[..., None] for (key,) in its.paths],
@@ -125,22 +131,24 @@ def test_keys_next_to_each_other(data: Any) -> None:
 def test_what_others_have_to_read() -> None:
     leaves = {"x": torch.zeros(4, 2), "n": torch.zeros(4, dtype=torch.int64)}
     frames, one = frames_of(made(leaves, 1)), np.ones(1, np.int64)
-    assert frames.joined((("x",), ("n",)), one, one, 2) is None  # not all are numbers of that kind
-    assert frames.joined((("x",),), one, one, 2) is not None
+    assert (
+        frames.joined((("x",), ("n",)), Before(one, one, one, 0), 2) is None
+    )  # not all are numbers of that kind
+    assert frames.joined((("x",),), Before(one, one, one, 0), 2) is not None
     for paths in ((("none",),), (("x",), ("none",))):
-        assert frames.apart(paths, one, one, 2) is None
-        assert frames.joined(paths, one, one, 2) is None
-        assert frames.stacks(paths, one, one, 2, zero=False, flat=True) is None
+        assert frames.apart(paths, Before(one, one, one, 0), 2) is None
+        assert frames.joined(paths, Before(one, one, one, 0), 2) is None
+        assert frames.stacks(paths, Before(one, one, one, 0), 2, zero=False, flat=True) is None
     many = np.ones(2**16, np.int64)  # of 8 bytes, twice
-    assert frames.apart((("x",),), many, many, 2) is None
-    assert frames.apart((("x",),), many[1:], many[1:], 1) is not None
+    assert frames.apart((("x",),), Before(many, many, many, 0), 2) is None
+    assert frames.apart((("x",),), Before(many[1:], many[1:], many[1:], 0), 1) is not None
 
 
 def test_rows_that_are_not_there() -> None:
     frames, one = frames_of(made({"x": torch.zeros(4, 2)}, 1)), np.ones(1, np.int64)
     for element, reach in ((4, 0), (-1, 0), (0, 4), (0, -1)):
         with pytest.raises(IndexError):
-            frames.apart((("x",),), one * element, one * reach, 2)
+            frames.apart((("x",),), Before(one * element, one * 9, one * (9 - reach), -9), 2)
 
 
 def test_files_are_read_as_such(tmp_path: Any) -> None:
@@ -154,20 +162,26 @@ def test_memory_that_was_moved() -> None:
     leaf = torch.arange(4.0)
     columns = made({"x": leaf}, 1)
     frames, last = frames_of(columns), np.array([3])
-    assert frames.apart((("x",),), last, last, 1)[0][0].item() == 3  # type: ignore[index]
+    assert frames.apart((("x",),), Before(last, last, last, 0), 1)[0][0].item() == 3  # type: ignore[index]
     column = columns[("x",)]
     column.set_(torch.arange(4.0) * 10)  # type: ignore[call-overload]
-    assert frames.apart((("x",),), last, last, 1)[0][0].item() == 30  # type: ignore[index]
+    assert frames.apart((("x",),), Before(last, last, last, 0), 1)[0][0].item() == 30  # type: ignore[index]
 
 
 def test_the_core_refuses_what_does_not_fit() -> None:
     table = native.Table([0], [8], [8], 4)
+    none, one = np.zeros(0, np.int64), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="an address and a stride for each of 2 fields, got 1"):
-        table.frames(0, 0, 0, 1, 2, False, [0], [8], 1)
-    with pytest.raises(ValueError, match="lanes and count of at least 1"):
-        table.frames(0, 0, 0, 0, 1, False, [0], [8], 1)
-    with pytest.raises(ValueError, match="lanes and count of at least 1"):
-        table.frames(0, 0, 0, 1, 0, False, [], [], 1)
+        table.frames(none, none, none, 0, 1, 2, False, [0], [8], 1)
+    for lanes, count, to in ((0, 1, [0]), (1, 0, [])):
+        with pytest.raises(ValueError, match="lanes and count of at least 1"):
+            table.frames(none, none, none, 0, lanes, count, False, to, to, 1)
+    with pytest.raises(ValueError, match="expected 0 entries in `time`, got 1"):
+        table.frames(none, one, none, 0, 1, 1, False, [0], [8], 1)
+    with pytest.raises(ValueError, match="expected 0 entries in `begin`, got 1"):
+        table.frames(none, none, one, 0, 1, 1, False, [0], [8], 1)
+    with pytest.raises(TypeError, match="`element` as an int64 array"):
+        table.frames(none.astype(np.int32), none, none, 0, 1, 1, False, [0], [8], 1)
     with pytest.raises(ValueError, match="of at least 0"):
         native.join_rows(0, 0, -1, 0, 0, 1, 0, 0)
 

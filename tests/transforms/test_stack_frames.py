@@ -277,9 +277,9 @@ def test_only_the_frames_are_read(
         read.append((list(paths), len(elements)))
         return gather(self, paths, elements)
 
-    def noted_too(self: Any, paths: Any, elements: Any, reach: Any, count: int, **how: Any) -> Any:
-        read.append((list(paths), len(elements) * count))
-        return stacks(self, paths, elements, reach, count, **how)
+    def noted_too(self: Any, paths: Any, rows: Any, count: int, **how: Any) -> Any:
+        read.append((list(paths), len(rows.element) * count))
+        return stacks(self, paths, rows, count, **how)
 
     own = streams(StackFrames(["action"], 4), batch_size=3)
     own.extend([[0]] * 9)
