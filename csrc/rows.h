@@ -281,7 +281,6 @@ class Table {
     const std::int64_t wide = std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
     const std::int64_t ahead = std::max<std::int64_t>(1, detail::kAheadBytes / (wide * count));
     for (std::int64_t i = begin - ahead; i < end; ++i) {
-      // Here and in no function of its own, see `prefetch`.
       if (const std::int64_t next = i + ahead; next < end) {
         for (std::int64_t age = std::min(count - 1, reach[next]); age >= 0; --age) {
           detail::prefetch(at(next, age), field.bytes);
