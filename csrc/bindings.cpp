@@ -112,7 +112,9 @@ NB_MODULE(_core, m) {
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
            "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
 
+  replaykit::bind_ahead(m);
   replaykit::bind_episodes(m);
+  replaykit::bind_followed(m);
   replaykit::bind_ledger(m);
   replaykit::bind_relabel(m);
   replaykit::bind_rows(m);

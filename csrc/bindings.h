@@ -5,7 +5,9 @@
 
 namespace replaykit {
 
+void bind_ahead(nanobind::module_& m);
 void bind_episodes(nanobind::module_& m);
+void bind_followed(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_relabel(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);

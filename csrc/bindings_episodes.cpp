@@ -10,12 +10,15 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "episode_columns.h"
 #include "episode_sums.h"
 #include "episodes.h"
 
 namespace nb = nanobind;
+using replaykit::Array;
+using replaykit::check_length;
 using replaykit::CountLaw;
 using replaykit::EpisodeColumns;
 using replaykit::Episodes;
@@ -33,54 +36,6 @@ auto unlocked(std::int64_t steps, const Work& work) {
   if (steps <= kReleaseAbove) return work();
   nb::gil_scoped_release release;
   return work();
-}
-
-// An array of the caller's, held while it is used. By the buffer protocol itself: a tenth of a
-// microsecond each.
-class Array {
- public:
-  enum Kind { kInt64, kUint8, kBool };
-
-  Array(nb::handle array, const char* name, Kind kind, int dimensions, bool written = false) {
-    int flags = PyBUF_FORMAT | (written ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS : PyBUF_STRIDES);
-    if (kind != kInt64) flags |= PyBUF_C_CONTIGUOUS;
-    if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) {
-      PyErr_Clear();
-      refuse(name, kind, dimensions);
-    }
-    const char* format = view_.format == nullptr ? "B" : view_.format;
-    const bool one = format[0] != 0 && format[1] == 0;
-    const bool fits = kind == kInt64 ? (*format == 'l' || *format == 'q') && view_.itemsize == 8
-                                     : *format == (kind == kUint8 ? 'B' : '?');
-    if (!one || !fits || view_.ndim != dimensions) {
-      PyBuffer_Release(&view_);
-      refuse(name, kind, dimensions);
-    }
-  }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  ~Array() { PyBuffer_Release(&view_); }
-
-  std::int64_t size(int dimension = 0) const { return view_.shape[dimension]; }
-  Numbers numbers() const { return {static_cast<const char*>(view_.buf), view_.strides[0]}; }
-  const std::uint8_t* bytes() const { return static_cast<const std::uint8_t*>(view_.buf); }
-  std::int64_t* out() const { return static_cast<std::int64_t*>(view_.buf); }
-
- private:
-  [[noreturn]] static void refuse(const char* name, Kind kind, int dimensions) {
-    const char* kinds[] = {"an int64", "a contiguous uint8", "a contiguous bool"};
-    throw nb::type_error((std::string("expected `") + name + "` as " + kinds[kind] + " array of " +
-                          std::to_string(dimensions) + " dimension(s)").c_str());
-  }
-
-  Py_buffer view_;
-};
-
-void check_length(const char* name, std::int64_t got, std::int64_t expected) {
-  if (got != expected) {
-    throw nb::value_error(("expected " + std::to_string(expected) + " entries in `" + name +
-                           "`, got " + std::to_string(got)).c_str());
-  }
 }
 
 // Memory for `rows` columns of n answers.
@@ -330,6 +285,12 @@ void replaykit::bind_episodes(nb::module_& m) {
                  .totals(found.out());
            },
            "Writes how many windows, episodes or rows each lane has.")
+      .def("total",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact, int kind) {
+             return self.sums(least, add, below, past, open_future, closed, intact, kind).total();
+           },
+           "How many windows, episodes or rows there are in all lanes.")
       .def("find",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
@@ -357,14 +318,8 @@ void replaykit::bind_episodes(nb::module_& m) {
              const Answers found(out, 1, n);
              const EpisodeSums& sums =
                  self.sums(least, add, below, past, open_future, closed, intact, kind);
-             std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
              const std::int64_t wrong = unlocked(4 * n, [&] {
-               const std::int64_t bad = sums.find(self.episodes, numbers.numbers(), n, all.data());
-               const std::int64_t slots = self.episodes.slots(), lanes = self.episodes.lanes();
-               for (std::int64_t i = 0; i < bad; ++i) {
-                 found.out()[i] = (all[n + i] + all[4 * n + i]) % slots * lanes + all[i];
-               }
-               return bad;
+               return sums.pick(self.episodes, numbers.numbers(), n, found.out());
              });
              if (wrong != n) {
                throw nb::index_error(("expected numbers in [0, " + std::to_string(sums.total()) +

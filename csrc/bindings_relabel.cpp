@@ -1,10 +1,14 @@
 // The Python face of new goals: addresses that the caller has checked.
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+#include "arrays.h"
 #include "bindings.h"
 #include "relabel.h"
 
 namespace nb = nanobind;
+using replaykit::Array;
 using replaykit::NumberRows;
 
 namespace {
@@ -15,25 +19,89 @@ Number* at(std::uintptr_t address) {
 }
 
 template <typename Number>
-void run(std::uintptr_t chosen, std::int64_t n, std::int64_t width, double limit, NumberRows fresh,
-         NumberRows achieved, const NumberRows old[2], NumberRows reward,
+void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
+         NumberRows fresh, NumberRows achieved, const NumberRows old[2], NumberRows reward,
          const std::uintptr_t to[3]) {
   Number* goals[2] = {at<Number>(to[0]), at<Number>(to[1])};
-  replaykit::relabel<Number>(at<const std::uint8_t>(chosen), n, width, limit, fresh, achieved, old,
+  replaykit::relabel<Number>(chosen, n, width, limit, fresh, achieved, old,
                              reward, goals, at<Number>(to[2]));
 }
+
+// Up to so many numbers the work is shorter than handing the interpreter lock over.
+constexpr std::int64_t kReleaseAbove = 4096;
+
+template <typename Work>
+void unlocked(std::int64_t numbers, const Work& work) {
+  if (numbers <= kReleaseAbove) return work();
+  nb::gil_scoped_release release;
+  work();
+}
+
+// What `later_goals` is given.
+class Later {
+ public:
+  Later(nb::handle draws, nb::handle low, nb::handle last, std::uintptr_t column,
+        std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals)
+      : draws_(draws, "draws", Array::kDouble, 2),
+        low_(low, "low", Array::kInt64, 1),
+        last_(last, "last", Array::kInt64, 1),
+        chosen_(chosen, "chosen", Array::kBool, 1, true),
+        goals_(goals, "goals", Array::kNumbers, 2, true),
+        rows_{at<const char>(column), stride, goals_.size(1) * goals_.item(), slots} {
+    if (draws_.size(0) != 2 || slots < 1) {
+      throw nb::value_error("expected two draws a row, and a slot");
+    }
+    replaykit::check_length("low", low_.size(), size());
+    replaykit::check_length("last", last_.size(), size());
+    replaykit::check_length("chosen", chosen_.size(), size());
+    replaykit::check_length("goals", goals_.size(), size());
+  }
+
+  std::int64_t size() const { return draws_.size(1); }
+  const std::uint8_t* chosen() const { return chosen_.bytes(); }
+  bool doubles() const { return goals_.item() == sizeof(double); }
+  std::int64_t width() const { return goals_.size(1); }
+  NumberRows goals() const {
+    return {reinterpret_cast<const char*>(goals_.bytes()), width() * goals_.item()};
+  }
+
+  // Whether all draws and times were right; else nothing is to be made of the goals.
+  bool run(double p) {
+    done_ = replaykit::later_goals(draws_.doubles(), draws_.doubles() + size(), size(), p,
+                                   low_.numbers(), last_.numbers(), rows_, chosen_.bytes_out(),
+                                   reinterpret_cast<char*>(goals_.bytes_out()));
+    return done_ == size();
+  }
+
+  void check() const {
+    if (done_ != size()) {
+      throw nb::index_error(("expected draws of [0, 1) and times 0 <= low <= last, got others in "
+                             "row " + std::to_string(done_)).c_str());
+    }
+  }
+
+ private:
+  Array draws_, low_, last_, chosen_, goals_;
+  replaykit::RingRows rows_;
+  std::int64_t done_ = 0;
+};
+
+// A row that is drawn and read takes as long as so many numbers.
+constexpr std::int64_t kNumbersADraw = 4;
 
 }  // namespace
 
 void replaykit::bind_relabel(nb::module_& m) {
   m.def(
       "relabel",
-      [](bool doubles, std::uintptr_t chosen, std::int64_t n, std::int64_t width, double limit,
+      [](bool doubles, nb::handle chosen, std::int64_t n, std::int64_t width, double limit,
          std::uintptr_t fresh, std::uintptr_t achieved, std::int64_t achieved_stride,
          std::uintptr_t goal, std::int64_t goal_stride, std::uintptr_t next_goal,
          std::int64_t next_goal_stride, std::uintptr_t reward, std::int64_t reward_stride,
          std::uintptr_t new_goal, std::uintptr_t new_next_goal, std::uintptr_t new_reward) {
         if (n < 0 || width < 0) throw nb::value_error("expected at least 0 rows and numbers");
+        const Array rows_chosen(chosen, "chosen", Array::kBool, 1);
+        replaykit::check_length("chosen", rows_chosen.size(), n);
         const auto rows = [](std::uintptr_t base, std::int64_t stride) {
           return NumberRows{at<const char>(base), stride};
         };
@@ -41,18 +109,43 @@ void replaykit::bind_relabel(nb::module_& m) {
         const std::uintptr_t to[3] = {new_goal, new_next_goal, new_reward};
         const std::int64_t size = doubles ? sizeof(double) : sizeof(float);
         const auto work = doubles ? run<double> : run<float>;
-        // Up to so many numbers the work is shorter than handing the interpreter lock over.
-        constexpr std::int64_t release_above = 4096;
-        const auto all = [&] {
-          work(chosen, n, width, limit, rows(fresh, width * size), rows(achieved, achieved_stride),
-               old, rows(reward, reward_stride), to);
-        };
-        if (n * width <= release_above) {
-          all();
-        } else {
-          nb::gil_scoped_release release;
-          all();
-        }
+        unlocked(n * width, [&] {
+          work(rows_chosen.bytes(), n, width, limit, rows(fresh, width * size),
+               rows(achieved, achieved_stride), old, rows(reward, reward_stride), to);
+        });
       },
       "Writes the goals and rewards of a batch whose chosen rows get fresh goals [n, width].");
+
+  m.def(
+      "later_goals",
+      [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
+         std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals) {
+        Later later(draws, low, last, column, stride, slots, chosen, goals);
+        unlocked(later.size() * kNumbersADraw, [&] { later.run(p); });
+        later.check();
+      },
+      nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
+      nb::arg("stride"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
+      "Chooses rows, and copies what was achieved at times drawn from low .. last for all of them.");
+
+  m.def(
+      "relabel_later",
+      [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
+         std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals,
+         double limit, std::uintptr_t achieved, std::int64_t achieved_stride, std::uintptr_t goal,
+         std::int64_t goal_stride, std::uintptr_t next_goal, std::int64_t next_goal_stride,
+         std::uintptr_t reward, std::int64_t reward_stride) {
+        Later later(draws, low, last, column, stride, slots, chosen, goals);
+        const replaykit::OwnRows to[2] = {{at<char>(goal), goal_stride},
+                                          {at<char>(next_goal), next_goal_stride}};
+        const auto work =
+            later.doubles() ? replaykit::overwrite<double> : replaykit::overwrite<float>;
+        unlocked(later.size() * kNumbersADraw, [&] {
+          if (!later.run(p)) return;
+          work(later.chosen(), later.size(), later.width(), limit, later.goals(),
+               {at<const char>(achieved), achieved_stride}, to, {at<char>(reward), reward_stride});
+        });
+        later.check();
+      },
+      "Does that, and overwrites goals and rewards of a batch in its chosen rows.");
 }

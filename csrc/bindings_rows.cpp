@@ -3,21 +3,25 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "rows.h"
 
 namespace nb = nanobind;
+using replaykit::Array;
+using replaykit::check_length;
 using replaykit::Field;
 using replaykit::Side;
 using replaykit::Table;
 
 namespace {
 
-using Numbers = std::vector<std::int64_t>;
+using List = std::vector<std::int64_t>;
 
 // Up to this many rows, and bytes, the copy is shorter than handing the interpreter lock over and
 // back.
@@ -26,8 +30,9 @@ constexpr std::int64_t kBytesKept = 64 << 10;
 
 char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
 
-std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const Numbers& strides) {
-  const auto width = static_cast<std::size_t>(table.width());
+std::vector<Side> as_sides(const Table& table, const List& addresses, const List& strides,
+                           std::int64_t count = 1) {
+  const auto width = static_cast<std::size_t>(table.width() * count);
   if (addresses.size() != width || strides.size() != width) {
     throw nb::value_error(("expected an address and a stride for each of " + std::to_string(width) +
                            " fields, got " + std::to_string(addresses.size()) + " and " +
@@ -39,16 +44,21 @@ std::vector<Side> as_sides(const Table& table, const Numbers& addresses, const N
   return sides;
 }
 
-// A copy: what was checked is what is used, whoever writes to the caller's index meanwhile.
-Numbers checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
-  if (n < 0) throw nb::value_error("expected a number of rows of at least 0");
-  const auto* given = reinterpret_cast<const std::int64_t*>(address);
-  Numbers index(given, given + n);
+void check_positions(const List& index, std::int64_t limit) {
+  const auto n = static_cast<std::int64_t>(index.size());
   const std::int64_t wrong = Table::first_outside(index.data(), n, limit);
   if (wrong != n) {
     throw nb::index_error(("expected rows in [0, " + std::to_string(limit) + "), got " +
                            std::to_string(index[static_cast<std::size_t>(wrong)])).c_str());
   }
+}
+
+// A copy: what was checked is what is used, whoever writes to the caller's index meanwhile.
+List checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
+  if (n < 0) throw nb::value_error("expected a number of rows of at least 0");
+  const auto* given = reinterpret_cast<const std::int64_t*>(address);
+  List index(given, given + n);
+  check_positions(index, limit);
   return index;
 }
 
@@ -76,10 +86,28 @@ void replaykit::bind_rows(nb::module_& m) {
         },
         nb::arg("address"), nb::arg("bytes"),
         "Asks the kernel for large pages for fresh memory; a hint.");
+  m.def("join_rows",
+        [](std::int64_t left, std::int64_t left_stride, std::int64_t left_bytes,
+           std::int64_t right, std::int64_t right_stride, std::int64_t right_bytes,
+           std::int64_t n, std::int64_t to) {
+          if (left_bytes < 0 || right_bytes < 0 || n < 0) {
+            throw nb::value_error("expected bytes and a number of rows of at least 0");
+          }
+          const auto work = [&] {
+            replaykit::join({as_address(left), left_stride}, left_bytes,
+                            {as_address(right), right_stride}, right_bytes, n, as_address(to));
+          };
+          if (n * (left_bytes + right_bytes) <= kBytesKept) return work();
+          nb::gil_scoped_release release;
+          work();
+        },
+        nb::arg("left"), nb::arg("left_stride"), nb::arg("left_bytes"), nb::arg("right"),
+        nb::arg("right_stride"), nb::arg("right_bytes"), nb::arg("n"), nb::arg("to"),
+        "Puts rows of two places next to each other.");
 
   nb::class_<Table>(m, "Table", "Fields of the rows of a table, at addresses that do not move.")
       .def("__init__",
-           [](Table* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
+           [](Table* self, const List& bases, const List& strides, const List& sizes,
               std::int64_t rows) {
              if (bases.size() != strides.size() || bases.size() != sizes.size() || rows < 0) {
                throw nb::value_error("expected as many strides and sizes as fields, and rows >= 0");
@@ -95,9 +123,9 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"), nb::arg("rows"))
       .def("gather",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              const Numbers& to, const Numbers& strides, int threads) {
+              const List& to, const List& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, to, strides);
-             const Numbers at = checked_index(index, n, checked_limit(self, limit));
+             const List at = checked_index(index, n, checked_limit(self, limit));
              unlocked(self, n, [&] { self.gather(at.data(), n, sides, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
@@ -106,7 +134,7 @@ void replaykit::bind_rows(nb::module_& m) {
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               std::int64_t to, std::int64_t stride, int threads, bool mapped, bool cold) {
              if (self.width() != 1) throw nb::value_error("expected a table of one field");
-             const Numbers at = checked_index(index, n, checked_limit(self, limit));
+             const List at = checked_index(index, n, checked_limit(self, limit));
              const std::vector<Side> side = {{as_address(to), stride}};
              if (mapped) {
                nb::gil_scoped_release release;
@@ -120,9 +148,9 @@ void replaykit::bind_rows(nb::module_& m) {
            "What gather and gather_mapped do, for a table of one field.")
       .def("gather_mapped",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              const Numbers& to, const Numbers& strides, int threads, bool cold) {
+              const List& to, const List& strides, int threads, bool cold) {
              const std::vector<Side> sides = as_sides(self, to, strides);
-             const Numbers at = checked_index(index, n, checked_limit(self, limit));
+             const List at = checked_index(index, n, checked_limit(self, limit));
              nb::gil_scoped_release release;  // a page may have to come from disk
              return self.gather_mapped(at.data(), n, sides, threads, cold);
            },
@@ -137,8 +165,8 @@ void replaykit::bind_rows(nb::module_& m) {
                throw nb::value_error("expected a table of one field of one number");
              }
              if (lanes < 1) throw nb::value_error("expected lanes of at least 1");
-             const Numbers at = checked_index(index, n, self.rows());
-             const Numbers on = checked_index(steps, n, self.rows() / lanes);
+             const List at = checked_index(index, n, self.rows());
+             const List on = checked_index(steps, n, self.rows() / lanes);
              unlocked(self, n, [&] {
                if (wide) {
                  self.discounted(at.data(), on.data(), n, lanes, gamma,
@@ -152,18 +180,47 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("index"), nb::arg("steps"), nb::arg("n"), nb::arg("lanes"), nb::arg("gamma"),
            nb::arg("wide"), nb::arg("out"),
            "Discounted sums of one number a row over it and so many rows of its lane after it.")
+      .def("frames",
+           [](const Table& self, nb::handle element, nb::handle time, nb::handle begin,
+              std::int64_t lowest, std::int64_t lanes, std::int64_t count, bool zero,
+              const List& to, const List& strides, int threads) {
+             if (lanes < 1 || count < 1) {
+               throw nb::value_error("expected lanes and count of at least 1");
+             }
+             const std::vector<Side> sides = as_sides(self, to, strides, count);
+             const Array elements(element, "element", Array::kInt64, 1);
+             const Array times(time, "time", Array::kInt64, 1);
+             const Array begins(begin, "begin", Array::kInt64, 1);
+             const std::int64_t n = elements.size();
+             check_length("time", times.size(), n);
+             check_length("begin", begins.size(), n);
+             List at(static_cast<std::size_t>(n)), reach(static_cast<std::size_t>(n));
+             for (std::size_t i = 0; i < at.size(); ++i) {
+               const auto row = static_cast<std::int64_t>(i);
+               at[i] = elements.numbers()[row];
+               reach[i] = times.numbers()[row] - std::max(begins.numbers()[row], lowest);
+             }
+             check_positions(at, self.rows());
+             check_positions(reach, self.rows() / lanes);
+             unlocked(self, n, [&] {
+               self.frames(at.data(), reach.data(), n, lanes, count, zero, sides, threads);
+             });
+           },
+           nb::arg("element"), nb::arg("time"), nb::arg("begin"), nb::arg("lowest"),
+           nb::arg("lanes"), nb::arg("count"), nb::arg("zero"), nb::arg("to"), nb::arg("strides"),
+           nb::arg("threads"), "Copies rows and those of their lanes before them out, side by side.")
       .def("scatter",
-           [](const Table& self, std::int64_t slots, std::int64_t n, const Numbers& from,
-              const Numbers& strides, int threads) {
+           [](const Table& self, std::int64_t slots, std::int64_t n, const List& from,
+              const List& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, from, strides);
-             const Numbers at = checked_index(slots, n, self.rows());
+             const List at = checked_index(slots, n, self.rows());
              unlocked(self, n, [&] { self.scatter(at.data(), n, sides, threads); });
            },
            nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
            nb::arg("threads"), "Copies rows in; of a slot named twice the last row stays.")
       .def("scatter_ring",
-           [](const Table& self, std::int64_t first, std::int64_t n, const Numbers& from,
-              const Numbers& strides, int threads) {
+           [](const Table& self, std::int64_t first, std::int64_t n, const List& from,
+              const List& strides, int threads) {
              const std::vector<Side> sides = as_sides(self, from, strides);
              if (first < 0 || first >= self.rows() || n < 0 || n > self.rows()) {
                throw nb::index_error(("expected at most " + std::to_string(self.rows()) +

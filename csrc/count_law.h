@@ -20,6 +20,9 @@ struct CountLaw {
            intact == other.intact && kind == other.kind;
   }
 
+  // Whether all rows that windows may use are windows, each by itself.
+  bool single() const { return kind == kWindows && least <= 1 && add == 0; }
+
   std::int64_t skipped(bool reset) const { return reset ? 0 : past; }
 
   // Rows of `stored` ones that windows may use.

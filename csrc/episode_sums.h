@@ -50,6 +50,7 @@ class EpisodeSums {
     }
     version_ = of.version();
     ended_ = of.ended();
+    front_ = missing_in_front(of);
   }
 
   void totals(std::int64_t* out) const {
@@ -92,8 +93,44 @@ class EpisodeSums {
     return n;
   }
 
+  // Elements of single rows by their numbers; the first one that is not in [0, total()), or n.
+  std::int64_t pick(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
+    const std::int64_t slots = of.slots(), lanes = of.lanes();
+    if (front_ >= 0) {
+      const std::int64_t first = (of.lo() + front_) % slots;
+      for (std::int64_t i = 0; i < n; ++i) {
+        const std::int64_t given = number[i];
+        if (given < 0 || given >= total()) return i;
+        out[i] = first + given < slots ? first + given : first + given - slots;
+      }
+      return n;
+    }
+    std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
+    const std::int64_t wrong = find(of, number, n, all.data());
+    for (std::int64_t i = 0; i < wrong; ++i) {
+      out[i] = (all[n + i] + all[4 * n + i]) % slots * lanes + all[i];
+    }
+    return wrong;
+  }
+
  private:
   static constexpr std::int64_t kBatch = 16;
+
+  // Where the rows that a law of single rows counts follow each other in the only lane: how many
+  // stored ones lie before them. Else -1. It is so where no episode but the oldest lacks rows.
+  std::int64_t missing_in_front(const Episodes& of) const {
+    if (lanes_.size() != 1 || !law_.single()) return -1;
+    const LaneSums& own = lanes_.front();
+    const Episodes::Lane& lane = of.lane(0);
+    std::int64_t headless = 0, open = 0;
+    if (lane.headless_ended()) headless = lane.last(lane.first) + 1 - of.lo();
+    if (of.is_open(lane)) open = of.hi() - std::max(of.lo(), lane.open);
+    const std::int64_t regular = of.hi() - of.lo() - headless - open;
+    if (own.regular != regular) return -1;
+    const std::int64_t skipped = own.open ? law_.skipped(open_at_reset(of, lane)) : 0;
+    if (skipped == 0) return headless - own.headless;
+    return headless + regular == 0 ? skipped : -1;
+  }
 
   struct LaneSums {
     explicit LaneSums(std::int64_t slots) : sums(slots / Episodes::kGroup + 4) {}
@@ -238,6 +275,7 @@ class EpisodeSums {
   std::vector<LaneSums> lanes_;
   std::vector<std::int64_t> ends_;  // of the lanes' numbers
   std::int64_t version_ = -1, ended_ = 0, used_ = 0;
+  std::int64_t front_ = -1;  // see `missing_in_front`
 };
 
 // The sums of the laws in use; those not used for longest make room.

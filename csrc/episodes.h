@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "numbered_ring.h"
+#include "numbers.h"
 #include "pages.h"
 
 namespace replaykit {
@@ -22,15 +23,6 @@ constexpr std::int64_t kCodeBits = 7;
 constexpr std::uint8_t kNotInit = 0x20;
 constexpr std::uint8_t kSwitched = 3, kSevered = 4, kRestored = 5;
 enum Head : std::uint8_t { kReset = 1, kCut = 2, kEvicted = 3 };
-
-// int64 numbers of the caller's, equally far apart.
-struct Numbers {
-  const char* base;
-  std::int64_t stride;
-  std::int64_t operator[](std::int64_t i) const {
-    return *reinterpret_cast<const std::int64_t*>(base + i * stride);
-  }
-};
 
 // Links, 8 bytes a row, in memory that grows with the places in use. What lies beyond them is not
 // touched, and so takes no memory either.
@@ -218,6 +210,10 @@ class Episodes {
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
       if (element[i] < 0 || slot >= slots_) return i;
+      // Its links are looked up next. Of slots that were never in use there are none: a hint.
+      const auto links = reinterpret_cast<std::uintptr_t>(links_.data());
+      const auto own = links + 8 * static_cast<std::uintptr_t>(element[i]);
+      __builtin_prefetch(reinterpret_cast<const char*>(own));
       const std::int64_t back = seam - slot;
       time[i] = newest - (back < 0 ? back + slots_ : back);
       lane[i] = width == 1 ? 0 : element[i] % width;
@@ -321,7 +317,7 @@ class Episodes {
  private:
   // Cells that are noted in one go: their codes stay in the first level of the cache.
   static constexpr std::int64_t kPiece = 8192;
-  static constexpr std::int64_t kBatch = 16;
+  static constexpr std::int64_t kBatch = 128;
 
   bool is_stored(std::int64_t time, std::int64_t at) const {
     return time >= lo_ && time < hi_ && at >= 0 && at < lanes();

@@ -1,10 +1,18 @@
 // New goals, and the rewards for them: rows of a batch that are told what was achieved elsewhere.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
+
 namespace replaykit {
+
+// Without bytes there may be no address either.
+inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
 
 // Rows of numbers that lie one after the other, `stride` bytes from row to row.
 struct NumberRows {
@@ -13,6 +21,66 @@ struct NumberRows {
 
   const char* at(std::int64_t row) const { return base + row * stride; }
 };
+
+// The same, to be written.
+struct OwnRows {
+  char* base;
+  std::int64_t stride;
+
+  char* at(std::int64_t row) const { return base + row * stride; }
+};
+
+// One leaf of the rows of a ring: that of time t lies in slot t % slots.
+struct RingRows {
+  const char* base;
+  std::int64_t stride;
+  std::int64_t bytes;
+  std::int64_t slots;
+
+  // Times of stored rows are less than two rounds apart: a division for the first one only.
+  const char* at(std::int64_t time, std::int64_t& round) const {
+    std::int64_t slot = time - round;
+    if (slot < 0) {
+      slot += slots;
+    } else if (slot >= slots) {
+      slot -= slots;
+    }
+    if (slot < 0 || slot >= slots) {
+      slot = time % slots;
+      round = time - slot;
+    }
+    return base + slot * stride;
+  }
+};
+
+// Chooses rows by their chance, and copies for each of n rows what was achieved at a time drawn from
+// low .. last, both included: goals, n * rows.bytes. Returns the first row whose draw is no number of
+// [0, 1) or whose times are not 0 <= low <= last, and which was not copied then; n if there is none.
+inline std::int64_t later_goals(const double* chances, const double* draws, std::int64_t n, double p,
+                                Numbers low, Numbers last, RingRows rows, std::uint8_t* chosen,
+                                char* goals) {
+  constexpr std::int64_t kBlock = 256;
+  const char* from[kBlock];
+  std::int64_t round = 0;
+  const auto bytes = static_cast<std::size_t>(rows.bytes);
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t end = std::min(n, begin + kBlock);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t first = low[i], further = last[i] - first;
+      if (first < 0 || further < 0 || !(draws[i] >= 0 && draws[i] < 1)) return i;
+      chosen[i] = chances[i] < p ? 1 : 0;
+      const auto step = static_cast<std::int64_t>(draws[i] * static_cast<double>(further + 1));
+      const char* row = rows.at(first + std::min(step, further), round);
+      __builtin_prefetch(row, 0, 2);
+      if (bytes) __builtin_prefetch(row + bytes - 1, 0, 2);
+      from[i - begin] = row;
+    }
+    for (std::int64_t i = begin; i < end; ++i) {
+      copy_bytes(goals + i * rows.bytes, from[i - begin], bytes);
+    }
+  }
+  return n;
+}
 
 // Leaves of a record need not be aligned.
 template <typename Number>
@@ -45,13 +113,29 @@ void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, dou
     const bool own = chosen[row] != 0;
     const char* goal = fresh.at(row);
     for (int k = 0; k < 2; ++k) {
-      std::memcpy(goals[k] + row * width, own ? goal : old[k].at(row), bytes);
+      char* to = reinterpret_cast<char*>(goals[k] + row * width);
+      copy_bytes(to, own ? goal : old[k].at(row), bytes);
     }
     if (own) {
       rewards[row] = is_near<Number>(achieved.at(row), goal, width, limit) ? Number{0} : Number{-1};
     } else {
       std::memcpy(rewards + row, reward.at(row), sizeof(Number));
     }
+  }
+}
+
+// The same in place: chosen rows get the new goal twice, and their reward.
+template <typename Number>
+void overwrite(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
+               NumberRows fresh, NumberRows achieved, const OwnRows goals[2], OwnRows rewards) {
+  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(Number);
+  for (std::int64_t row = 0; row < n; ++row) {
+    if (!chosen[row]) continue;
+    const char* goal = fresh.at(row);
+    const bool near = is_near<Number>(achieved.at(row), goal, width, limit);
+    const Number reward = near ? Number{0} : Number{-1};
+    for (int k = 0; k < 2; ++k) copy_bytes(goals[k].at(row), goal, bytes);
+    std::memcpy(rewards.at(row), &reward, sizeof reward);
   }
 }
 

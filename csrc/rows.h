@@ -49,12 +49,20 @@ constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kBytesToShare = 1 << 20;
 constexpr std::int64_t kBytesAPiece = 256 << 10;
 
+inline void prefetch_line(const char* address) {
+  __builtin_prefetch(address, 0, 2);
+  // GCC takes a function that does nothing but prefetch for one without effect, and calls of it away.
+  __asm__ volatile("");
+}
+
 inline void prefetch(const char* address, std::int64_t bytes) {
   const std::int64_t reach = std::min(bytes, kPrefetchBytes);
-  for (std::int64_t at = 0; at < reach; at += kLine) __builtin_prefetch(address + at, 0, 2);
+  for (std::int64_t at = 0; at < reach; at += kLine) prefetch_line(address + at);
   // A row that does not start at a line may end in one more.
-  if (reach > 0) __builtin_prefetch(address + reach - 1, 0, 2);
+  if (reach > 0) prefetch_line(address + reach - 1);
 }
+
+constexpr std::int64_t kCopiedHere = 256;
 
 // Calls of memcpy with a size known to the compiler are a load and a store or two.
 inline void copy(char* to, const char* from, std::int64_t bytes) {
@@ -65,8 +73,15 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
     case 4: std::memcpy(to, from, 4); return;
     case 8: std::memcpy(to, from, 8); return;
     case 16: std::memcpy(to, from, 16); return;
-    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    default: break;
   }
+  if (bytes < 16 || bytes > kCopiedHere) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    return;
+  }
+  // Half of the time of a call. The last piece overlaps the one before.
+  for (std::int64_t at = 0; at + 16 <= bytes; at += 16) std::memcpy(to + at, from + at, 16);
+  std::memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
 // Rows whose pages are looked up before a batch of mapped rows is touched.
@@ -120,6 +135,16 @@ inline void will_need(const char* address, std::int64_t bytes, std::uintptr_t pa
 
 }  // namespace detail
 
+// Puts rows of two sides next to each other, `bytes` of each: n rows one after the other at `to`.
+inline void join(const Side& left, std::int64_t left_bytes, const Side& right,
+                 std::int64_t right_bytes, std::int64_t n, char* to) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    detail::copy(to, left.address + i * left.stride, left_bytes);
+    detail::copy(to + left_bytes, right.address + i * right.stride, right_bytes);
+    to += left_bytes + right_bytes;
+  }
+}
+
 class Table {
  public:
   Table(std::vector<Field> fields, std::int64_t rows) : fields_(std::move(fields)), rows_(rows) {
@@ -153,14 +178,11 @@ class Table {
       return field.base + (row < rows_ ? row : row - rows_) * field.stride;
     };
     constexpr std::int64_t kAhead = 16;
-    const auto ask = [&](std::int64_t i) {
-      for (std::int64_t k = 0; k <= steps[i]; ++k) {
-        __builtin_prefetch(at(index[i] + k * lanes), 0, 2);
+    for (std::int64_t i = -kAhead; i < n; ++i) {
+      for (std::int64_t k = 0; i + kAhead < n && k <= steps[i + kAhead]; ++k) {
+        detail::prefetch_line(at(index[i + kAhead] + k * lanes));
       }
-    };
-    for (std::int64_t i = 0; i < std::min(n, kAhead); ++i) ask(i);
-    for (std::int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) ask(i + kAhead);
+      if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
         if (weight == 0) break;  // what is infinite there does not count
@@ -170,6 +192,22 @@ class Table {
       }
       out[i] = static_cast<Number>(sum);
     }
+  }
+
+  // Copies, for every row `index[i]`, the `count` rows of its lane up to it out, round the ring,
+  // oldest first: field f of the j-th of them to sides[f * count + j]. `reach[i]` says how many rows
+  // there are before it: in the place of one that there is not comes the first that there is, or,
+  // with `zero`, zero bytes. Positions and reaches have been checked.
+  void frames(const std::int64_t* index, const std::int64_t* reach, std::int64_t n,
+              std::int64_t lanes, std::int64_t count, bool zero, const std::vector<Side>& sides,
+              int threads) const {
+    detail::parallel(n, row_bytes_ * count, threads, [&](std::int64_t begin, std::int64_t end) {
+      for (std::size_t f = 0; f < fields_.size(); ++f) {
+        if (!fields_[f].bytes) continue;
+        const Side* to = sides.data() + f * static_cast<std::size_t>(count);
+        frames_of(fields_[f], index, reach, begin, end, lanes, count, zero, to);
+      }
+    });
   }
 
   // Copies rows `index` out, field f to sides[f]. Positions have been checked.
@@ -233,6 +271,35 @@ class Table {
   }
 
  private:
+  void frames_of(const Field& field, const std::int64_t* index, const std::int64_t* reach,
+                 std::int64_t begin, std::int64_t end, std::int64_t lanes, std::int64_t count,
+                 bool zero, const Side* to) const {
+    const auto at = [&](std::int64_t i, std::int64_t age) {
+      const std::int64_t row = index[i] - age * lanes;
+      return field.base + (row < 0 ? row + rows_ : row) * field.stride;
+    };
+    const std::int64_t wide = std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
+    const std::int64_t ahead = std::max<std::int64_t>(1, detail::kAheadBytes / (wide * count));
+    for (std::int64_t i = begin - ahead; i < end; ++i) {
+      // Here and in no function of its own, see `prefetch`.
+      if (const std::int64_t next = i + ahead; next < end) {
+        for (std::int64_t age = std::min(count - 1, reach[next]); age >= 0; --age) {
+          detail::prefetch(at(next, age), field.bytes);
+        }
+      }
+      if (i < begin) continue;
+      for (std::int64_t j = 0; j < count; ++j) {
+        const std::int64_t age = count - 1 - j;
+        char* const target = to[j].address + i * to[j].stride;
+        if (zero && age > reach[i]) {
+          std::memset(target, 0, static_cast<std::size_t>(field.bytes));
+        } else {
+          detail::copy(target, at(i, std::min(age, reach[i])), field.bytes);
+        }
+      }
+    }
+  }
+
   void gather_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                     const std::vector<Side>& sides) const {
     for (std::size_t f = 0; f < fields_.size(); ++f) {

@@ -78,6 +78,7 @@ from replaykit.transforms import (
 )
 from replaykit.writers import (
     ImmutableDatasetWriter,
+    LaneWriter,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
@@ -108,6 +109,7 @@ __all__ = [
     "ImmutableDatasetWriter",
     "KeepRaw",
     "LambdaScheduler",
+    "LaneWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 __all__ = [
+    "BufferFull",
     "CheckpointError",
     "CorpusError",
     "DownloadError",
@@ -25,6 +26,10 @@ class SchemaError(ValueError):
 
 class EmptyDistributionError(ValueError):
     """No weight is positive, so there is nothing that could be drawn."""
+
+
+class BufferFull(RuntimeError):
+    """Rows would have to be removed that are to be kept."""
 
 
 class NotEnoughData(RuntimeError):

@@ -18,7 +18,7 @@ import pytest
 import replaykit
 
 _LOOK = """
-import atexit, json, os, signal, sys, threading, time
+import atexit, json, os, signal, sys, threading
 import tensordict  # what it loads is not this package's doing
 from pathlib import Path
 
@@ -41,9 +41,7 @@ def noting(function, *arguments, **keywords):
     return register(function, *arguments, **keywords)
 atexit.register = noting
 sys.addaudithook(audit)
-start = time.process_time()
 import replaykit
-seconds = time.process_time() - start
 after = set(sys.modules), handlers(), threading.active_count(), dict(os.environ)
 during = list(opened)  # what follows writes pipes of its own
 print(json.dumps({
@@ -53,7 +51,6 @@ print(json.dumps({
     "exits": exits,
     "environment": before[3] == after[3],
     "opened": during,
-    "seconds": seconds,
     "files": sorted(path.name for path in Path.cwd().iterdir()),
 }))
 """
@@ -102,17 +99,23 @@ def test_importing_has_no_side_effects(looked: Any) -> None:
     assert looked["files"] == []
 
 
-def test_importing_takes_at_most_a_sixth_of_a_second_longer(looked: Any, run_python: Any) -> None:
-    """The time of the processor, the best of some: what other programs do does not count."""
-    seconds = looked["seconds"]
-    for _ in range(4):
+def test_importing_takes_at_most_a_sixth_of_a_second_longer(
+    run_python: Any, tmp_path: Path
+) -> None:
+    """The time of the processor, the best of some: what other programs do does not count. As for
+    who has installed it, modules are compiled by then."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    program = (
+        "import time, tensordict; t = time.process_time(); import replaykit; "
+        "print(time.process_time() - t)"
+    )
+    run_python("import replaykit", env=environment)
+    seconds = 1.0
+    for _ in range(5):
         if seconds <= 0.15:
             break
-        program = (
-            "import time, tensordict; t = time.process_time(); import replaykit; "
-            "print(time.process_time() - t)"
-        )
-        seconds = min(seconds, float(run_python(program).stdout))
+        seconds = min(seconds, float(run_python(program, env=environment).stdout))
     assert seconds <= 0.15
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
+from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.frames import Before, Frames
 from replaykit.storages.indexing import ravel
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.base import Compose
@@ -40,22 +43,22 @@ class StoredSurroundings(Surroundings):
     ) -> None:
         super().__init__()
         self._storage, self._index = storage, index
+        self._columns = storage.require()
         cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
-        self._cells = cells.cpu().numpy()
+        self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
-        self._lowest = index.bounds(self.lane)[0]
         self.alone = window is None
         self._window = window
         self.mask = mask
         self.generator = generator
-        self.keys = storage.require().schema.leaves
+        self.keys = self._columns.schema.leaves
 
     # What not every transform asks for is computed when one does.
 
     @cached_property
     def first(self) -> Array:  # type: ignore[override]
-        return np.maximum(self.begin, self._lowest)
+        return np.maximum(self.begin, self._index.bounds(self.lane)[0])
 
     @cached_property
     def reason(self) -> Array:  # type: ignore[override]
@@ -69,12 +72,85 @@ class StoredSurroundings(Surroundings):
     def root(self) -> Node:  # type: ignore[override]
         return self._storage.require().schema.root
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
         # Only here rows of a lane that follow each other in time do so in the ring.
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
         return columns.discounted(key, self._cells, steps, gamma)
+
+    def _before(self, time: Array | None = None) -> Before:
+        """The rows, or those of other times in their episodes, and how far back these reach."""
+        lowest = self._index.bounds(self.lane)[0]
+        if time is None:
+            return Before(self._cells, self.time, self.begin, lowest)
+        return Before(self._index.element(time, self.lane), time, self.begin, lowest)
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        columns = self._columns
+        if self.rows is None or type(self._index) is not EpisodeIndex:
+            return None
+        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
+        if ahead is None:
+            return None
+        return ahead.lead(self.rows, self._cells, self.time, self.last)
+
+    def _frames(self, keys: Sequence[Path]) -> Frames | None:
+        """What copies rows with those before them, if all of them are as they are stored."""
+        columns = self._columns
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
+            return None
+        return columns.frames
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        return frames.stacks(tuple(keys), self._before(), count, zero=zero, flat=flat)
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames, time = self._frames(keys), self.next_time
+        if frames is None or time is None:
+            return None
+        rows = self._before(time)
+        return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        paths = tuple(keys)
+        if joined:
+            made = frames.joined(paths, self._before(), 2)
+            pairs = None if made is None else [made]
+        else:
+            pairs = frames.apart(paths, self._before(), 2)
+        time = self.next_time
+        if pairs is None or time is None:
+            return pairs
+        rows = self._before(time)
+        if joined:
+            own = frames.joined(paths, rows, 1)
+            return None if own is None else [[pairs[0][0], own[0]]]
+        apart = frames.apart(paths, rows, 1)
+        if apart is None:
+            return None
+        return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
@@ -104,8 +180,12 @@ def fetch_all(
     info: dict[Any, Any],
     generator: torch.Generator | None,
     episodes: EpisodeIndex | None = None,
+    rows: Any = None,
 ) -> Prepared:
     """Has the history transforms of a chain read what they need for rows at an index.
+
+    Args:
+        rows: the batch, in memory of its own, where nobody looks at it before the chain does.
 
     Raises:
         RuntimeError: a storage that does not know where episodes end.
@@ -126,6 +206,8 @@ def fetch_all(
         None if mask is None else mask.cpu().numpy(),
         generator,
     )
+    if mask is None:
+        around.rows = rows
     return fetch_more(chain, Prepared(around))
 
 
@@ -135,6 +217,8 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
     around = prepared.around
     around.relabels = []
     for position, transform in enumerate(chain):
+        if position:
+            around.rows = None
         if position < start or not isinstance(transform, HistoryTransform):
             continue
         if transform.edits_episodes:
@@ -144,6 +228,7 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
             break
         if transform.relabels:
             around.relabels.append((transform, fetched))
+    around.rows = None
     return prepared
 
 
@@ -153,7 +238,7 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
     Raises:
         RuntimeError: records that are no TensorDicts, or no single rows.
     """
-    if not is_tensordict(data):
+    if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
     if data.batch_size != (len(prepared.around),):
         raise RuntimeError(

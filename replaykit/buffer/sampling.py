@@ -260,18 +260,29 @@ class Sampling(BufferCore):
                 anchors = drawn.info["anchor_index"]
                 drawn.info["anchor_generation"] = _generations(storage, anchors)
         own = self._collate_fn is not None
+        held = False
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
             drawn.rows = storage.read_held(drawn.index, self._contiguous)
+            held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)
         drawn.sampler = self._sampler
         chain = self._chain
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
-            with self._random_of(drawn):
-                fetched = fetch_all(chain, storage, drawn.index, drawn.info, self._generator, known)
-            drawn.fetched = (chain, fetched)
+            # Nobody looks at the rows before the first transform does.
+            held = held and type(self._sampler).complete is Sampler.complete
+            if drawn.info and held:  # nor is anything put over them
+                held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
+            rows = drawn.rows if held else None
+            generator = self._generator
+            given = chain, storage, drawn.index, drawn.info, generator, known, rows
+            if generator is None or (drawn.random is None and self._prefetcher is None):
+                drawn.fetched = chain, fetch_all(*given)
+            else:
+                with self._random_of(drawn, generator):
+                    drawn.fetched = chain, fetch_all(*given)
         drawn.collate = self._collate_fn if own else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
@@ -297,16 +308,12 @@ class Sampling(BufferCore):
         return self._sampler.draws_windows or not isinstance(self._sample_unit, Transition)
 
     @contextlib.contextmanager
-    def _random_of(self, drawn: Drawn) -> Iterator[None]:
+    def _random_of(self, drawn: Drawn, generator: torch.Generator) -> Iterator[None]:
         """While transforms read for a draw: those of one that was kept draw what they drew then.
 
         What is drawn ahead notes how, since it may be kept.
         """
-        generator, before = self._generator, drawn.random
-        if generator is None or (before is None and self._prefetcher is None):
-            yield
-            return
-        now = generator.get_state()
+        before, now = drawn.random, generator.get_state()
         if before is None:
             drawn.random = now
             yield

@@ -169,7 +169,7 @@ def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | 
         )
     target = storage.check_content(state.content)
     slots = getattr(target, "slots", storage.ledger.slots)
-    if slots == ledger["slots"]:
+    if buffer._writer.keeps_all(slots, state.writer):
         return target, None
     rows = buffer._writer.survivors(slots, state.writer)
     warn_left_out(state.content.rows - len(rows), stacklevel=5)

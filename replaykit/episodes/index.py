@@ -162,38 +162,26 @@ class EpisodeIndex:
         length, slots = ledger.length, self.slots
         # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
         start_slot = ledger.cursor if length == slots else 0
-        order = (np.arange(length) + start_slot) % slots
-        positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
+        positions = self._positions_from(start_slot)
+        oldest = ledger.next_position - length if positions is None else int(positions[0])
         # Times of rows that are stored no more are not negative either.
-        above = max(old.hi, int(positions[0])) if length else old.hi
+        above = max(old.hi, oldest) if length else old.hi
         start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
-        known = self._heads(start_slot, int(positions[0])) if length else None
+        known = self._heads(start_slot, oldest) if length else None
         if known is not None:
             began, head = known
-            begin = np.where(began >= 0, start - (positions[0] - began), -1)
-        elif not length or positions[0] == ledger.cleared:
+            begin = np.where(began >= 0, start - (oldest - began), -1)
+        elif not length or oldest == ledger.cleared:
             head = self._head_after_clear()
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
-        severed = np.nonzero(np.diff(positions) != 1)[0] if length else order
-        self._in_order = not len(severed)
-        marks, codes = self._storage.indexes.marks.among(
-            int(positions.min()) * lanes if length else 0,
-            (int(positions.max()) + 1) * lanes if length else 0,
-        )
-        stops = {int(row): np.full(lanes, SEVERED, np.uint8) for row in severed}
-        if len(marks):
-            by_position = np.argsort(positions, kind="stable")
-            rows = by_position[np.searchsorted(positions[by_position], marks // lanes)]
-            for row, mark, code in zip(rows.tolist(), marks.tolist(), codes.tolist(), strict=True):
-                if positions[row] == mark // lanes:
-                    stop = stops.setdefault(row, np.zeros(lanes, np.uint8))
-                    stop[mark % lanes] = max(code, stop[mark % lanes])
+        stops = self._stops(positions, oldest)
         done = 0
-        cuts = sorted({*stops, length - 1, slots - start_slot - 1} & set(range(length)))
+        ends = {*stops, length - 1, slots - start_slot - 1}
+        cuts = sorted(row for row in ends if 0 <= row < length)
         for row in cuts:
             first = (start_slot + done) % slots
             self._note(first, first + row + 1 - done)
@@ -205,6 +193,41 @@ class EpisodeIndex:
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
+
+    def _positions_from(self, slot: int) -> Array | None:
+        """Positions of the stored rows from a slot on, round the ring; None: each is one more than
+        that of the row before."""
+        ledger = self._storage.ledger
+        if ledger.in_order or not ledger.length:
+            return None
+        order = (np.arange(ledger.length) + slot) % self.slots
+        return ledger.positions(torch.from_numpy(order)).numpy()
+
+    def _stops(self, positions: Array | None, oldest: int) -> dict[int, Array]:
+        """Rows that nothing follows although no column says so, with a code a lane."""
+        length, lanes = self._storage.ledger.length, self.lanes
+        marks = self._storage.indexes.marks
+        if positions is None:
+            self._in_order = True
+            numbers, codes = marks.among(oldest * lanes, (oldest + length) * lanes)
+            rows = numbers // lanes - oldest
+            stops: dict[int, Array] = {}
+        else:
+            severed = np.nonzero(np.diff(positions) != 1)[0]
+            self._in_order = not len(severed)
+            numbers, codes = marks.among(
+                int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
+            )
+            by_position = np.argsort(positions, kind="stable")
+            at = np.searchsorted(positions[by_position], numbers // lanes)
+            rows = by_position[at]
+            stored = positions[rows] == numbers // lanes
+            rows, numbers, codes = rows[stored], numbers[stored], codes[stored]
+            stops = {int(row): np.full(lanes, SEVERED, np.uint8) for row in severed}
+        for row, number, code in zip(rows.tolist(), numbers.tolist(), codes.tolist(), strict=True):
+            stop = stops.setdefault(row, np.zeros(lanes, np.uint8))
+            stop[number % lanes] = max(code, stop[number % lanes])
+        return stops
 
     def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
         self.rebuilt += 1
@@ -344,6 +367,10 @@ class EpisodeIndex:
     def totals(self, law: CountLaw, kind: int) -> Array:
         """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
         return self._ring.totals(law, kind)
+
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        return self._ring.total(law, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""

@@ -11,6 +11,7 @@ from replaykit.episodes.codes import EndReason, Head
 from replaykit.episodes.index import EpisodeIndex, Windows
 from replaykit.episodes.law import WINDOWS, CountLaw
 from replaykit.episodes.rule import BoundaryRule
+from replaykit.episodes.stream_keys import cell_bytes, key_dtype, stream_keys
 from replaykit.episodes.streams import StreamEpisodes
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class InterleavedIndex(EpisodeIndex):
         self._storage, self._columns = storage, columns
         self.slots = columns.slots
         leaves = columns.schema.leaves
-        self._id_bytes = sum(_cell_bytes(leaves[path]) for path in self.bound.ids)
+        ids = (leaves[path] for path in self.bound.ids)
+        self._id_bytes = sum(cell_bytes(leaf.shape, leaf.dtype) for leaf in ids)
         self._streams = self._new()
         self._past = 0  # versions of the streams that are gone
         self.rebuilt = 0
@@ -67,15 +69,13 @@ class InterleavedIndex(EpisodeIndex):
         self._changes = ledger.changes
         self._edited = False
         self._is_ring = True
+        self._placed = np.zeros(0, np.int64)  # slots of the rows placed last, if no others came
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
     def _new(self) -> StreamEpisodes:
         leaf = self._columns.schema.leaves[self.key]
-        small = leaf.shape.numel() == 1 and not leaf.dtype.is_floating_point
-        small = small and not leaf.dtype.is_complex
-        keys = np.int64 if small else f"S{max(1, _cell_bytes(leaf))}"
-        return StreamEpisodes(self.slots, keys, self._id_bytes)
+        return StreamEpisodes(self.slots, key_dtype(leaf.shape, leaf.dtype), self._id_bytes)
 
     @property
     def lanes(self) -> int:  # type: ignore[override]
@@ -130,6 +130,33 @@ class InterleavedIndex(EpisodeIndex):
             self._add(leaves, slots, positions)
         self._noted = ledger.next_position
 
+    def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
+        """Takes note of rows that were written last, each at a slot of its own stream.
+
+        Args:
+            slots: int64 ``[n]``, free ones up from the stored rows, or those of the oldest rows of
+                the streams: in each turn one of them.
+            displacing: bool ``[n]``, which of them had a row before.
+            turn: int64 ``[n]``, rising in each stream; no slot comes twice in a turn.
+        """
+        ledger, count = self._storage.ledger, len(rows)
+        plain = ledger.changes == self._changes and not self._edited
+        if not plain or ledger.next_position - self._noted != count:
+            self._rebuild()
+            return
+        leaves = {path: rows.leaves[path] for path in self.bound.paths}
+        positions = np.arange(self._noted, self._noted + count)
+        if not turn.any():
+            self._add(leaves, slots, positions, displaced=slots[displacing])
+        else:
+            order = np.argsort(turn, kind="stable")
+            for at in np.split(order, np.flatnonzero(np.diff(turn[order])) + 1):
+                which = torch.from_numpy(at)
+                part = {path: leaf[which] for path, leaf in leaves.items()}
+                gone = slots[at[displacing[at]]]
+                self._add(part, slots[at], positions[at], displaced=gone)
+        self._noted, self._is_ring, self._placed = ledger.next_position, False, slots
+
     def close(self, lanes: Array, code: int) -> None:
         """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
         self.sync()
@@ -147,24 +174,13 @@ class InterleavedIndex(EpisodeIndex):
     ) -> None:
         codes, ids = self.bound.codes(leaves, 1)
         self._streams.append(
-            self._keys_of(leaves[self.key]),
+            stream_keys(leaves[self.key]),
             codes[:, 0],
             None if ids is None else ids[:, 0],
             slots,
             positions,
             **stops,
         )
-
-    def _keys_of(self, values: torch.Tensor) -> Array:
-        dtype = self._streams.keys.dtype
-        values = values.detach()
-        if dtype == np.int64:
-            return values.to(device="cpu", dtype=torch.int64).reshape(-1).numpy()
-        own = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
-        cells = own.view(-1).view(torch.uint8).numpy().reshape(len(values), -1)
-        if not cells.shape[1]:
-            return np.zeros(len(cells), dtype)
-        return np.ascontiguousarray(cells).view(dtype).reshape(-1)
 
     def _rebuild(self) -> None:
         """Notes all stored rows anew; one pass over the columns.
@@ -182,8 +198,11 @@ class InterleavedIndex(EpisodeIndex):
         # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
         start = ledger.cursor if length == slots else 0
         order = (np.arange(length) + start) % slots
+        if ledger.by_stream:
+            order = ledger.write_order().numpy()
         positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
-        jumps = np.diff(positions) != 1
+        # Where streams lose their own oldest rows, none is missing between two that are stored.
+        jumps = (np.diff(positions) != 1) & (not ledger.by_stream)
         segments = np.concatenate([[0], np.cumsum(jumps)])
         stops = np.zeros(length, np.uint8)
         if length:
@@ -197,16 +216,24 @@ class InterleavedIndex(EpisodeIndex):
         while done < length:
             # Up to the end of the columns: rows are read as they lie there.
             until = min(length, done + _BLOCK, slots - start if done < slots - start else length)
-            first = int(order[done])
-            part = slice(done, until)
-            leaves = {p: self._columns[p][first : first + until - done] for p in self.bound.paths}
+            part, first = slice(done, until), int(order[done])
+            lying: Any = slice(first, first + until - done)
+            if ledger.by_stream:
+                lying = torch.from_numpy(order[part])
+            leaves = {path: self._columns[path][lying] for path in self.bound.paths}
             self._add(
-                leaves, order[part], positions[part], segments=segments[part], stops=stops[part]
+                leaves,
+                order[part],
+                positions[part],
+                segments=segments[part],
+                stops=stops[part],
+                displaced=order[:0] if ledger.by_stream else None,
             )
             done = until
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         # Whether the next write takes the place of no row, or of the oldest in ring order.
         self._is_ring = ledger.length == slots or ledger.cursor == length
+        self._is_ring &= not ledger.by_stream
         self._restore(old, noted)
         self.rebuilt += 1
 
@@ -246,12 +273,16 @@ class InterleavedIndex(EpisodeIndex):
             was = old.owner(time, record)
             gone = time - old.episode.begin[was]
             known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
-        elif saved := self._storage.indexes.saved_streams():
-            given = np.array(saved, np.int64)
-            given = given[np.argsort(given[:, 0], kind="stable")]
-            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
-            same = np.flatnonzero(given[at, 0] == position)
-            known[same] = given[at[same]]
+        else:
+            lost = position < self._storage.indexes.cut_below()
+            if saved := self._storage.indexes.saved_streams():
+                given = np.array(saved, np.int64)
+                given = given[np.argsort(given[:, 0], kind="stable")]
+                at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+                same = np.flatnonzero(given[at, 0] == position)
+                known[same] = given[at[same]]
+                lost[same] = False
+            known[lost, 1], known[lost, 3] = position[lost], int(Head.CUT)
         # A row that is stored as the first of its episode has nothing to be told but its head.
         told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
         one, known = one[told], known[told]
@@ -264,6 +295,32 @@ class InterleavedIndex(EpisodeIndex):
         self.sync()
         streams = self._heads().tolist() if self.lanes else []
         return {"oldest": -1, "begin": [], "head": [], "streams": streams}
+
+    def _positions(self, slots: Array) -> Array:
+        return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
+
+    def sizes(self, keys: Array | None = None) -> Array:
+        """Number of stored rows of every stream, or of those of some keys (``stream_keys``): 0
+        where there is none."""
+        streams = self._streams
+        lane = streams.lane
+        if keys is None:
+            return lane.hi[streams.order] - lane.lo[streams.order]
+        found, record = np.zeros(len(keys), np.int64), streams.records(keys)
+        known = record >= 0
+        found[known] = (lane.hi - lane.lo)[record[known]]
+        return found
+
+    def nth(self, keys: Array, number: Array) -> Array:
+        """Slots of stored rows of streams by their keys, counted from the oldest, from 0."""
+        record = self._streams.records(keys)
+        return self._streams.slot(self._streams.lane.lo[record] + number, record)
+
+    def oldest(self) -> int:
+        """The least position of a stored row, of which there must be one. Cost: O(streams)."""
+        streams = self._streams
+        slots = streams.slot(streams.lane.lo[streams.order], streams.order)
+        return int(self._positions(slots).min())
 
     def newest(self, lanes: Array | None = None) -> Array:
         """Positions of the newest rows of lanes, bool ``[lanes]``; None: of all."""
@@ -283,7 +340,7 @@ class InterleavedIndex(EpisodeIndex):
         if values.is_floating_point() and not leaf.dtype.is_floating_point:
             raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
         cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
-        for key, own in zip(self._keys_of(cells).tolist(), cells.tolist(), strict=True):
+        for key, own in zip(stream_keys(cells).tolist(), cells.tolist(), strict=True):
             if key not in streams.known:
                 raise IndexError(f"expected a stream of which rows are stored, got {own!r}")
             chosen[streams.rank[streams.known[key]]] = True
@@ -339,11 +396,16 @@ class InterleavedIndex(EpisodeIndex):
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
-        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest), or of rows written by
+        stream, where these are more than were written last, O(rows)."""
         ledger, streams = self._storage.ledger, self._streams
         slots = np.arange(ledger.length)
         if newest < ledger.length and self._is_ring:
             slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
+        elif newest < ledger.length and ledger.by_stream:
+            if newest <= len(self._placed):
+                slots = np.unique(self._placed[len(self._placed) - newest :])
+            slots = slots[self._positions(slots) >= ledger.next_position - newest]
         if not len(slots):
             return slots, slots, slots
         time, lane = self.place(slots)
@@ -413,6 +475,10 @@ class InterleavedIndex(EpisodeIndex):
         """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
         return self._streams.sums(law, kind).totals()
 
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        return int(self.totals(law, kind).sum())
+
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return Windows(*self._streams.sums(law, kind).find(number))
@@ -443,7 +509,3 @@ class InterleavedIndex(EpisodeIndex):
     def nbytes(self) -> int:
         """Bytes that the index takes."""
         return self._streams.nbytes()
-
-
-def _cell_bytes(leaf: Any) -> int:
-    return int(leaf.shape.numel() * leaf.dtype.itemsize)

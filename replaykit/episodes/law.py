@@ -44,7 +44,16 @@ class Needs:
         )
 
     def __bool__(self) -> bool:
-        return self != NOTHING
+        return self._any
+
+    @cached_property
+    def _any(self) -> bool:
+        return self.past > 0 or self.open_future > 0 or self.closed or self.intact
+
+    @cached_property
+    def single(self) -> CountLaw:
+        """The law by which single rows are drawn that have around them what is needed."""
+        return CountLaw.strict(1).needing(self)
 
 
 NOTHING = Needs()

@@ -81,7 +81,7 @@ class NativeRing:
         self.nbytes = made.nbytes
         self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
         self._note = made.append_columns
-        self._around, self._pick = made.around, made.pick
+        self._around, self._pick, self._total = made.around, made.pick, made.total
         # Columns that rows were noted from: as the core takes them, or None where it cannot.
         self._bound: BoundColumns | None = None
         self._columns: Any = None
@@ -229,6 +229,10 @@ class NativeRing:
         out = np.empty((1, self.lanes), np.int64)
         self._totals(*law.key(), kind, out)
         return out[0]
+
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        return self._total(*law.key(), kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Looks windows (episodes, rows) up by their number, int64 ``[K]``."""

@@ -352,6 +352,11 @@ class RingEpisodes:
         upto = np.concatenate([[0], sums])[ends]
         return np.diff(upto, prepend=0)
 
+    def total(self, law: CountLaw, kind: int) -> int:
+        """The sum of ``totals``."""
+        sums, *_ = self._summed(law, kind)
+        return int(sums[-1]) if len(sums) else 0
+
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Looks windows (episodes, rows) up by their number, int64 ``[K]``: lanes in order, in each
         lane in the order of time.

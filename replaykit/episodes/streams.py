@@ -110,6 +110,7 @@ class StreamEpisodes:
         *,
         segments: Array | int = 0,
         stops: Array | None = None,
+        displaced: Array | None = None,
     ) -> None:
         """Notes rows, at most as many as there are slots, written after the newest one.
 
@@ -117,16 +118,22 @@ class StreamEpisodes:
             keys: of their streams, ``[n]``.
             codes: uint8 ``[n]``, without the ends that ids make.
             ids: uint8 ``[n, bytes]``.
-            slots, positions: int64 ``[n]``; slots in ring order.
+            slots, positions: int64 ``[n]``.
             segments: rows of a lane that follow each other in other segments are severed.
             stops: uint8 ``[n]``, what severs a row from the next of its lane, or 0.
+            displaced: the slots among them of which the rows are gone, the oldest ones of their
+                lanes; other slots are free. None: the oldest rows of all, as far as rows are in
+                the way, and slots are in ring order.
         """
         n = len(keys)
         if not n:
             return
         lane, episode = self.lane, self.episode
-        over = max(0, self.stored + n - self.slots)
-        gone = np.asarray(self._episode_of[slots[n - over :]], np.int64)
+        in_ring = displaced is None
+        if displaced is None:
+            displaced = slots[n - max(0, self.stored + n - self.slots) :]
+        over = len(displaced)
+        gone = np.asarray(self._episode_of[displaced], np.int64)
         losing, lost = _counted(episode.lane[gone], lane.capacity)
         lane.lo[losing] += lost
         # From here on rows are grouped by lane, and in each in the order of time.
@@ -144,7 +151,7 @@ class StreamEpisodes:
         )
         # A stream of which nothing was stored when it went on is one that was forgotten.
         forgotten = lane.newest[records] < position[starts] - self.slots
-        if forgotten.any():
+        if in_ring and forgotten.any():
             self._restart(records[forgotten])
         self._sever(records, starts, code, order, segments, stops)
         if ids is not None:
@@ -196,8 +203,7 @@ class StreamEpisodes:
 
     def _records_of(self, keys: Array) -> Array:
         """Records of the lanes of distinct keys, in order; makes those that are not there."""
-        names = keys.tolist()
-        found = np.array([self.known.get(name, -1) for name in names], np.int64)
+        names, found = keys.tolist(), self.records(keys)
         new = np.flatnonzero(found < 0)
         if not len(new):
             return found
@@ -222,6 +228,11 @@ class StreamEpisodes:
         self.order = np.insert(self.order, at, fresh)
         self._number()
         return found
+
+    def records(self, keys: Array) -> Array:
+        """Records of the lanes of keys; -1 where nothing of a stream is stored."""
+        known = self.known
+        return np.array([known.get(key, -1) for key in keys.tolist()], np.int64)
 
     def _number(self) -> None:
         self.numbering += 1

@@ -29,10 +29,12 @@ __all__ = [
     "HAS_CORE",
     "WHY_NOT",
     "BinaryTree",
+    "Followed",
     "RankHeap",
     "Table",
     "ask_for_large_pages",
     "core",
+    "join_rows",
     "power",
 ]
 
@@ -66,8 +68,14 @@ if TYPE_CHECKING:
 else:
     RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
 
+join_rows: Any = None if _core is None else _core.join_rows
+"""Rows of two places next to each other, by address; in the core only, as ``Table``."""
+
 Table: Any = None if _core is None else _core.Table
 """Gather and scatter of rows by address, in the core only; torch does the same without it."""
+
+Followed: Any = None if _core is None else _core.Followed
+"""Rows whose next observations are those of the row behind; in the core only, as ``Table``."""
 
 
 def ask_for_large_pages(address: int, nbytes: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,7 @@ def index_for(storage: Storage) -> EpisodeIndex:
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
     """The records that have around them what transforms need. Cost: O(lanes)."""
     index = index_for(storage)
-    return Eligible(index, _law(needs), needs)
-
-
-@functools.lru_cache(maxsize=64)
-def _law(needs: Needs) -> CountLaw:
-    return SINGLE.needing(needs)
+    return Eligible(index, needs.single, needs)
 
 
 class Eligible:
@@ -48,7 +42,7 @@ class Eligible:
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, needs: Needs) -> None:
         self._index, self._law, self._needs = index, law, needs
-        self.count = int(index.totals(law, WINDOWS).sum())
+        self.count = index.total(law, WINDOWS)
 
     def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
         """Elements, int64 ``[K]``, of the records with these numbers in ``[0, count)``."""

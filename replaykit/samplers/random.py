@@ -59,11 +59,13 @@ class RandomSampler(Sampler):
     def _eligible(self, storage: Storage, batch_size: int) -> torch.Tensor:
         """Draws among the records that have around them what the transforms need."""
         records = eligible_records(storage, self.needs)
-        device = drawing_device(storage, self.generator)
-        number = torch.randint(
-            records.require(), (batch_size,), generator=self.generator, device=device
-        )
-        return as_drawn(records.elements(number.cpu().numpy()), storage)
+        generator, home = self.generator, storage.device
+        device = drawing_device(storage, generator)
+        number = torch.randint(records.require(), (batch_size,), generator=generator, device=device)
+        found = records.elements((number if number.is_cpu else number.cpu()).numpy())
+        if storage.ndim == 1 and isinstance(home, torch.device) and home.type == "cpu":
+            return found
+        return as_drawn(found, storage)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         if not len(storage) or not self.needs:

@@ -124,7 +124,7 @@ class Sequential:
         """What orders the episodes of stored rows: where they began."""
         index = request.episodes
         begin = index.begins(time, lane)
-        return index.positions(begin, lane) if storage.ledger.in_order else begin
+        return index.positions(begin, lane) if storage.ledger.oldest_first else begin
 
     def _place(self, request: Request, storage: Storage) -> _Place | None:
         """Where the cursor is now; None where nothing tells what came after it."""
@@ -133,7 +133,7 @@ class Sequential:
             return None
         stored = _mark(storage, cursor.element)
         if stored < 0 or (cursor.mark >= 0 and stored != cursor.mark):  # overwritten
-            if cursor.mark < 0 or not storage.ledger.in_order:
+            if cursor.mark < 0 or not storage.ledger.oldest_first:
                 return None
             return _Place(cursor.age, cursor.lane, cursor.include)
         time, lane = request.episodes.place(np.array([cursor.element]))

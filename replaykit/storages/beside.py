@@ -16,7 +16,7 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.records import plan_records
 from replaykit.structure import Path
 
-__all__ = ["Beside", "Change", "Grow", "grow_in_memory"]
+__all__ = ["Beside", "Change", "Grow", "Memory", "grow_in_memory"]
 
 Grow = Callable[[Schema, int, Columns | None], Columns]
 """``grow(schema, entries, table)``: columns with that many slots, holding what the table does."""
@@ -55,6 +55,24 @@ class Change:
     free: int
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Addresses for the core.
+
+    Attributes:
+        map: 1 + the entry of each element: int64 where ``wide``, else int32.
+        entries: how many the table holds.
+        stack: int64 ``[entries]``, the first of which are the free ones.
+        free: how many are free, int64.
+    """
+
+    map: int
+    wide: bool
+    entries: int
+    stack: int
+    free: int
+
+
 class Beside:
     """Entries of their own for some elements of a storage, and a map that says for which.
 
@@ -85,7 +103,30 @@ class Beside:
         self._grow = grow
         self._table: Columns | None = None
         self._stack = torch.empty(0, dtype=torch.int64, device=device)
-        self._free = 0
+        self._count = np.zeros(1, np.int64)  # of free entries; in memory that the core changes too
+
+    @property
+    def _free(self) -> int:
+        return int(self._count[0])
+
+    @_free.setter
+    def _free(self, count: int) -> None:
+        self._count[0] = count
+
+    @property
+    def table(self) -> Columns | None:
+        """What the entries hold; None before the first one is needed."""
+        return self._table
+
+    def memory(self) -> Memory:
+        """Where everything but the table lies, on the CPU: until more entries are taken."""
+        return Memory(
+            self._map.data_ptr(),
+            self._map.dtype is torch.int64,
+            len(self._stack),
+            self._stack.data_ptr(),
+            self._count.ctypes.data,
+        )
 
     def __len__(self) -> int:
         """Number of entries in use."""
@@ -144,7 +185,7 @@ class Beside:
         back = len(returned)
         short = count - back
         if short > self._free:
-            self._take(short - self._free)
+            self.take(short - self._free)
         free = self._free + back - count
         if short > 0:
             numbers = torch.cat([returned, self._stack[free : self._free]])
@@ -174,7 +215,8 @@ class Beside:
         self._stack.copy_(torch.arange(self._free, device=self.device))
 
     @torch.inference_mode(False)
-    def _take(self, more: int) -> None:
+    def take(self, more: int) -> None:
+        """Takes memory for at least so many more free entries, with everything in a new place."""
         old = len(self._stack)
         entries = min(max(_FIRST_ENTRIES, 2 * old, old + more), self.elements)
         self._table = self._grow(self.schema, entries, self._table)

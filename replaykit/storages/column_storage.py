@@ -155,21 +155,19 @@ class ColumnStorage(Storage):
             self.indexes.settle()
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
-        if (
-            isinstance(rows, MatchedRows)
-            and rows.matcher is self._matcher
-            and type(self).write is ColumnStorage.write
-        ):
+        if type(self).write is ColumnStorage.write:
             columns = self.require()
-            if columns.scatter_ring(
-                (first + skipped) % columns.slots, len(rows), rows.addresses, skipped
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            if isinstance(columns, OnceColumns):
+                columns.write_ring(first, rows, skipped, matched=matched)
+                return
+            if matched and columns.scatter_ring(
+                (first + skipped) % columns.slots,
+                len(rows),
+                rows.addresses,  # type: ignore[attr-defined]
+                skipped,
             ):
                 return
-        once = self._columns
-        if isinstance(once, OnceColumns) and type(self).write is ColumnStorage.write:
-            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
-            once.write_ring(first, rows, skipped, matched=matched)
-            return
         self._at_cursor = True
         try:
             super().write_ring(first, rows, skipped)
@@ -200,6 +198,12 @@ class ColumnStorage(Storage):
     def commit(self, rows: Rows) -> None:
         self.ledger.advance(len(rows))
         self.indexes.note(rows)
+
+    def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
+        """Makes rows count as stored that were written at slots of their streams; see
+        ``InterleavedIndex.placed``."""
+        self.ledger.place_by_stream(slots)
+        self.indexes.placed(rows, slots.numpy(), displacing, turn)
 
     @property
     def episodes(self) -> EpisodeIndex:

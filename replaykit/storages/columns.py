@@ -10,10 +10,12 @@ import torch
 from replaykit.assembly import assembler
 from replaykit.schema import Schema
 from replaykit.storages.carrying import carried
+from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
+from replaykit.storages.steps_ahead import StepsAhead, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
@@ -36,6 +38,8 @@ class Columns:
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
         order: the paths, in the order in which leaves are gathered.
+        frames: what copies rows with those before them; None where only ``gather_keys`` can.
+        moves: how often the memory was found to lie somewhere else.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -58,6 +62,7 @@ class Columns:
         self.layout = layout
         self.records = records
         self.advise = mapped
+        self.moves = 0
         first = next(iter(self.tensors.values()))
         self.slots = first.shape[0]
         self.lanes = first.shape[1:ndim]
@@ -70,6 +75,8 @@ class Columns:
         self.order = list(self.tensors) if self._native is None else self._native.order
         self._assemble = assembler(schema.root, self.order)
         self._parts: dict[tuple[Path, ...], Columns] = {}
+        plain = None if mapped else self._native
+        self.frames = None if plain is None else Frames(self, plain)
 
     def _note_memory(self) -> None:
         """Notes where the columns lie now.
@@ -98,9 +105,15 @@ class Columns:
         for tensor, address in self._held:
             if tensor.data_ptr() != address:
                 self._note_memory()
+                self.moves += 1
                 if self._native is not None:
                     self._native.point()
                 return
+
+    @property
+    def native(self) -> bool:
+        """Whether the core can move the rows: on the CPU, each of its values in one piece."""
+        return self._native is not None and not self._overlapping
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
@@ -199,6 +212,12 @@ class Columns:
             return None
         return self._native.discounted(path, elements, steps, gamma)
 
+    def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
+        """Sums over several steps in one call; None where it takes ``discounted``, or more."""
+        if self._native is None or self.advise:
+            return None
+        return self._native.steps_ahead(plan)
+
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
         if self._native is not None:
@@ -288,12 +307,8 @@ class Columns:
         if self._native is None or self._overlapping:
             return False
         self.follow_memory()
-        # Most rows lie elsewhere altogether, which is told at once.
-        sizes = self._native.leaf_sizes
-        if min(addresses) < self._to and max(addresses) + count * max(sizes) > self._from:
-            for address, size in zip(addresses, sizes, strict=True):
-                if self._touches(address, address + count * size):
-                    return False  # they may be views of these columns
+        if self.overlap(addresses, count, self._native.leaf_sizes):
+            return False
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
         )
@@ -345,6 +360,16 @@ class Columns:
                 f"expected rows with memory of their own, got an expanded or overlapping tensor "
                 f"under {key}; clone() it to write to it"
             )
+
+    def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
+        """Whether leaves, ``count`` rows of some bytes each, may be views of the columns."""
+        # Most rows lie elsewhere altogether, which is told at once.
+        if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
+            return False
+        return any(
+            self._touches(address, address + count * size)
+            for address, size in zip(addresses, sizes, strict=True)
+        )
 
     def _touches(self, start: int, stop: int) -> bool:
         """Whether memory is also that of the columns, or of what they are views of."""

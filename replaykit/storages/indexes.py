@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EpisodeIndexes"]
 
+Array = np.ndarray[Any, Any]
+
 _DEFAULT = BoundaryRule()
 
 
@@ -55,7 +57,7 @@ class EpisodeIndexes:
             KeyError: columns that the rule names are not stored. RuntimeError: nothing was
                 written yet, or records are no TensorDicts.
         """
-        found = self._main if rule == _DEFAULT else self._others.get(rule)
+        found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
             storage = self.storage
             root = storage.require().schema.root
@@ -92,6 +94,13 @@ class EpisodeIndexes:
             for index in list(self._others.values()):
                 index.follow(len(rows))
 
+    def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
+        """Told after every write by stream which rows were committed, and where; all of them are
+        up to date but for these. See ``InterleavedIndex.placed``."""
+        for index in self._live():
+            assert isinstance(index, InterleavedIndex)
+            index.placed(rows, slots, displacing, turn)
+
     def settle(self) -> None:
         """Told that stored rows are about to be overwritten or forgotten: what they say is noted
         first."""
@@ -116,7 +125,7 @@ class EpisodeIndexes:
                 index.edited()
                 self.stale = True
 
-    def cut(self, lanes: np.ndarray[Any, Any] | None = None, code: int = SEVERED) -> None:
+    def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
         storage = self.storage
         ledger = storage.ledger
@@ -135,6 +144,8 @@ class EpisodeIndexes:
             newest = int(ledger.positions(ledger.write_order()[-1:]))
             cut = newest * count + np.nonzero(chosen)[0]
         lowest = (ledger.next_position - ledger.slots) * count if ledger.in_order else 0
+        if isinstance(main, InterleavedIndex) and ledger.by_stream:
+            lowest = main.oldest()
         self.marks.add(cut, code, lowest)
         for index in live:
             index.close(chosen, code)
@@ -235,6 +246,7 @@ class EpisodeIndexes:
                     "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
                     "head": heads["head"] if fits else [],
                     "streams": streams.tolist(),
+                    "cut_below": ledger.next_position if ledger.length < old.length else 0,
                 }
         self._saved = heads
         if restarted and ledger.length:
@@ -247,6 +259,11 @@ class EpisodeIndexes:
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""
         return [] if self._saved is None else self._saved.get("streams", [])
+
+    def cut_below(self) -> int:
+        """Below which position rows came with a load that left others out, so that nobody knows
+        what came before the first ones of streams of which it does not say more; 0: none."""
+        return 0 if self._saved is None else int(self._saved.get("cut_below", 0))
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit import native
@@ -38,6 +39,9 @@ class Ledger:
         # Grows with everything but writes at the cursor: what was derived from the order is old.
         self.changes = 0
         self.cleared = 0
+        # Whether, where positions do not follow from the counters, rows were always displaced by
+        # newer ones of their own stream, the oldest first.
+        self.by_stream = False
         self._positions: torch.Tensor | None = None
         self._generations: torch.Tensor | None = None
 
@@ -92,6 +96,11 @@ class Ledger:
         """Whether positions follow from the counters: records were only written at the cursor."""
         return self._positions is None
 
+    @property
+    def oldest_first(self) -> bool:
+        """Whether no row is gone that is newer than a stored one, of all or of its stream."""
+        return self.in_order or self.by_stream
+
     # -- writing ------------------------------------------------------------------------------
 
     def advance(self, count: int) -> None:
@@ -110,6 +119,7 @@ class Ledger:
         self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
         self.next_position += count
+        self.by_stream = False
 
     def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
         """Commits records written at ``slots`` in that order, a slot possibly more than once.
@@ -120,18 +130,35 @@ class Ledger:
         if not len(slots):
             return
         self.changes += 1
-        top = max(self.length, int(slots.max()) + 1)
-        self._make_positions(top)
-        self._make_generations(top)
-        assert self._positions is not None
-        assert self._generations is not None
-        numbers = arange(len(slots)) + self.next_position
-        self._positions.scatter_reduce_(0, slots, numbers, "amax")
-        self._generations.index_add_(0, slots, torch.ones_like(slots))
-        self.length = top
-        self.next_position += len(slots)
+        self._place(slots)
+        self.by_stream = False
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
+
+    def place_by_stream(self, slots: torch.Tensor) -> None:
+        """The same of records that lie in free slots, or in those of the oldest of their streams.
+
+        The caller has checked that ``oldest_first`` holds, tells who derives from the order, and
+        counts no change. The cursor is where the free slots begin.
+        """
+        self._place(slots)
+        self.by_stream = True
+        self.cursor = self.length % self.slots
+
+    def _place(self, slots: torch.Tensor) -> None:
+        top = max(self.length, int(slots.max()) + 1)
+        if self._positions is None or len(self._positions) < top:
+            self._make_positions(top)
+        if self._generations is None or len(self._generations) < top:
+            self._make_generations(top)
+        assert self._positions is not None
+        assert self._generations is not None
+        # By NumPy, whose steps are short, and which of one slot's numbers keeps the last.
+        at = slots.numpy()
+        self._positions.numpy()[at] = np.arange(len(at)) + self.next_position
+        np.add.at(self._generations.numpy(), at, 1)
+        self.length = top
+        self.next_position += len(slots)
 
     def clear(self) -> None:
         """Forgets all records; every slot that was ever written counts one generation up."""
@@ -139,7 +166,7 @@ class Ledger:
             self._make_generations(self.length)
             assert self._generations is not None
             self._generations[self._generations >= 0] += 1
-        self._positions = None
+        self._positions, self.by_stream = None, False
         self.cursor = 0
         self.length = 0
         self.changes += 1
@@ -157,6 +184,7 @@ class Ledger:
             "next_position": self.next_position,
             "slots": self.slots,
             "positions": positions if positions is None else positions[: self.length],
+            "by_stream": self.by_stream,
             "generations": generations,
         }
 
@@ -188,6 +216,8 @@ class Ledger:
                 raise ValueError(f"expected distinct 'positions' below {written}, got {positions}")
         if positions is None and state["cursor"] != length % slots and length < slots:
             raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")
+        if type(state.get("by_stream", False)) is not bool:
+            raise ValueError(f"expected a bool for 'by_stream', got {state['by_stream']!r}")
         generations = _checked_table(state, "generations", length, slots)
         if generations is not None and bool((generations[:length] < 0).any()):
             raise ValueError(f"expected 'generations' of all {length} stored records")
@@ -224,6 +254,7 @@ class Ledger:
             # The newest records, in order: their positions follow from the counters again.
             self._positions = None if torch.equal(positions, newest) else positions
             self._generations = source.generations(rows)
+        self.by_stream = self._positions is not None and state.get("by_stream", False)
         self.next_position = source.next_position
         if used:
             lowest = self.next_position - self.length

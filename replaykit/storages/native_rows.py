@@ -14,6 +14,7 @@ from replaykit.native.strides import row_stride
 from replaykit.storages.carrying import carried
 from replaykit.storages.indexing import check_range
 from replaykit.storages.records import RecordLayout, alone, plan_records
+from replaykit.storages.steps_ahead import StepsAhead, StepsPlan
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ more, and the pages that it drives out."""
 _MODEL_BYTES = 2**18
 """Up to this size leaves are kept as models of the next ones: half the time of describing them."""
 
+
+_PLANS = 8
+"""So many plans of sums over steps are kept."""
 
 _CPU = torch.device("cpu")
 """Named wherever memory is taken: a default device of the caller's has no say here."""
@@ -56,72 +60,71 @@ class NativeRows:
         return cls(columns, dict(zip(columns.tensors, strides, strict=True)))
 
     def __init__(self, columns: Columns, strides: dict[Path, Any]) -> None:
-        self._columns = columns.tensors
-        self._strides = strides
+        self.columns = columns.tensors
+        self.strides = strides
         self._owner = columns
         self._cold = 0
-        self._ndim = columns.ndim
+        self.ndim = columns.ndim
         self._process = os.getpid()
-        self._cells = columns.lanes.numel()
-        self._elements = columns.slots * self._cells
+        self.cells = columns.lanes.numel()
+        self.elements = columns.slots * self.cells
         # A batch has records of its own, also where the rows themselves lie in columns.
-        self._batch: RecordLayout | None = columns.layout or plan_records(columns.schema)
-        self._alone = alone(self._columns, self._batch)
-        self._shapes = {path: t.shape[columns.ndim :] for path, t in self._columns.items()}
-        self._dtypes = {path: tensor.dtype for path, tensor in self._columns.items()}
-        self._sizes = {
-            path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self._columns.items()
+        self.batch_layout: RecordLayout | None = columns.layout or plan_records(columns.schema)
+        self._alone = alone(self.columns, self.batch_layout)
+        self._shapes = {path: t.shape[columns.ndim :] for path, t in self.columns.items()}
+        self._dtypes = {path: tensor.dtype for path, tensor in self.columns.items()}
+        self.sizes = {
+            path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self.columns.items()
         }
-        self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
-        self._row_bytes = sum(self._sizes.values())
+        self.order = [*(self.batch_layout.offsets if self.batch_layout else ()), *self._alone]
+        self._row_bytes = sum(self.sizes.values())
         self._records = columns.records
         self._only_records = columns.records is not None and not self._alone
         self.point()
 
     def point(self) -> None:
         """Notes where the columns lie now."""
-        tensors, sizes, strides = self._columns, self._sizes, self._strides
+        tensors, sizes, strides = self.columns, self.sizes, self.strides
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
         self._single: dict[Path, Any] = {}
+        self._plans: dict[int, tuple[StepsPlan, StepsAhead | None]] = {}
         self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
         self._leaves = native.Table(
             [tensor.data_ptr() for tensor in tensors.values()],
             [strides[path] for path in tensors],
             [sizes[path] for path in tensors],
-            self._elements,
+            self.elements,
         )
         self.leaf_sizes = [sizes[path] for path in tensors]
         self._apart = native.Table(
             [tensors[path].data_ptr() for path in self.order],
             [strides[path] for path in self.order],
             [sizes[path] for path in self.order],
-            self._elements,
+            self.elements,
         )
         self._apart_sizes = [sizes[path] for path in self.order]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
-        if self._batch is not None:
-            stride = self._batch.stride
+        if self.batch_layout is not None:
+            stride = self.batch_layout.stride
             if self._records is not None:
                 bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
                 self._block_offsets = [0]
             else:
-                for path, offset in self._batch.offsets.items():
+                for path, offset in self.batch_layout.offsets.items():
                     bases.append(tensors[path].data_ptr())
                     steps.append(strides[path])
                     widths.append(sizes[path])
                     self._block_offsets.append(offset)
             self._batch_strides = [stride] * len(bases)
-        self._small = native.Table(bases, steps, widths, self._elements)
-        self._flat = {
-            path: _flat(tensors[path], self._elements, self._ndim) for path in self._alone
-        }
+        self._small = native.Table(bases, steps, widths, self.elements)
+        self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}
         for path in self._alone:
             bases.append(tensors[path].data_ptr())
             steps.append(strides[path])
             widths.append(sizes[path])
             self._batch_strides.append(sizes[path])
-        self._rows = native.Table(bases, steps, widths, self._elements)
+        self._rows = native.Table(bases, steps, widths, self.elements)
 
     def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
         """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
@@ -140,7 +143,7 @@ class NativeRows:
             to = [leaf.data_ptr() for leaf in leaves]
             self._move(self._apart, rows, count, limit, to, self._apart_sizes)
             return leaves
-        layout = self._batch
+        layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count)
             self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
@@ -173,38 +176,39 @@ class NativeRows:
         self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        known = self._some.get(paths)
-        if known is None:
-            sizes = [self._sizes[path] for path in paths]
-            known = self._some[paths] = (
-                native.Table(
-                    [self._columns[path].data_ptr() for path in paths],
-                    [self._strides[path] for path in paths],
-                    sizes,
-                    self._elements,
-                ),
-                sizes,
-            )
-        table, sizes = known
+        table, sizes = self.table(paths)
         count = len(rows)
         leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
-        self._move(table, rows, count, self._elements, to, sizes)
+        self._move(table, rows, count, self.elements, to, sizes)
         return dict(zip(paths, leaves, strict=True))
+
+    def table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
+        """Some leaves as a table, and their bytes; good until the columns move."""
+        known = self._some.get(paths)
+        if known is None:
+            sizes = [self.sizes[path] for path in paths]
+            bases = [self.columns[path].data_ptr() for path in paths]
+            strides = [self.strides[path] for path in paths]
+            known = self._some[paths] = (
+                native.Table(bases, strides, sizes, self.elements),
+                sizes,
+            )
+        return known
 
     def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one number a row; see ``Columns.discounted``."""
         dtype = self._dtypes.get(path)
-        if dtype not in (torch.float32, torch.float64) or self._sizes[path] != dtype.itemsize:
+        if dtype not in (torch.float32, torch.float64) or self.sizes[path] != dtype.itemsize:
             return None
         self._owner.follow_memory()
         table = self._single.get(path)
         if table is None:
             table = self._single[path] = native.Table(
-                [self._columns[path].data_ptr()],
-                [self._strides[path]],
-                [self._sizes[path]],
-                self._elements,
+                [self.columns[path].data_ptr()],
+                [self.strides[path]],
+                [self.sizes[path]],
+                self.elements,
             )
         rows, steps = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(steps, np.int64)
         [sums] = self._fresh_leaves((path,), len(rows))
@@ -212,12 +216,23 @@ class NativeRows:
             torch.from_numpy(rows).data_ptr(),
             torch.from_numpy(steps).data_ptr(),
             len(rows),
-            self._cells,
+            self.cells,
             gamma,
             dtype is torch.float64,
             sums.data_ptr(),
         )
         return sums
+
+    def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
+        """Sums over several steps by a plan, kept as long as the columns stay where they are; None
+        where the core cannot do them."""
+        self._owner.follow_memory()
+        known = self._plans.get(id(plan))
+        if known is None or known[0] is not plan:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            known = self._plans[id(plan)] = plan, StepsAhead.over(self, plan)
+        return known[1]
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
         """What ``gather`` does, for rows that are worth several threads: by those of torch.
@@ -228,15 +243,15 @@ class NativeRows:
         are waited for.
         """
         leaves: list[torch.Tensor] = []
-        if self._batch is None:
+        if self.batch_layout is None:
             check_range(rows, 0, limit)
         else:
-            block = self._batch.new_block(count)
+            block = self.batch_layout.new_block(count)
             base = block.data_ptr()
             to = [base + offset for offset in self._block_offsets]
             strides = self._batch_strides[: len(to)]
             self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
-            leaves = self._batch.split(block)
+            leaves = self.batch_layout.split(block)
         for path, column in self._flat.items():
             leaves.append(column.index_select(0, rows).view(self._dtypes[path]))
         return leaves
@@ -297,13 +312,13 @@ class NativeRows:
     def scatter(self, slots: torch.Tensor, sources: Mapping[Path, torch.Tensor]) -> bool:
         """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
         rows = slots
-        if self._cells > 1:
+        if self.cells > 1:
             rows = (
-                slots[:, None] * self._cells + torch.arange(self._cells, device=slots.device)
+                slots[:, None] * self.cells + torch.arange(self.cells, device=slots.device)
             ).reshape(-1)
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        plain = [sources[path].contiguous() for path in self._columns]
+        plain = [sources[path].contiguous() for path in self.columns]
         if not all(leaf.is_cpu for leaf in plain):
             return False
         addresses = [leaf.data_ptr() for leaf in plain]

@@ -15,6 +15,7 @@ from replaykit.storages.bits import any_differing
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns, picked
 from replaykit.storages.indexing import last_occurrences, ravel
+from replaykit.storages.matching import MatchedRows
 from replaykit.storages.neighbours import neighbours
 from replaykit.storages.once_reading import FollowedRows
 from replaykit.storages.pairs import Pairs
@@ -42,16 +43,6 @@ class Compared:
     newest: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Newest:
-    """The time slot that was written last: its elements, all of them beside: where, and what."""
-
-    slot: int
-    elements: torch.Tensor
-    numbers: torch.Tensor
-    values: dict[Path, torch.Tensor]
-
-
 class OnceColumns(FollowedRows):
     """Columns of which some leaves under ``next`` are those of the following row at the root.
 
@@ -59,16 +50,18 @@ class OnceColumns(FollowedRows):
     has its counterparts beside. So every row comes back as it was written, bit for bit, whatever
     is written, edited or displaced around it: whoever changes a root value settles the row before.
 
-    Cost of a write: that of a dense one, one more pass over the leaves in pairs, and some forty
-    operations on small tensors.
+    Cost of a write: that of a dense one, and one more pass over the leaves in pairs. Where the core
+    cannot do it, some forty operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow) -> None:
         super().__init__(pairs, rows, grow)
         self._stored = 0  # time slots that hold rows, or held some
-        # Known as long as the next row at the cursor follows it in time.
-        self._newest: _Newest | None = None
+        # The time slot that was written last, all of it beside. Known as long as the next row at
+        # the cursor follows it in time.
+        self._newest: int | None = None
         self._compared: tuple[Rows, Compared] | None = None
+        self._noted: Rows | None = None  # compared by the core
         # Of which lanes the newest row is the last of its episode, whatever it says.
         self.severed: torch.Tensor | None = None
         # Where the leaves of every row are among all.
@@ -90,6 +83,51 @@ class OnceColumns(FollowedRows):
         """False: rows have to be compared, which ``write_ring`` does."""
         return False
 
+    def goes_on(self, rows: MatchedRows, first: int) -> bool:
+        """Whether rows with addresses are known to go on, each, from the one before.
+
+        They would be written from slot ``first`` on. False says nothing: ``compare`` tells more.
+        What was found is kept, as by ``compare``.
+        """
+        found = self._compare_native(rows, first)
+        self._noted = rows if found else None
+        return bool(found)
+
+    def _compare_native(self, rows: MatchedRows, first: int) -> bool | None:
+        newest, count = self._newest, len(rows)
+        if self._native is None or newest is None or self._cells > 1 or count >= self.slots:
+            return None
+        if newest != (first - 1) % self.slots:
+            return None
+        severed = self.severed is not None and bool(self.severed[0])
+        return self._native.compare(rows.addresses, count, newest, severed)
+
+    def _write_native(self, first: int, rows: MatchedRows) -> bool:
+        """What ``write_ring`` does, by one call of the core; False where it cannot."""
+        noted, self._noted = self._noted, None
+        if noted is not rows and (
+            (self._compared is not None and self._compared[0] is rows)
+            or self._compare_native(rows, first) is None
+        ):
+            return False
+        native, newest, stored, count = self._native, self._newest, self._stored, len(rows)
+        assert native is not None
+        assert newest is not None
+        # Whatever happens on the way, no row is taken for one that it is not.
+        self._newest = None
+        self._stored = max(stored, min(first + count, self.slots))
+        try:
+            written = native.write(rows.addresses, count, first, newest)
+        except Exception:
+            self._newest, self._stored = newest, stored
+            raise
+        if not written:
+            self._newest, self._stored = newest, stored
+            return False
+        self._newest = (first + count - 1) % self.slots
+        self._compared = self.severed = None
+        return True
+
     def compare(self, rows: Rows, first: int) -> Compared:
         """Compares rows that will be written from slot ``first`` on with those before them.
 
@@ -108,7 +146,7 @@ class OnceColumns(FollowedRows):
 
     def forget(self) -> None:
         """Told that the rows compared last will not be written."""
-        self._compared = None
+        self._compared = self._noted = None
 
     def _comparison(self, rows: Rows, first: int) -> Compared:
         leaves, cells = rows.leaves, self._cells
@@ -125,12 +163,15 @@ class OnceColumns(FollowedRows):
                 {path: leaf[:-cells] for path, leaf in nexts.items()},
                 {path: leaf[cells:] for path, leaf in roots.items()},
             )
-        newest = self._newest
-        if newest is not None and newest.slot == (first - 1) % self.slots:
+        if self._newest is not None and self._newest == (first - 1) % self.slots:
+            values = self._following(self._elements_at(self._newest))
             compared.newest = any_differing(
-                newest.values, {path: leaf[:cells] for path, leaf in roots.items()}
+                values, {path: leaf[:cells] for path, leaf in roots.items()}
             )
         return compared
+
+    def _elements_at(self, slot: int) -> torch.Tensor:
+        return arange(slot * self._cells, (slot + 1) * self._cells).to(self.device)
 
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
         """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
@@ -140,23 +181,23 @@ class OnceColumns(FollowedRows):
         Args:
             matched: the rows have addresses, in the order of the schema.
         """
+        if matched and not skipped and self._write_native(first, rows):  # type: ignore[arg-type]
+            return
         count, cells, slots = len(rows), self._cells, self.slots
         known, self._compared, self.severed = self._compared, None, None
         compared = known[1] if known and known[0] is rows else self._comparison(rows, first)
         newest, last = self._newest, (first + count - 1) % slots
-        tail = {path: carried(leaf)[-cells:].clone() for path, leaf in compared.nexts.items()}
         if skipped or newest is None or compared.newest is None or count >= slots:
             at = (arange(skipped, count) + first) % slots
             self.scatter(at, rows.leaves, slice(skipped, None))
-            elements = arange(last * cells, (last + 1) * cells).to(self.device)
-            numbers = self._beside.entries(elements).to(torch.int64) - 1
-            self._newest = _Newest(last, elements, numbers, tail)
+            self._newest = last
             return
         size = count * cells
         elements = arange(first * cells, first * cells + size).to(self.device)
         if first + count > slots:
             elements %= self._elements
         # Beside lie the last rows, and those inside that the next one does not follow.
+        tail = {path: carried(leaf)[-cells:] for path, leaf in compared.nexts.items()}
         holders, values = elements[-cells:], tail
         if compared.inside is not None:
             places = compared.inside.nonzero().squeeze(1)
@@ -168,7 +209,8 @@ class OnceColumns(FollowedRows):
                 }
         entries = self._beside.entries(elements)
         places = entries.nonzero().squeeze(1)
-        back, cleared = newest.numbers, newest.elements
+        cleared = self._elements_at(newest)
+        back = self._beside.entries(cleared).to(torch.int64) - 1
         if bool(compared.newest.any()):
             fits = ~compared.newest
             back, cleared = back[fits], cleared[fits]
@@ -176,7 +218,6 @@ class OnceColumns(FollowedRows):
             back = torch.cat([back, entries[places].to(torch.int64) - 1])
             cleared = torch.cat([cleared, elements[places]])
         change = self._beside.plan(back, holders.shape[0])
-        numbers = change.numbers[-cells:]
 
         def write() -> None:
             if matched:
@@ -190,12 +231,12 @@ class OnceColumns(FollowedRows):
         self._newest = None
         self._stored = max(self._stored, min(first + count, slots))
         self._commit(change, values, cleared, holders, write)
-        self._newest = _Newest(last, elements[-cells:], numbers, tail)
+        self._newest = last
 
     def newest_rows(self) -> _Leaves:
         """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
         assert self._newest is not None
-        elements = self._newest.elements
+        elements = self._elements_at(self._newest)
         leaves = self.rows.gather_elements(elements, self._elements)
         found = dict(zip(self.rows.order, leaves, strict=True))
         return {**found, **self._following(elements)}

@@ -12,6 +12,7 @@ from replaykit.assembly import assembler
 from replaykit.storages.beside import Beside, Grow
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel, selected_elements
+from replaykit.storages.native_once import NativeOnce
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
 from replaykit.ted import format_key
@@ -55,6 +56,9 @@ class FollowedRows:
         self._beside = Beside(pairs.beside, self._elements, self.device, grow)
         self.order = [*rows.order, *self._nexts]
         self._assemble = assembler(self.schema.root, self.order)
+        self._native = NativeOnce.over(pairs, rows, self._beside)
+        if self._native is not None:
+            self._assemble_native = assembler(self.schema.root, self._native.order)
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         """A leaf as it lies, to look at; KeyError for what is rebuilt and lies nowhere."""
@@ -84,6 +88,11 @@ class FollowedRows:
         Raises:
             IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
         """
+        if self._native is not None and not contiguous:
+            elements = self._elements_of(index)
+            found = self._native.gather(elements, length * self._cells)
+            if found is not None:
+                return self._assemble_native(found, index.shape[:1], self.device)
         leaves = self._gather(index, length, contiguous)
         return self._assemble(leaves, index.shape[:1], self.device)
 
@@ -120,6 +129,10 @@ class FollowedRows:
 
     def _following(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
         """The counterparts of elements ``[B]``: ``[B, *F]``, in fresh memory."""
+        if self._native is not None and contiguous:
+            found = self._native.following(elements)
+            if found is not None:
+                return found
         # The slot after the newest row may never have been written; what it holds is replaced.
         after = (elements + self._cells).remainder_(self._elements)
         leaves = self._roots.gather_elements(after, self._elements, contiguous=contiguous)

@@ -11,6 +11,7 @@ from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.continuity import check_batch, check_newest
+from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import (
     DedupNext,
@@ -202,8 +203,15 @@ class LazyTensorStorage(TensorStorage):
     def check_order(self, rows: Any) -> None:
         if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):
             return
-        self._check(rows)
         columns = self._columns
+        if (
+            isinstance(columns, OnceColumns)
+            and isinstance(rows, MatchedRows)
+            and rows.matcher is self._matcher
+            and columns.goes_on(rows, self.ledger.cursor)
+        ):
+            return
+        self._check(rows)
         if not isinstance(columns, OnceColumns):
             check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
             return

@@ -12,7 +12,7 @@ from replaykit._compat import TensorDict, fields_of, put_all
 from replaykit.structure import Path
 from replaykit.transforms.values import keep_padding
 
-__all__ = ["over_features", "real_of", "set_all", "set_real"]
+__all__ = ["over_features", "real_of", "set_all", "set_groups", "set_real"]
 
 
 def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
@@ -20,16 +20,21 @@ def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
 
     A tenth of the time of ``data.set`` where the batch is made of plain TensorDicts.
     """
-    branches: dict[Path, Any] = {}
+    groups: dict[Path, dict[str, torch.Tensor]] = {}
     for path, value in values.items():
-        above = path[:-1]
-        if above not in branches:
-            branches[above] = _plain_branch(data, above, value)
-        branch = branches[above]
-        if branch is None:
-            data.set(path, value)
-        else:
-            put_all(branch, {path[-1]: value})
+        groups.setdefault(path[:-1], {})[path[-1]] = value
+    set_groups(data, groups)
+
+
+def set_groups(data: Any, groups: Mapping[Path, Mapping[str, torch.Tensor]]) -> None:
+    """The same, with the leaves below each path by their names."""
+    for above, leaves in groups.items():
+        branch = _plain_branch(data, above, next(iter(leaves.values())))
+        if branch is not None:
+            put_all(branch, leaves)
+            continue
+        for name, value in leaves.items():
+            data.set((*above, name), value)
 
 
 def _plain_branch(data: Any, path: Path, value: torch.Tensor) -> Any:
@@ -40,7 +45,8 @@ def _plain_branch(data: Any, path: Path, value: torch.Tensor) -> Any:
         data = fields_of(data).get(part)
     if type(data) is not TensorDict or data.is_locked or data.batch_size != value.shape[:1]:
         return None
-    return data if data.device in (None, value.device) else None
+    device = data.device
+    return data if device is None or device == value.device else None
 
 
 def set_real(

@@ -28,7 +28,7 @@ class EditedEpisodes(Surroundings):
     Args:
         root: what a row is.
         leaves: ``[n, *F]`` each, episode after episode.
-        rows: int64 ``[E]``, rows of each episode.
+        counts: int64 ``[E]``, rows of each episode.
         missing: int64 ``[E]``, how many rows of it went before those.
         reason, head: int64 ``[E]``, how they end and begin.
         generator: where randomness comes from.
@@ -38,7 +38,7 @@ class EditedEpisodes(Surroundings):
         self,
         root: Node,
         leaves: dict[Path, torch.Tensor],
-        rows: Array,
+        counts: Array,
         missing: Array,
         reason: Array,
         head: Array,
@@ -48,8 +48,8 @@ class EditedEpisodes(Surroundings):
         self.root, self.leaves = root, leaves
         self.keys = leaves
         self.keys = dict(leaf_paths(root))
-        self.rows, self.missing = rows, missing
-        self.starts = np.cumsum(rows) - rows
+        self.counts, self.missing = counts, missing
+        self.starts = np.cumsum(counts) - counts
         self.reasons, self.heads = reason, head
         self.generator = generator
 
@@ -59,13 +59,13 @@ class EditedEpisodes(Surroundings):
         """Sets where the rows of the batch lie; int64 ``[B]``."""
         self.time, self.lane = time, lane
         self.first = self.missing[lane]
-        self.last = self.first + self.rows[lane] - 1
+        self.last = self.first + self.counts[lane] - 1
         self.begin = np.zeros_like(time)
         self.head, self.reason = self.heads[lane], self.reasons[lane]
         self.window, self.mask, self.alone = window, mask, alone
 
     def stored(self) -> int:
-        return int(self.rows.sum())
+        return int(self.counts.sum())
 
     def any_rows(self, number: Array) -> tuple[Array, Array]:
         lane = np.searchsorted(self.starts, number, side="right") - 1

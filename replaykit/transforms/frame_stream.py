@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replaykit import native
 from replaykit._compat import is_tensordict
 from replaykit.structure import Path
 from replaykit.ted import format_key
@@ -46,6 +47,53 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
 def next_stack(before: torch.Tensor, following: torch.Tensor, how: StackFrames) -> torch.Tensor:
     """The stack of ``k - 1`` frames ``[B, k - 1, *F]`` and the one ``[B, *F]`` that follows."""
     return arranged(torch.cat([before, following.unsqueeze(1)], 1), how)
+
+
+_WIDE_BYTES = 2**20
+"""From this size on a copy is torch's, which has several threads for it."""
+
+
+def followed(
+    frames: torch.Tensor,
+    features: torch.Size,
+    skip: int,
+    following: torch.Tensor,
+    like: torch.Tensor,
+    how: StackFrames,
+) -> torch.Tensor:
+    """``next_stack`` of frames in one piece, without the first ``skip`` of them.
+
+    Args:
+        frames: ``k - 1 + skip`` of them, as ``Surroundings.stacks`` gives them.
+        features: ``F``.
+        like: a stack in one piece that lies as the frames do.
+    """
+    count = how.k - 1 + skip
+    # What follows may come from other transforms: in another dtype or shape, from another place.
+    if (
+        native.join_rows is None
+        or type(following) is not torch.Tensor
+        or not following.is_cpu
+        or following.dtype is not frames.dtype
+        or following.shape != (len(frames), *features)
+        or following.stride()[1:] != frames.stride()[frames.ndim - len(features) :]
+        or following.requires_grad
+        or like.nbytes >= _WIDE_BYTES
+    ):
+        return next_stack(frames.view(-1, count, *features)[:, skip:], following, how)
+    one = features.numel() * frames.dtype.itemsize
+    stack = torch.empty_like(like)
+    native.join_rows(
+        frames.data_ptr() + skip * one,
+        count * one,
+        (count - skip) * one,
+        following.data_ptr(),
+        following.stride(0) * frames.dtype.itemsize,
+        one,
+        len(frames),
+        stack.data_ptr(),
+    )
+    return stack if how.flat else arranged(stack, how)
 
 
 class FrameStream:

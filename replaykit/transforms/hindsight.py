@@ -14,7 +14,13 @@ from replaykit._compat import lookup
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.batches import set_all
-from replaykit.transforms.goals import distance_rewards, relabelled
+from replaykit.transforms.goals import (
+    distance_rewards,
+    later_goals,
+    relabel_batch,
+    relabel_later,
+    relabelled,
+)
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
 from replaykit.transforms.values import as_number
 
@@ -32,10 +38,18 @@ _STRATEGIES: Final = ("future", "final", "episode", "random")
 
 @dataclass
 class _Relabelled:
-    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``."""
+    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``; whether the
+    batch has them already."""
 
     rows: Array
-    goals: torch.Tensor
+    achieved: torch.Tensor | Array
+    done: bool = False
+
+    @property
+    def goals(self) -> torch.Tensor:
+        """The goals as a tensor, which not every batch asks for."""
+        given = self.achieved
+        return given if isinstance(given, torch.Tensor) else torch.from_numpy(given)
 
 
 class HindsightGoal(HistoryTransform):
@@ -139,6 +153,9 @@ class HindsightGoal(HistoryTransform):
             needed.append(_TERMINATED)
         self._needed = tuple(needed)
         self._by_distance = reward_fn is None and terminated_fn is None and check is None
+        # Keys of which none is nested, and rewards that the core can compute.
+        plain = self._by_distance and len(self.goal) == 1 and len(self.achieved) == 2
+        self._flat = (self.achieved[1], self.goal[0]) if plain else None
         self.changes = frozenset(written)
         self.relabel_keys = (self.achieved,)
         if terminated_fn is not None:
@@ -151,13 +168,32 @@ class HindsightGoal(HistoryTransform):
         if not self.p or not len(around):
             return None
         if around.alone and around.mask is None:
-            chances, draws = around.uniform(2, len(around))
-            rows, low = chances < self.p, around.time
+            both = around.uniform(2, len(around))
+            found = self._at_once(around, both)
+            if found is not None:
+                return found
+            rows, low, draws = both[0] < self.p, around.time, both[1]
         else:
             rows, low, draws = self._windows(around)
         time, lane = self._targets(around, low, draws)
-        found = around.fetch([self.achieved], time, lane)
-        return _Relabelled(rows, around.seen(found)[self.achieved])
+        read = around.fetch([self.achieved], time, lane)
+        return _Relabelled(rows, around.seen(read)[self.achieved])
+
+    def _at_once(self, around: Surroundings, both: Array) -> _Relabelled | None:
+        """The same for rows that are windows of their own, by the core; None where it cannot."""
+        if self.strategy == "random" or around.relabels:
+            return None
+        column = around.column(self.achieved)
+        if column is None:
+            return None
+        low = around.first if self.strategy == "episode" else around.time
+        low = around.last if self.strategy == "final" else low
+        if self._flat is not None and around.rows is not None:
+            done = relabel_later(both, low, around.last, self.p, column, around.rows, *self._flat)
+            if done is not None:
+                return _Relabelled(*done, True)
+        found = later_goals(both, low, around.last, self.p, column)
+        return None if found is None else _Relabelled(*found)
 
     def _windows(self, around: Surroundings) -> tuple[Array, Array, Array]:
         """Of every row: whether it is relabelled, from which row on goals of the future come, and
@@ -200,23 +236,29 @@ class HindsightGoal(HistoryTransform):
         """Returns the batch with new goals, rewards and, with ``terminated_fn``, flags."""
         if fetched is None and (self.check is None or not len(around)):
             return data
+        if fetched is not None and (fetched.done or self._quickly(data, fetched)):
+            return data
         leaves = self._own(data)
         if fetched is None:
             rows, goals = np.zeros(len(around), bool), leaves[self.goal]
         else:
             rows, goals = fetched.rows, self._as_goals(fetched.goals, leaves[self.goal])
-        where = torch.from_numpy(rows)
         if self._by_distance and fetched is not None:
-            found = relabelled(where, goals, leaves, self.achieved, self._goals, _REWARD)
+            found = relabelled(rows, goals, leaves, self.achieved, self._goals, _REWARD)
             if found is not None:
                 set_all(data, found)
                 return data
-        new, rewards = self._relabelled(leaves, where.to(goals.device), goals)
+        where = torch.from_numpy(rows).to(goals.device)
+        new, rewards = self._relabelled(leaves, where, goals)
         if self.check is not None:
             self._compare(rewards, leaves[_REWARD], rows, around.mask)
         if fetched is not None:
             set_all(data, new)
         return data
+
+    def _quickly(self, data: Any, fetched: _Relabelled) -> bool:
+        keys = self._flat
+        return keys is not None and relabel_batch(data, fetched.rows, fetched.goals, *keys)
 
     def _own(self, data: Any) -> dict[Path, torch.Tensor]:
         """Leaves of a batch that are needed; KeyError where one is absent."""

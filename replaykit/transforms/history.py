@@ -11,6 +11,7 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.transforms.base import Transform
 
@@ -63,6 +64,8 @@ class Surroundings:
         next_made: the transforms that have made leaves under ``next`` that are not stored.
         root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
         later: the transforms after the one that asks, where that edits episodes.
+        rows: the batch, where it is for the one that asks to overwrite its leaves in ``fetch``: it
+            is the first of its chain, and nobody else has seen the rows. None: it is not.
 
     Example:
         See ``HistoryTransform``, whose methods get them.
@@ -92,6 +95,7 @@ class Surroundings:
         # Those of the transforms before the one that asks that change rows wherever they are read.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []
+        self.rows: Any = None
 
     def __len__(self) -> int:
         return len(self.time)
@@ -116,9 +120,58 @@ class Surroundings:
                 wanted.update(dict.fromkeys(transform.relabel_keys))
         return Around(time, lane, self.read(list(wanted), time, lane))
 
+    def column(self, key: Path) -> torch.Tensor | None:
+        """All slots of one stored leaf, ``[slots, *F]``, where the row of a time lies in slot
+        ``time % slots``; to be looked at only while ``fetch`` runs. None: ``fetch`` the rows.
+        """
+        return None
+
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
         its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """
+        return None
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
+        only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
+        """
+        return None
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """The ``count`` rows up to each row of the batch, the oldest first, as one leaf; only while
+        ``fetch`` runs.
+
+        Args:
+            keys: stored keys.
+            count: how many; where there are fewer in the episode its first one is repeated.
+            zero: take zeros there instead.
+            flat: put them along the first feature dimension, where there is one.
+
+        Returns:
+            By key ``[B, count, *F]``; ``flat``: ``[B, count * F[0], *F[1:]]``; and ``F``. None:
+            fetch them.
+        """
+        return None
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        """``stacks`` of the rows at ``next_time``."""
+        return None
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        """The row before each row of the batch, zeros where there is none, and the row that comes
+        before the state that follows; only while ``fetch`` runs.
+
+        Args:
+            joined: put all keys next to each other, if they are all of torch's default dtype.
+
+        Returns:
+            Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
+            them.
         """
         return None
 
@@ -144,7 +197,7 @@ class Surroundings:
         """Numbers of ``[0, 1)`` from the generator, float64."""
         device = "cpu" if self.generator is None else self.generator.device
         drawn = torch.rand(shape, dtype=torch.float64, generator=self.generator, device=device)
-        return drawn.cpu().numpy()
+        return drawn.numpy() if drawn.is_cpu else drawn.cpu().numpy()
 
     def chosen(self, low: Array, high: Array) -> Array:
         """Draws uniformly from ``low .. high``, both included, int64 like them."""

@@ -10,9 +10,10 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.episodes import EndReason, Needs
+from replaykit.storages.steps_ahead import Led, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, format_key, unravel
-from replaykit.transforms.batches import over_features, set_all, set_real
+from replaykit.transforms.batches import over_features, set_all, set_groups, set_real
 from replaykit.transforms.discounting import (
     TERMINATED,
     discounted_sums,
@@ -45,8 +46,8 @@ _TABLE_STEPS = 4096
 
 
 class _Fetched(NamedTuple):
-    """How many steps follow ``[B]``; their sums ``[B, *F]``, or the rewards ``[B, m, *F]``; what
-    is under ``next`` of the last one ``[B]``, and under which keys."""
+    """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the
+    rewards ``[B, m, *F]``; what is under ``next`` of the last one, and under which keys."""
 
     steps: Array
     sums: torch.Tensor | None
@@ -146,14 +147,15 @@ class NStep(HistoryTransform):
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(_ENDS))
         self._known: tuple[Collection[Path], list[Path]] | None = None
+        self._plan: StepsPlan | None = None
         self._powers: Array | None = None
         if steps <= _TABLE_STEPS:
-            found = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
-            self._powers = found[:, None].astype(np.float32)
+            self._powers = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
+            self._floats = self._powers[:, None].astype(np.float32)
 
     # -- under the lock -----------------------------------------------------------------------
 
-    def fetch(self, around: Surroundings) -> _Fetched | None:
+    def fetch(self, around: Surroundings) -> _Fetched | Led | None:
         """Reads the rewards of the steps, and ``next`` of the last of them."""
         if self.n is None or self.per_step:
             return None
@@ -161,6 +163,11 @@ class NStep(HistoryTransform):
             raise ValueError(
                 f"expected {self!r} before {around.next_made[-1]!r}, whose 'next' it would replace"
             )
+        if around.rows is not None and self._powers is not None and not around.relabels:
+            led = around.lead(self._plan_for(around.keys))
+            if led is not None:
+                around.next_time = led.ends
+                return led
         steps = np.minimum(around.last - around.time, self.n - 1)
         relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
         if not relabelled.isdisjoint(_ENDS):
@@ -180,7 +187,19 @@ class NStep(HistoryTransform):
         if known is None or known[0] is not keys:
             found = [key for key in keys if key[0] == "next" and key != self.reward_key]
             known = self._known = keys, found
+            self._plan = None
         return known[1]
+
+    def _plan_for(self, keys: Collection[Path]) -> StepsPlan:
+        """What is asked of the storage, the same object as long as it stores the same keys."""
+        taken, plan = self._next_keys(keys), self._plan
+        if plan is None:
+            assert self._powers is not None
+            discounts = tuple(self._powers.tolist())
+            flag = TERMINATED if TERMINATED in taken else None
+            plan = StepsPlan(self.reward_key, flag, tuple(taken), self.gamma, discounts)
+            self._plan = plan
+        return plan
 
     @staticmethod
     def _ended_earlier(around: Surroundings, steps: Array) -> Array:
@@ -194,11 +213,15 @@ class NStep(HistoryTransform):
 
     # -- without it ---------------------------------------------------------------------------
 
-    def apply(self, data: Any, fetched: _Fetched | None, around: Surroundings) -> Any:
+    def apply(self, data: Any, fetched: _Fetched | Led | None, around: Surroundings) -> Any:
         """Replaces reward and ``next``, and adds what a target needs besides."""
-        own = require(data, [self.reward_key], self)[self.reward_key]
+        own = lookup(data, self.reward_key)
+        if own is None:
+            require(data, [self.reward_key], self)
         if fetched is None:
             return self._apply_inside(data, own, around)
+        if isinstance(fetched, Led):
+            return self._apply_led(data, own, fetched, around)
         steps = fetched.steps
         sums = fetched.sums
         if sums is None:
@@ -223,9 +246,24 @@ class NStep(HistoryTransform):
         set_real(data, values, around.mask)
         return data
 
+    def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
+        """Adds what a target needs to a batch that has ``next`` of the last steps already."""
+        bootstrap = led.open
+        if bootstrap is None:
+            terminated = lookup(data, TERMINATED)
+            if terminated is None:
+                bootstrap = _by_reason(around, led.ends, own)
+            else:
+                bootstrap = ~_column(terminated)
+        beside = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
+        made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
+        above = self.reward_key[:-1]
+        set_groups(data, {above: beside, (): made} if above else {(): {**beside, **made}})
+        return data
+
     def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
         if self._powers is not None and sums.dtype is torch.float32:
-            return torch.from_numpy(self._powers.take(steps, 0)).to(sums.device)
+            return torch.from_numpy(self._floats.take(steps, 0)).to(sums.device)
         return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
@@ -275,7 +313,7 @@ class NStep(HistoryTransform):
         return data
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_plan": None}
 
     def __repr__(self) -> str:
         parts = [] if self.n is None else [str(self.n)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,35 +99,51 @@ class PreviousStep(HistoryTransform):
         made = [_ALL] if concat else list(self.names.values())
         self.changes = frozenset({*made, *(("next", *key) for key in made)})
 
-    def fetch(self, around: Surroundings) -> Around:
+    def fetch(self, around: Surroundings) -> Around | list[list[torch.Tensor]]:
         """Reads the row before, and the one that comes before the state that follows."""
-        own = around.time if around.next_time is None else around.next_time
         around.next_made.append(self)
+        keys = self._in_order() if self.concat else self.keys
+        pairs = around.pairs(keys, joined=self.concat)
+        if pairs is not None:
+            return pairs
+        own = around.time if around.next_time is None else around.next_time
         time = np.empty((len(own), 2), np.int64)
         np.maximum(around.time - 1, around.first, out=time[:, 0])
         time[:, 1] = own
         return around.fetch(self.keys, time)
 
-    def apply(self, data: Any, fetched: Around, around: Surroundings) -> Any:
+    def apply(
+        self, data: Any, fetched: Around | list[list[torch.Tensor]], around: Surroundings
+    ) -> Any:
         """Adds the values of the step before."""
-        leaves = around.seen(fetched)
-        first = leaves[self.keys[0]]
-        begins = as_tensor_like(around.time == around.first, first)
+        blank = isinstance(fetched, list) and not self.init  # zeros are in their place
+        found = self._pairs(fetched, around)
+        begins = None
         values: dict[Path, torch.Tensor] = {}
-        if self.concat:
-            made = torch.cat([self._columns(key, leaves[key]) for key in self._in_order()], -1)
-            found = {_ALL: made}
-        else:
-            found = {name: leaves[key] for key, name in self.names.items()}
         has_next = any(key[0] == "next" for key in around.keys)
-        for name, pair in found.items():
-            previous = pair[:, 0]
-            values[name] = self._started(name, previous, begins)
+        for name, (previous, own) in found.items():
+            if not blank:
+                if begins is None:
+                    begins = as_tensor_like(around.time == around.first, previous)
+                previous = self._started(name, previous, begins)
+            values[name] = previous
             if has_next:
                 under_next: Path = ("next", *name)
-                values[under_next] = pair[:, 1]
+                values[under_next] = own
         set_real(data, values, around.mask)
         return data
+
+    def _pairs(
+        self, fetched: Around | list[list[torch.Tensor]], around: Surroundings
+    ) -> dict[Path, Sequence[torch.Tensor]]:
+        """By name the values of the row before, and those that come before the state after it."""
+        if isinstance(fetched, list):
+            return dict(zip([_ALL] if self.concat else self.names.values(), fetched, strict=True))
+        leaves = around.seen(fetched)
+        if self.concat:
+            made = torch.cat([self._columns(key, leaves[key]) for key in self._in_order()], -1)
+            return {_ALL: (made[:, 0], made[:, 1])}
+        return {name: (leaves[key][:, 0], leaves[key][:, 1]) for key, name in self.names.items()}
 
     def _started(self, name: Path, values: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
         """Values of the step before ``[B, *F]``, with ``init`` where there was none."""

@@ -294,7 +294,7 @@ class ReturnToGo(Transform):
         leaves = episodes.leaves
         if not {self.key, _VALID, self.reward} <= set(leaves):
             return
-        reason, rows = episodes.reasons, episodes.rows
+        reason, rows = episodes.reasons, episodes.counts
         truncated = reason == int(EndReason.TRUNCATED)
         ended = (reason == int(EndReason.TERMINATED)) | truncated
         ended[ended] = self._computed(reason[ended])

@@ -12,7 +12,7 @@ from replaykit.episodes import Needs
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transforms.batches import over_features, real_of, set_all
-from replaykit.transforms.frame_stream import FrameStream, arranged, next_stack
+from replaykit.transforms.frame_stream import FrameStream, arranged, followed, next_stack
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,
@@ -31,6 +31,14 @@ class _Fetched(NamedTuple):
 
     frames: Around
     before_next: Around | None
+    next_keys: set[Path]
+
+
+class _Stacks(NamedTuple):
+    """The same, as one leaf each and with zeros in place."""
+
+    stacks: dict[Path, tuple[torch.Tensor, torch.Size]]
+    before_next: dict[Path, tuple[torch.Tensor, torch.Size]] | None
     next_keys: set[Path]
 
 
@@ -103,31 +111,57 @@ class StackFrames(HistoryTransform):
         self.changes = frozenset({*self.keys, *(("next", *key) for key in self.keys)})
         self._next_of: dict[Path, Path] = {key: ("next", *key) for key in self.keys}
         self._ages = np.arange(k - 1, -1, -1)
+        self.flat = not dim and not new_dim
 
     # -- under the lock -----------------------------------------------------------------------
 
-    def fetch(self, around: Surroundings) -> _Fetched | None:
+    def fetch(self, around: Surroundings) -> _Fetched | _Stacks | None:
         """Reads the frames of each row, and of the row that ``next`` is of."""
         if self.k == 1 and not self.new_dim:
             return None
-        first = around.first[:, None]
-        frames = around.fetch(self.keys, np.maximum(around.time[:, None] - self._ages, first))
         next_keys = {key for key, following in self._next_of.items() if following in around.keys}
-        before_next = None
         if next_keys:
             around.next_made.append(self)
-            if around.next_time is not None and self.k > 1:
-                time = np.maximum(around.next_time[:, None] - self._ages[1:], first)
-                before_next = around.fetch([key for key in self.keys if key in next_keys], time)
+        later = bool(next_keys) and around.next_time is not None and self.k > 1
+        before = [key for key in self.keys if key in next_keys] if later else []
+        return self._stacks(around, before, next_keys) or self._frames(around, before, next_keys)
+
+    def _stacks(
+        self, around: Surroundings, before: list[Path], next_keys: set[Path]
+    ) -> _Stacks | None:
+        """In one step, where the surroundings can and nothing is padding."""
+        if self.k == 1 or around.mask is not None:
+            return None
+        zero, ahead = self.pad == "zero", None
+        stacks = around.stacks(self.keys, self.k, zero=zero, flat=self.flat)
+        if stacks is None:
+            return None
+        if before:
+            ahead = around.stacks_before_next(before, self.k - 1, zero=zero, flat=self.flat)
+            if ahead is None:
+                return None
+        return _Stacks(stacks, ahead, next_keys)
+
+    def _frames(self, around: Surroundings, before: list[Path], next_keys: set[Path]) -> _Fetched:
+        first = around.first[:, None]
+        frames = around.fetch(self.keys, np.maximum(around.time[:, None] - self._ages, first))
+        before_next = None
+        if before:
+            assert around.next_time is not None
+            time = np.maximum(around.next_time[:, None] - self._ages[1:], first)
+            before_next = around.fetch(before, time)
         return _Fetched(frames, before_next, next_keys)
 
     # -- without it ---------------------------------------------------------------------------
 
-    def apply(self, data: Any, fetched: _Fetched | None, around: Surroundings) -> Any:
+    def apply(self, data: Any, fetched: _Fetched | _Stacks | None, around: Surroundings) -> Any:
         """Replaces the frames by stacks of them."""
         if fetched is None:
             return data
         own = require(data, self.keys, self)
+        if isinstance(fetched, _Stacks):
+            set_all(data, self._placed(data, fetched))
+            return data
         leaves = around.seen(fetched.frames)
         ahead = None if fetched.before_next is None else around.seen(fetched.before_next)
         real = real_of(around.mask, data)
@@ -149,6 +183,20 @@ class StackFrames(HistoryTransform):
             values[key] = arranged(frames, self)
         set_all(data, values)
         return data
+
+    def _placed(self, data: Any, fetched: _Stacks) -> dict[Path, torch.Tensor]:
+        """Stacks by where they go."""
+        values: dict[Path, torch.Tensor] = {}
+        for key, (stack, features) in fetched.stacks.items():
+            under_next = self._next_of[key]
+            following = lookup(data, under_next) if key in fetched.next_keys else None
+            if following is not None:
+                frames, skip = stack, 1
+                if fetched.before_next is not None:
+                    frames, skip = fetched.before_next[key][0], 0
+                values[under_next] = followed(frames, features, skip, following, stack, self)
+            values[key] = stack if self.flat else arranged(stack, self)
+        return values
 
     def _cleared(
         self, frames: torch.Tensor, time: Array, ages: Array, around: Surroundings

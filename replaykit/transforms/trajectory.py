@@ -267,7 +267,7 @@ def _cut(copied: _Copied, edited: EditedEpisodes, around: Surroundings) -> _Cut:
     np.minimum.at(begin, segment, offset)
     np.maximum.at(end, segment, offset)
     own[segment] = copied.episode
-    rows, left = copied.rows[own], edited.rows[own]
+    rows, left = copied.rows[own], edited.counts[own]
     length = end - begin + 1
     kept = np.minimum(length, left)
     before, after = rows - length + 1, left - kept + 1
@@ -342,7 +342,7 @@ def _marks(
             edge[copied.segment[real[::-1]]] = real[::-1]
         else:
             edge[copied.segment[real]] = real
-            last = np.cumsum(edited.rows) - 1
+            last = np.cumsum(edited.counts) - 1
             lane = edited.lane[edge]
             flagged = np.isin(edited.reason[edge], (EndReason.TERMINATED, EndReason.TRUNCATED))
             edge[flagged & (cut.number[edge] == last[lane])] = -1

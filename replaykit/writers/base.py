@@ -87,6 +87,10 @@ class Writer(ABC):
         ledger = ledger_of(state)
         return ledger.write_order()[-capacity:]
 
+    def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
+        """Whether the records of a saved state can stay in their slots: as many, none too many."""
+        return bool(capacity == state["_ledger"]["slots"])
+
     # -- writing ------------------------------------------------------------------------------
 
     def register_storage(self, storage: Storage) -> None:

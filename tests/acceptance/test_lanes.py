@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -34,7 +35,7 @@ def lane_sizes(rb: ReplayBuffer, key: str = "lane") -> dict[int, int]:
 @pytest.mark.acceptance("S1")
 def test_some_lanes_written_and_windows_of_the_asked_shape(ted: Any, buffer: Any) -> None:
     sampler = SliceSampler(num_slices=8, measure="lane", strict_lanes=True)
-    rb = buffer(100, sampler, lane_key="lane")
+    rb = buffer(32, sampler, lane_key="lane", writer=LaneWriter(4))
     t = dict.fromkeys(range(8), 0)
 
     def write(*lanes: int) -> None:
@@ -54,7 +55,11 @@ def test_some_lanes_written_and_windows_of_the_asked_shape(ted: Any, buffer: Any
     assert rb.sample(13).batch_size == (13,)
     for _ in range(9):
         write(0, 4, 7)
-    assert lane_sizes(rb) == {lane: 10 if lane in (0, 4, 7) else 1 for lane in range(8)}
+    assert lane_sizes(rb) == {lane: 4 if lane in (0, 4, 7) else 1 for lane in range(8)}
+    looks = rb.episodes  # ten steps of those lanes, of which the last four are stored
+    counts = dict(zip(looks.lanes.tolist(), looks, strict=True))
+    assert [counts[lane].evicted for lane in range(8)] == [6, 0, 0, 0, 6, 0, 0, 6]
+    assert counts[4].rows()["t"].tolist() == [6, 7, 8, 9]
     # Five lanes have no window of two: refused by the strict law, passed over by the others.
     rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True))
     with pytest.raises(NotEnoughData):

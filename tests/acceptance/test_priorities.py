@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -107,6 +108,30 @@ def test_another_length_loses_no_priority(ted: Any, buffer: Any) -> None:
     assert shares(1) == single
     assert shares(5) == {3: 64}
     assert shares(1) == single
+
+
+@pytest.mark.acceptance("S10", "F1")
+def test_streams_that_come_and_go_under_one_sampler(ted: Any, buffer: Any) -> None:
+    """What is drawn from is kept up from draw to draw: other streams may have the same numbers."""
+    dice = random.Random(0)
+    rb = buffer(12, prioritized(num_slices=64, draw="stratified"), lane_key="lane")
+    rows: list[tuple[int, int]] = []
+    clock: Counter[int] = Counter()
+    for _ in range(300):
+        lanes = [dice.randrange(9) for _ in range(dice.randint(1, 3))]
+        own = ted([0] * len(lanes), lane=lanes)
+        for at, lane in enumerate(lanes):
+            clock[lane] += 1
+            own["t"][at] = clock[lane]
+            rows.append((lane, clock[lane]))
+        rb.extend(own)
+        stored = set(rows[-12:])
+        wanted = {(lane, t) for lane, t in stored if (lane, t + 1) in stored}
+        if wanted:
+            batch = rb.sample(128)
+            pairs = list(zip(batch["lane"].tolist(), batch["t"].tolist(), strict=True))
+            assert set(pairs[::2]) == wanted
+            assert pairs[1::2] == [(lane, t + 1) for lane, t in pairs[::2]]
 
 
 @pytest.mark.acceptance("F8")

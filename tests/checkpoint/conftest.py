@@ -50,7 +50,10 @@ def save() -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def state_of() -> Callable[[ReplayBuffer], Any]:
-    """Everything that can be seen of a buffer of ``make``, as plain values that compare."""
+    """Everything that can be seen of a buffer of ``make``, as plain values that compare.
+
+    But for what a restart is there to change: the episode that was being written has ended.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -61,9 +64,12 @@ def state_of() -> Callable[[ReplayBuffer], Any]:
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list) else value
 
-    return lambda buffer: copy.deepcopy(
-        plain({**buffer.state_dict(), "capacity": buffer.storage.max_size})
-    )
+    def state(buffer: ReplayBuffer) -> Any:
+        found = plain({**buffer.state_dict(), "capacity": buffer.storage.max_size})
+        del found["_writer"]["_episodes"]
+        return copy.deepcopy(found)
+
+    return state
 
 
 def _sign(manifest: dict[str, Any]) -> str:

@@ -101,6 +101,9 @@ LAWS = [
     CountLaw(1, 0, past=1, closed=True, intact=True),
     CountLaw(1, -3),
     CountLaw(2, 5),
+    CountLaw(1, 0, past=2),
+    CountLaw(1, 0, open_future=2),
+    CountLaw(1, 0, past=1, open_future=1),
 ]
 
 
@@ -137,6 +140,12 @@ def assert_same_law(ring: Any, model: Model, law: CountLaw, kind: int) -> None:
     flat = [(lane, *one) for lane, own in enumerate(want) for one in own]
     found = ring.find(law, kind, np.arange(len(flat)))
     assert list(zip(*(column.tolist() for column in found), strict=True)) == flat
+    assert ring.total(law, kind) == len(flat)
+    elements = [(base + rest) % ring.slots * ring.lanes + lane for lane, base, _, _, rest in flat]
+    assert ring.pick(law, kind, np.arange(len(flat))).tolist() == elements
+    for wrong in (-1, len(flat)):
+        with pytest.raises(IndexError):
+            ring.pick(law, kind, np.array([wrong]))
 
 
 @st.composite

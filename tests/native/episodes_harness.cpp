@@ -143,9 +143,17 @@ void same_windows(const Episodes& episodes, EpisodeLaws& laws, const std::vector
       REQUIRE(out[static_cast<std::size_t>(c * n + i)] == expected[static_cast<std::size_t>(5 * i + c)]);
     }
   }
+  std::vector<Int> picked(static_cast<std::size_t>(n));
+  REQUIRE(sums.pick(episodes, all_of(numbers), n, picked.data()) == n);
+  for (Int i = 0; i < n; ++i) {
+    const Int* row = expected.data() + 5 * i;
+    REQUIRE(picked[static_cast<std::size_t>(i)] ==
+            (row[1] + row[4]) % episodes.slots() * episodes.lanes() + row[0]);
+  }
   Int one[5];
   const std::vector<Int> beyond = {n};
   REQUIRE(sums.find(episodes, all_of(beyond), 1, one) == 0);
+  REQUIRE(sums.pick(episodes, all_of(beyond), 1, one) == 0);
 }
 
 // Columns of a ring of rows, as a storage keeps them: flags and ids in records of `stride` bytes.

@@ -3,7 +3,7 @@
 // time and after a fork. Exits with 0 if all agree. `--break` gathers one row past the end, which
 // must end the program, `--race` writes from two threads without a lock, and `--pool` runs the
 // threads alone, without forks, after which the thread sanitizer cannot follow.
-#include "rows.h"  // first, so that it has to include what it uses
+#include "steps_ahead.h"  // first, so that it has to include what it uses
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -293,6 +293,138 @@ void discounted_sums(Random& random) {
   }
 }
 
+// Sums, and what rows say of the last step, against loops over bytes; and rows that are none.
+void steps_ahead(Random& random) {
+  using replaykit::StepsAhead;
+  for (int turn = 0; turn < 60; ++turn) {
+    const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 40);
+    const std::int64_t rows = lanes * slots, n = below(random, 90), most = 1 + below(random, 9);
+    Case got(random, rows, n, 90);
+    Bytes column(static_cast<std::size_t>(rows * 9));
+    std::vector<float> values;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      values.push_back(static_cast<float>(below(random, 17) - 8));
+      std::memcpy(column.data() + row * 9, &values.back(), sizeof(float));
+      column[static_cast<std::size_t>(row * 9 + 8)] = random() % 2 != 0;
+    }
+    std::vector<std::int64_t> index, time, last;
+    std::vector<double> discounts;
+    for (std::int64_t i = 0; i < most; ++i) discounts.push_back(static_cast<double>(i));
+    for (std::int64_t i = 0; i < n; ++i) {
+      index.push_back(below(random, rows));
+      time.push_back(below(random, 99));
+      last.push_back(time.back() + below(random, slots));
+    }
+    Case want = got;
+    const auto size = static_cast<std::size_t>(n);
+    std::vector<float> sums(size), after(size);
+    std::vector<std::int64_t> used(size), ends(size);
+    const std::unique_ptr<bool[]> open(new bool[size]());
+    const bool flagged = random() % 2 != 0;
+    const auto numbers = [](const std::vector<std::int64_t>& all) {
+      return replaykit::Numbers{reinterpret_cast<const char*>(all.data()), 8};
+    };
+    std::vector<Field> fields;
+    for (std::size_t f = 0; f < got.bytes.size(); ++f) {
+      fields.push_back({got.bytes[f] ? address(got.columns[f]) : nullptr, got.strides[f],
+                        got.bytes[f]});
+    }
+    const StepsAhead plan({address(column), 9, 4},
+                          {flagged ? address(column) + 8 : nullptr, 9, 1}, fields, rows, lanes,
+                          0.5, discounts);
+    const StepsAhead::Answers answers = {reinterpret_cast<char*>(sums.data()),
+                                         reinterpret_cast<char*>(after.data()), used.data(),
+                                         ends.data(), flagged ? open.get() : nullptr};
+    if (n > 0) {
+      const auto at = static_cast<std::size_t>(below(random, n));
+      const std::int64_t kept = index[at];
+      for (const std::int64_t wrong : {std::int64_t{-1}, rows, INT64_MAX, INT64_MIN}) {
+        index[at] = wrong;
+        REQUIRE(plan.run(numbers(index), numbers(time), numbers(last), n, answers,
+                         got.as_sides()) == static_cast<std::int64_t>(at));
+        require_same(got, want);
+      }
+      index[at] = kept;
+    }
+    REQUIRE(plan.run(numbers(index), numbers(time), numbers(last), n, answers, got.as_sides()) == n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const std::int64_t steps = std::min(last[at] - time[at], most - 1);
+      double sum = 0, weight = 1;
+      for (std::int64_t k = 0; k <= steps; ++k, weight /= 2) {
+        sum += weight * values[static_cast<std::size_t>((index[at] + k * lanes) % rows)];
+      }
+      REQUIRE(sums[at] == static_cast<float>(sum) && after[at] == static_cast<float>(steps));
+      REQUIRE(used[at] == steps + 1 && ends[at] == time[at] + steps);
+      const std::int64_t end = (index[at] + steps * lanes) % rows;
+      REQUIRE(!flagged || open[at] == (column[static_cast<std::size_t>(end * 9 + 8)] == 0));
+      if (steps > 0) move(want, i, end, false);
+    }
+    require_same(got, want);
+  }
+}
+
+void frames_of_rows(Random& random) {
+  for (int turn = 0; turn < 80; ++turn) {
+    const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 20);
+    const std::int64_t count = 1 + below(random, 5), n = below(random, 90);
+    const bool zero = random() % 2 != 0;
+    Case its(random, lanes * slots, 0, turn % 4 ? 40 : 9000);
+    std::vector<std::int64_t> index, reach;
+    for (std::int64_t i = 0; i < n; ++i) {
+      index.push_back(below(random, lanes * slots));
+      reach.push_back(below(random, slots));
+    }
+    std::vector<Side> sides;
+    std::vector<Bytes> got, want;
+    for (const std::int64_t bytes : its.bytes) {
+      for (std::int64_t j = 0; j < count; ++j) got.push_back(some_bytes(random, n * bytes));
+    }
+    want = got;
+    for (std::size_t s = 0; s < got.size(); ++s) {
+      const std::int64_t bytes = its.bytes[s / static_cast<std::size_t>(count)];
+      sides.push_back({address(got[s]), bytes});
+      const Bytes& column = its.columns[s / static_cast<std::size_t>(count)];
+      const std::int64_t stride = its.strides[s / static_cast<std::size_t>(count)];
+      const std::int64_t age = count - 1 - static_cast<std::int64_t>(s) % count;
+      for (std::int64_t i = 0; i < n; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        const std::int64_t back = std::min(age, reach[at]) * lanes;
+        const std::int64_t row = (index[at] - back + lanes * slots) % (lanes * slots);
+        for (std::int64_t b = 0; b < bytes; ++b) {
+          want[s][static_cast<std::size_t>(i * bytes + b)] =
+              zero && age > reach[at] ? 0 : column[static_cast<std::size_t>(row * stride + b)];
+        }
+      }
+    }
+    const int threads = 1 + static_cast<int>(random() % 2);
+    its.table().frames(index.data(), reach.data(), n, lanes, count, zero, sides, threads);
+    REQUIRE(got == want);
+  }
+}
+
+void rows_next_to_each_other(Random& random) {
+  for (int turn = 0; turn < 50; ++turn) {
+    const std::int64_t n = below(random, 30);
+    const std::int64_t sizes[] = {below(random, 20), below(random, 20)};
+    const std::int64_t strides[] = {sizes[0] + below(random, 5), sizes[1] + below(random, 5)};
+    Bytes parts[] = {some_bytes(random, Case::needed(n, strides[0], sizes[0])),
+                     some_bytes(random, Case::needed(n, strides[1], sizes[1]))};
+    Bytes to = some_bytes(random, n * (sizes[0] + sizes[1]));
+    replaykit::join({address(parts[0]), strides[0]}, sizes[0], {address(parts[1]), strides[1]},
+                    sizes[1], n, address(to));
+    std::size_t at = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      for (int side = 0; side < 2; ++side) {
+        for (std::int64_t b = 0; b < sizes[side]; ++b) {
+          REQUIRE(to[at++] == parts[side][static_cast<std::size_t>(i * strides[side] + b)]);
+        }
+      }
+    }
+
+  }
+}
+
 int gather_past_the_end(std::int64_t one) {
   Random random(1);
   Bytes column = some_bytes(random, 64), to(16);
@@ -334,6 +466,9 @@ int main(int count, char** arguments) {
     positions_outside(random);
     rows_of_a_file(random);
     discounted_sums(random);
+    steps_ahead(random);
+    frames_of_rows(random);
+    rows_next_to_each_other(random);
   }
   shared_loops();
   loops_at_the_same_time(150);

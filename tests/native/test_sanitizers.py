@@ -22,7 +22,9 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Sources beside the harness, with the flags that each is compiled with.
 SOURCES: dict[str, dict[str, list[str]]] = {
     "episodes": {},
+    "followed": {},
     "rank_heap": {},
+    "relabel": {},
     "rows": {},
     "tree": {"tree_portable.cpp": [], **({"tree_avx512.cpp": ["-mavx512f"]} if X86 else {})},
 }
@@ -110,8 +112,10 @@ def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run],
     ("name", "argument", "message"),
     [
         ("episodes", "--break", "AddressSanitizer: heap-buffer-overflow"),
+        ("followed", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--overflow", "integer overflow"),
+        ("relabel", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rows", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("tree", "--break", "AddressSanitizer: heap-buffer-overflow"),
     ],

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from replaykit import native
 from replaykit.transforms import HindsightGoal, goals
-from replaykit.transforms.goals import REACHED, distance_rewards, relabelled
+from replaykit.transforms.goals import (
+    REACHED,
+    distance_rewards,
+    later_goals,
+    relabel_batch,
+    relabel_later,
+    relabelled,
+)
 
 ACHIEVED, GOAL, NEXT_GOAL = ("next", "achieved_goal"), ("desired_goal",), ("next", "desired_goal")
 REWARD = ("next", "reward")
@@ -54,7 +63,7 @@ def test_the_core_and_torch_agree(
 ) -> None:
     rows, fresh, leaves = leaves_of(size, width, dtype, packed, seed, flat)
     before = {key: leaf.clone() for key, leaf in leaves.items()}
-    found = relabelled(rows, fresh, leaves, *KEYS)
+    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
     assert found is not None
     expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
     assert set(found) == set(expected) == {GOAL, NEXT_GOAL, REWARD}
@@ -66,12 +75,105 @@ def test_the_core_and_torch_agree(
 
 def test_many_rows_at_once() -> None:
     rows, fresh, leaves = leaves_of(5000, 3, torch.float32, True, 0)
-    found = relabelled(rows, fresh, leaves, *KEYS)
+    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
     if found is None:
         assert native.core() is None
         return
     expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
     assert all(bits(found[key]) == bits(value) for key, value in expected.items())
+
+
+def ring_of(
+    size: int, slots: int, width: int, dtype: torch.dtype, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
+    """Draws, first and last times of stored rows, and a column beside others."""
+    random = np.random.default_rng(seed)
+    newest = slots + int(random.integers(0, 3 * slots))
+    low = newest - random.integers(0, slots, size)
+    last = low + (random.random(size) * (newest - low + 1)).astype(np.int64)
+    column = torch.randn(slots, width + 2, generator=torch.Generator().manual_seed(seed)) * 0.05
+    return random.random((2, size)), low, last, column.to(dtype)[:, 1 : 1 + width]
+
+
+@pytest.mark.skipif(native.core() is None, reason="needs the compiled core")
+@given(
+    size=st.sampled_from([0, 1, 7, 256, 600, 1500]),
+    slots=st.integers(1, 60),
+    width=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    packed=st.booleans(),
+    flat=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_goals_drawn_by_the_core_are_those_by_numpy(
+    size: int, slots: int, width: int, dtype: torch.dtype, packed: bool, flat: bool, seed: int
+) -> None:
+    draws, low, last, column = ring_of(size, slots, width, dtype, seed)
+    further = last - low
+    time = low + np.minimum((draws[1] * (further + 1)).astype(np.int64), further)
+    rows = draws[0] < 0.8
+    expected = column[torch.from_numpy(time % slots)]
+    found = later_goals(draws, low, last, 0.8, column)
+    assert found is not None
+    assert (found[0] == rows).all()
+    assert bits(torch.from_numpy(found[1])) == bits(expected)
+
+    leaves = leaves_of(size, width, dtype, packed, seed, flat)[2]
+    new, _ = HindsightGoal()._relabelled(leaves, torch.from_numpy(rows), expected)
+    inner = {key[1]: leaves[key] for key in (ACHIEVED, NEXT_GOAL, REWARD)}
+    batch = TensorDict({"desired_goal": leaves[GOAL], "next": TensorDict(inner, [size])}, [size])
+    both = batch.copy()
+    keys = ("achieved_goal", "desired_goal")
+    achieved = leaves[ACHIEVED].clone()
+    assert relabel_batch(both, rows, expected, *keys)
+    assert all(bits(both[key]) == bits(value) for key, value in new.items())
+    assert bits(batch["desired_goal"]) == bits(leaves[GOAL])
+    told = relabel_later(draws, low, last, 0.8, column, batch, *keys)
+    assert told is not None
+    assert (told[0] == rows).all()
+    assert bits(torch.from_numpy(told[1])) == bits(expected)
+    assert all(bits(leaves[key]) == bits(value) for key, value in new.items())
+    assert bits(leaves[ACHIEVED]) == bits(achieved)
+
+
+@pytest.mark.skipif(native.core() is None, reason="needs the compiled core")
+def test_draws_and_times_that_cannot_be_are_refused() -> None:
+    draws, low, last, column = ring_of(4, 9, 2, torch.float32, 0)
+    for wrong in (
+        (np.array([[0.0] * 4, [0, 0, 1.0, 0]]), low, last),
+        (np.array([[0.0] * 4, [0, 0, np.nan, 0]]), low, last),
+        (draws, low, low - [0, 0, 1, 0]),
+        (draws, np.where(np.arange(4) == 2, -1, low), last),
+    ):
+        with pytest.raises(IndexError, match="row 2"):
+            later_goals(*wrong, 0.8, column)
+    for short in ((draws[:, :3].copy(), low, last), (draws, low[:3], last), (draws, low, last[:3])):
+        with pytest.raises(ValueError, match="entries in"):
+            later_goals(*short, 0.8, column)
+    with pytest.raises(TypeError, match="`draws`"):
+        later_goals(draws.astype(np.float32), low, last, 0.8, column)
+
+
+def test_columns_and_batches_that_the_core_does_not_know() -> None:
+    draws, low, last, column = ring_of(4, 9, 2, torch.float32, 0)
+    for other in (column.half(), column[:, 0], column.T.contiguous().T, column[:0]):
+        assert later_goals(draws, low, last, 0.8, other) is None
+    leaves = leaves_of(4, 2, torch.float32, True, 0)[2]
+    keys = ("achieved_goal", "desired_goal")
+    plain = TensorDict(leaves, [4])
+    for data in (
+        plain.exclude(GOAL),
+        plain.exclude(REWARD),
+        plain.exclude("next"),
+        plain.clone().set(GOAL, torch.zeros(4, 2, 1)),
+        plain.to_dict(),
+    ):
+        assert relabel_later(draws, low, last, 0.8, column, data, *keys) is None
+    fresh, rows = torch.zeros(4, 2), np.ones(4, bool)
+    for data in (plain.copy().lock_(), plain.exclude(GOAL), TensorDict(leaves, [])):
+        assert not relabel_batch(data, rows, fresh, *keys)
+    assert all(plain[key] is leaf for key, leaf in leaves.items())
 
 
 def test_leaves_that_the_core_does_not_know() -> None:
@@ -84,15 +186,15 @@ def test_leaves_that_the_core_does_not_know() -> None:
         {ACHIEVED: torch.zeros(6, 3, 1)},
         {ACHIEVED: torch.zeros(6, 2)},
     ):
-        assert relabelled(rows, fresh, {**leaves, **other}, *KEYS) is None
-    assert relabelled(rows, fresh.T.contiguous().T, leaves, *KEYS) is None
-    assert relabelled(rows, fresh.to(torch.float16), leaves, *KEYS) is None
+        assert relabelled(rows.numpy(), fresh, {**leaves, **other}, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh.T.contiguous().T, leaves, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh.to(torch.float16), leaves, *KEYS) is None
 
 
 def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "_core", None)
     rows, fresh, leaves = leaves_of(6, 3, torch.float32, False, 0)
-    assert relabelled(rows, fresh, leaves, *KEYS) is None
+    assert relabelled(rows.numpy(), fresh, leaves, *KEYS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])

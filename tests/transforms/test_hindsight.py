@@ -24,8 +24,11 @@ from replaykit import (
     SampleUnit,
     SliceSampler,
     Transition,
+    native,
 )
 from replaykit.episodes import Needs
+from replaykit.transforms import goals as goals_module
+from replaykit.transforms import hindsight
 from replaykit.transforms.history import Around, Surroundings
 
 SMALLEST_P = 1e-4
@@ -592,3 +595,63 @@ def test_goals_that_are_stored_once(length: int) -> None:
     assert (one["desired_goal"] >= 0).any()
     for key in one.keys(True, True):
         assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.skipif(native.core() is None, reason="needs the compiled core")
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+@pytest.mark.parametrize("way", ["written over", "set", "set without a batch of one's own"])
+def test_the_core_and_torch_make_the_same_batches(
+    strategy: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = ends_every(7, 150)  # more than the ring holds
+
+    def buffer() -> ReplayBuffer:
+        transform: Any = HindsightGoal(0.6, strategy)
+        others: dict[str, Any] = {}
+        if way == "set":
+            others["collate_fn"] = lambda rows: rows
+        if way == "set without a batch of one's own":
+            keep = lambda rows: rows.set("wanted", rows["desired_goal"])  # noqa: E731
+            transform = Compose(keep, transform, NStep(3, 0.9))
+        return buffer_of(transform, ends, **others)
+
+    told = []
+
+    def watched(*arguments: Any) -> Any:
+        told.append(goals_module.relabel_later(*arguments))
+        return told[-1]
+
+    monkeypatch.setattr(hindsight, "relabel_later", watched)
+    rb = buffer()
+    stored = stored_bits(rb)
+    fast = [rb.sample() for _ in range(5)]
+    over = way == "written over" and strategy != "random"
+    assert [one is not None for one in told] == [True] * 5 * over
+    assert all(torch.equal(a, b) for a, b in zip(stored, stored_bits(rb), strict=True))
+    monkeypatch.setattr(goals_module, "_core", None)
+    slow = buffer()
+    for batch in fast:
+        expected = slow.sample()
+        assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+        for key in expected.keys(True, True):
+            assert torch.equal(batch[key], expected[key]), key
+        if "wanted" in batch:
+            assert (batch["wanted"] == -1).all()
+    assert any((batch["desired_goal"] >= 0).any() for batch in fast)
+
+
+def test_goals_written_over_a_batch_are_seen_by_later_transforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the core wrote and what later transforms fetch is relabelled with the same goals."""
+    ends = ends_every(7, 90)
+
+    def batches() -> list[TensorDict]:
+        rb = buffer_of(Compose(HindsightGoal(0.6), NStep(3, 0.9)), ends)
+        return [rb.sample() for _ in range(5)]
+
+    fast = batches()
+    monkeypatch.setattr(goals_module, "_core", None)
+    for batch, expected in zip(fast, batches(), strict=True):
+        for key in expected.keys(True, True):
+            assert torch.equal(batch[key], expected[key]), key

@@ -26,8 +26,10 @@ from replaykit import (
     SliceSampler,
     StackFrames,
     Transform,
+    native,
 )
 from replaykit.samplers import Sampler
+from replaykit.storages.steps_ahead import StepsAhead
 from replaykit.transforms.discounting import discounted_sums
 from replaykit.transforms.history import HistoryTransform
 
@@ -107,6 +109,51 @@ def test_rows_by_index_and_a_single_one(streams: Any) -> None:
     assert rows["steps_used"].squeeze(-1).tolist() == [3, 2, 1, 3, 3]
     assert own.buffer[3]["next", "observation"].tolist() == [1, 11]
     assert own.buffer.storage[:]["next", "observation"][:, 1].tolist() == [11, 13, 15, 7, 9]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("key", [("next", "reward"), ("reward",)])
+def test_a_batch_that_is_overwritten_is_as_one_that_is_put_together(
+    key: Any, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by index are never overwritten; samples are, by the core, where nobody else saw them."""
+    led: list[Any] = []
+    lead = StepsAhead.lead
+
+    def counted(*arguments: Any) -> Any:
+        led.append(lead(*arguments))
+        return led[-1]
+
+    monkeypatch.setattr(StepsAhead, "lead", counted)
+    done = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.2
+    data = TensorDict(
+        {"x": torch.arange(50),
+         "next": {"x": torch.arange(50) + 1, "done": done, "truncated": done}}, [50])  # fmt: skip
+    data[key] = torch.arange(50.0) % 7
+    seen: list[Any] = []
+
+    def look(batch: Any) -> Any:
+        seen.append(batch["next", "x"].clone())
+        return batch
+
+    made = NStep(3, 0.9, reward_key=key)
+    for transform, own in ((made, True), (Compose(look, made), False)):
+        led.clear()
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(40), batch_size=64, transform=transform, contiguous=contiguous
+        )
+        buffer.extend(data)
+        batch = buffer.sample()
+        assert len(led) == (own and native.HAS_CORE)
+        assert all(one is not None for one in led)
+        expected = buffer[batch.pop("index")]
+        assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+        for name, leaf in expected.items(True, True):
+            assert batch[name].dtype is leaf.dtype
+            assert torch.equal(batch[name], leaf), name
+        if contiguous:
+            assert all(leaf.is_contiguous() for leaf in batch.values(True, True))
+    assert torch.equal(seen[0], expected["x"] + 1)  # as stored, not as led
 
 
 def test_a_prefetched_batch_is_the_same(streams: Any) -> None:

@@ -20,6 +20,8 @@ from replaykit import (
     ReplayBuffer,
     StepCount,
 )
+from replaykit.buffer.around import StoredSurroundings
+from replaykit.transforms import Surroundings
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,6 +59,39 @@ def test_steps_are_counted_from_where_the_episode_began(
     for (lane, number), row in found.items():
         assert row["step_count"].tolist() == [number - streams.begin(lane, number)]
         assert row["step_count"].dtype is torch.int64
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.sampled_from([1, 3]), init=st.sampled_from([0, 0, 1]))
+def test_one_step_and_several_make_the_same(data: Any, n: int, init: int) -> None:
+    """What the core copies apart in one step is what is made of rows read by themselves."""
+    dtypes = [torch.float32, torch.float64, torch.int32, torch.bool]
+    shape = data.draw(st.sampled_from([(), (1,), (2, 3)]))
+    dtype = data.draw(st.sampled_from(dtypes))
+    concat = data.draw(st.booleans()) and (dtype.is_floating_point or shape == (2, 3))
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    steps, slots = data.draw(st.integers(2, 30)), data.draw(st.integers(2, 12))
+    following = {
+        "done": torch.rand(steps, 1, generator=seed) < 0.2,
+        "reward": torch.rand(steps, *data.draw(st.sampled_from([(), (1,)])), generator=seed),
+    }
+    if n > 1:
+        following["reward"] = following["reward"].reshape(steps, 1)
+    action = torch.randint(0, 9, (steps, *shape), generator=seed).to(dtype)
+    chain = Compose(
+        *[NStep(n, 0.9)] * (n > 1),
+        PreviousStep(["action", ("next", "reward")], init=init, concat=concat),
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(slots), transform=chain)
+    buffer.extend(TensorDict({"action": action, "next": following}, [steps]))
+    found = buffer[:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredSurroundings, "pairs", Surroundings.pairs)
+        expected = buffer[:]
+    assert set(found.keys(True, True)) == set(expected.keys(True, True))
+    for key in expected.keys(True, True):
+        assert found[key].dtype is expected[key].dtype
+        assert found[key].equal(expected[key]), key
 
 
 def test_a_restart_is_a_beginning(streams: Any, tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from replaykit import (
     SliceSampler,
     StackFrames,
 )
+from replaykit.buffer.around import StoredSurroundings
 from replaykit.episodes import Needs
 from replaykit.samplers import Sampler
 from replaykit.storages.columns import Columns
+from replaykit.storages.frames import Frames
+from replaykit.transforms import Surroundings
 
 
 def frames_of(streams: Any, lane: int, number: int, k: int) -> list[int]:
@@ -263,20 +266,118 @@ def test_rows_by_index_are_cut_short(streams: Any) -> None:
     assert set(own.drawn()) == {(0, 4), (0, 5)}
 
 
-def test_only_the_frames_are_read(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("general", [False, True])
+def test_only_the_frames_are_read(
+    general: bool, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = []
-    gather = Columns.gather_keys
+    gather, stacks = Columns.gather_keys, Frames.stacks
 
     def noted(self: Any, paths: Any, elements: Any) -> Any:
         read.append((list(paths), len(elements)))
         return gather(self, paths, elements)
 
+    def noted_too(self: Any, paths: Any, rows: Any, count: int, **how: Any) -> Any:
+        read.append((list(paths), len(rows.element) * count))
+        return stacks(self, paths, rows, count, **how)
+
     own = streams(StackFrames(["action"], 4), batch_size=3)
     own.extend([[0]] * 9)
     monkeypatch.setattr(Columns, "gather_keys", noted)
+    monkeypatch.setattr(Frames, "stacks", noted_too)
+    if general:
+        monkeypatch.setattr(StoredSurroundings, "stacks", Surroundings.stacks)
     own.buffer.sample()
     assert [paths for paths, _ in read] == [[("action",)]]
     assert read[0][1] <= 12
+
+
+def same(found: Any, expected: Any) -> None:
+    assert set(found.keys(True, True)) == set(expected.keys(True, True))
+    for key in expected.keys(True, True):
+        assert found[key].dtype is expected[key].dtype
+        assert found[key].equal(expected[key]), key
+
+
+class Everything(Sampler):
+    """Draws all stored rows, those with a history that is cut short among them."""
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        return torch.ones(storage.shape[: storage.ndim], dtype=torch.bool).nonzero().squeeze(-1), {}
+
+
+DTYPES = [torch.float32, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.float16]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_one_step_and_several_make_the_same(data: Any) -> None:
+    """What the core puts side by side in one step is what is made of frames read by themselves."""
+    shape, dim, _ = data.draw(st.sampled_from(SHAPES))
+    k, pad = data.draw(st.integers(2, 5)), data.draw(st.sampled_from(["repeat", "zero"]))
+    how = {"dim": dim, "pad": pad, "new_dim": data.draw(st.booleans())}
+    dtype, lanes = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([(), (2,)]))
+    slots, steps = data.draw(st.integers(4, 12)), data.draw(st.integers(4, 30))
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    values = torch.randint(0, 9, (2, *lanes, steps, *shape), generator=seed).to(dtype)
+    ends = torch.rand(*lanes, steps, 1, generator=seed) < 0.2
+    following = {"x": values[1], "done": ends, "reward": torch.rand(*lanes, steps, 1)}
+    keep = data.draw(st.sampled_from([("x", "done", "reward"), ("done", "reward")]))
+    rows = TensorDict({"x": values[0], "next": {key: following[key] for key in keep}},
+                      [*lanes, steps])  # fmt: skip
+    n = data.draw(st.sampled_from([1, 3]))
+    chain = Compose(*[NStep(n, 0.9)] * (n > 1), StackFrames(["x"], k, **how))
+    storage = LazyTensorStorage(slots * (2 if lanes else 1), ndim=1 + len(lanes))
+    buffer = ReplayBuffer(storage=storage, sampler=Everything(), transform=chain, batch_size=1)
+    buffer.extend(rows)
+    found = buffer.sample()
+    assert len(found) == len(storage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredSurroundings, "stacks", Surroundings.stacks)
+        same(found, buffer.sample())
+
+
+class Changes:
+    """Puts something else in the place of what is stored."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def __call__(self, data: Any) -> Any:
+        return data.set(("next", "x"), self.change(data["next", "x"]))
+
+
+def test_what_follows_may_have_been_changed_before() -> None:
+    """Another dtype, other numbers, values that lie apart: as torch puts them together."""
+    changes = [
+        torch.Tensor.double,
+        lambda x: -x,
+        lambda x: x.repeat_interleave(2, -1)[..., ::2],
+        lambda x: x[:, :1].expand_as(x),
+        lambda x: x.clone().requires_grad_(),
+    ]
+    for change in changes:
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(20),
+            transform=Compose(Changes(change), StackFrames(["x"], 3)),
+        )
+        buffer.extend(recorded((4,), 20)[0].apply(lambda x: x.float() if x.ndim == 2 else x))
+        plain = buffer.storage[:]["next", "x"]
+        found = buffer[:]["next", "x"]
+        assert found.dtype is change(plain).dtype
+        assert found[:, -4:].equal(change(plain))
+        assert found[5:, :8].equal(buffer[:]["x"][5:, 4:].to(found.dtype))
+        assert found.requires_grad == change(plain).requires_grad
+
+
+@pytest.mark.parametrize("other", [lambda x: x[:, 0], lambda x: x[:, :1], lambda x: x[..., None]])
+def test_what_follows_in_another_shape_is_refused(other: Any) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20), transform=Compose(Changes(other), StackFrames(["x"], 3))
+    )
+    buffer.extend(recorded((4,), 20)[0])
+    with pytest.raises(RuntimeError):
+        buffer[:]
 
 
 def test_one_frame_changes_nothing(streams: Any) -> None:

@@ -1,0 +1,153 @@
+// The Python face of rows that are stored once: addresses and sizes that Python has checked, positions
+// checked here and below.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "followed.h"
+
+namespace nb = nanobind;
+using replaykit::Field;
+using replaykit::Followed;
+using replaykit::Side;
+using replaykit::Table;
+
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+// Up to so many bytes the work is shorter than handing the interpreter lock over and back.
+constexpr std::int64_t kBytesKept = 64 << 10;
+
+char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
+
+std::vector<std::size_t> as_places(const Numbers& numbers, const Numbers& follows) {
+  std::vector<std::size_t> places;
+  for (const std::int64_t place : numbers) {
+    if (place < 0 || place >= static_cast<std::int64_t>(follows.size()) ||
+        follows[static_cast<std::size_t>(place)] >= 0) {
+      throw nb::value_error("expected places of leaves that every row has");
+    }
+    places.push_back(static_cast<std::size_t>(place));
+  }
+  return places;
+}
+
+std::vector<const char*> as_rows(const Followed& self, const Numbers& addresses) {
+  if (self.step() != 1) throw nb::value_error("expected rows without lanes");
+  if (addresses.size() != self.width()) {
+    throw nb::value_error(("expected an address for each of " + std::to_string(self.width()) +
+                           " leaves, got " + std::to_string(addresses.size())).c_str());
+  }
+  std::vector<const char*> rows;
+  rows.reserve(addresses.size());
+  for (const std::int64_t address : addresses) rows.push_back(as_address(address));
+  return rows;
+}
+
+void check_slot(const Followed& self, std::int64_t slot) {
+  if (slot < 0 || slot >= self.rows()) {
+    throw nb::index_error(("expected a slot in [0, " + std::to_string(self.rows()) + "), got " +
+                           std::to_string(slot)).c_str());
+  }
+}
+
+template <typename Work>
+auto unlocked(std::int64_t bytes, const Work& work) {
+  if (bytes <= kBytesKept) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
+
+}  // namespace
+
+void replaykit::bind_followed(nb::module_& m) {
+  nb::class_<Followed>(m, "Followed",
+                       "Rows of which some leaves are those of the row behind, or lie beside.")
+      .def("__init__",
+           [](Followed* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
+              const Numbers& follows, const Numbers& ends, const Numbers& ids, std::int64_t rows,
+              std::int64_t step, std::int64_t map, bool wide, std::int64_t entries,
+              std::int64_t stack, std::int64_t free) {
+             const std::size_t width = bases.size();
+             if (strides.size() != width || sizes.size() != width || follows.size() != width) {
+               throw nb::value_error("expected as many strides, sizes and places as leaves");
+             }
+             if (rows < 1 || step < 1 || step > rows || entries < 0) {
+               throw nb::value_error("expected 1 <= step <= rows, and entries >= 0");
+             }
+             std::vector<Field> leaves;
+             for (std::size_t leaf = 0; leaf < width; ++leaf) {
+               if (sizes[leaf] < 0) throw nb::value_error("expected sizes of at least 0");
+               leaves.push_back({as_address(bases[leaf]), strides[leaf], sizes[leaf]});
+             }
+             for (std::size_t leaf = 0; leaf < width; ++leaf) {
+               const std::int64_t root = follows[leaf];
+               if (root < 0) continue;
+               if (root >= static_cast<std::int64_t>(width) ||
+                   follows[static_cast<std::size_t>(root)] >= 0 ||
+                   sizes[static_cast<std::size_t>(root)] != sizes[leaf]) {
+                 throw nb::value_error("expected leaves to follow others of their size");
+               }
+             }
+             new (self) Followed(std::move(leaves), follows, as_places(ends, follows),
+                                 as_places(ids, follows), rows, step, {as_address(map), wide},
+                                 {entries, reinterpret_cast<std::int64_t*>(stack),
+                                  reinterpret_cast<std::int64_t*>(free)});
+           },
+           nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"), nb::arg("follows"),
+           nb::arg("ends"), nb::arg("ids"), nb::arg("rows"), nb::arg("step"), nb::arg("map"),
+           nb::arg("wide"), nb::arg("entries"), nb::arg("stack"), nb::arg("free"))
+      .def("gather",
+           [](const Followed& self, std::int64_t index, std::int64_t n, const Numbers& to,
+              const Numbers& strides, int threads) {
+             if (to.size() != self.followers() || strides.size() != to.size() || n < 0) {
+               throw nb::value_error("expected rows, and an address and a stride for each leaf");
+             }
+             std::vector<Side> sides;
+             for (std::size_t k = 0; k < to.size(); ++k) {
+               sides.push_back({as_address(to[k]), strides[k]});
+             }
+             // A copy: what was checked is what is used, whoever writes to the caller's meanwhile.
+             const auto* given = reinterpret_cast<const std::int64_t*>(index);
+             const Numbers at(given, given + n);
+             const std::int64_t wrong = Table::first_outside(at.data(), n, self.rows());
+             if (wrong != n) check_slot(self, at[static_cast<std::size_t>(wrong)]);
+             unlocked(n * self.pair_bytes(),
+                      [&] { self.gather(at.data(), n, sides, threads); });
+           },
+           nb::arg("index"), nb::arg("n"), nb::arg("to"), nb::arg("strides"), nb::arg("threads"),
+           "Copies out what rows lead to; IndexError for one that is not there.")
+      .def("compare",
+           [](Followed& self, const Numbers& addresses, std::int64_t n, std::int64_t newest,
+              bool severed, int threads) {
+             const std::vector<const char*> rows = as_rows(self, addresses);
+             check_slot(self, newest);
+             if (n < 1 || n >= self.rows()) {
+               throw nb::value_error("expected at least one row, and fewer than slots");
+             }
+             return unlocked(2 * n * self.pair_bytes(), [&] {
+               return self.compare(rows, n, newest, severed, threads);
+             });
+           },
+           nb::arg("addresses"), nb::arg("n"), nb::arg("newest"), nb::arg("severed"),
+           nb::arg("threads"),
+           "Compares rows with those before them; whether one goes on an episode with other bits.")
+      .def("write",
+           [](Followed& self, std::int64_t first, std::int64_t n, const Numbers& addresses,
+              int threads) {
+             const std::vector<const char*> rows = as_rows(self, addresses);
+             check_slot(self, first);
+             if (n < 1 || n != self.compared()) {
+               throw nb::value_error("expected the rows that were compared last");
+             }
+             return unlocked(n * self.row_bytes(),
+                             [&] { return self.write(first, rows, threads); });
+           },
+           nb::arg("first"), nb::arg("n"), nb::arg("addresses"), nb::arg("threads"),
+           "Writes the rows compared last; returns how many entries are missing, else 0.");
+}

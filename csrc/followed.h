@@ -1,0 +1,285 @@
+// Rows of which some leaves are those of the row behind, or lie beside: reads that follow, and writes
+// at the cursor. The caller has checked that the memory behind every address is there, and that what
+// is written does not lie in the table; positions of rows and of entries are checked here.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "rows.h"
+
+namespace replaykit {
+
+// 1 + the entry of each row, 0 where it has none: in 4 or 8 bytes each.
+struct EntryMap {
+  char* base;
+  bool wide;
+
+  std::int64_t at(std::int64_t row) const {
+    return wide ? reinterpret_cast<const std::int64_t*>(base)[row]
+                : reinterpret_cast<const std::int32_t*>(base)[row];
+  }
+  void put(std::int64_t row, std::int64_t entry) const {
+    if (wide) {
+      reinterpret_cast<std::int64_t*>(base)[row] = entry;
+    } else {
+      reinterpret_cast<std::int32_t*>(base)[row] = static_cast<std::int32_t>(entry);
+    }
+  }
+  // Inlined by force, as `detail::prefetch` is.
+  __attribute__((always_inline)) void prefetch(std::int64_t row) const {
+    __builtin_prefetch(base + row * (wide ? 8 : 4), 0, 2);
+  }
+};
+
+// Entries beside: the first `*free` numbers of `stack` are those of free ones.
+struct Entries {
+  std::int64_t count;
+  std::int64_t* stack;
+  std::int64_t* free;
+};
+
+class Followed {
+ public:
+  // `leaves`: where each leaf of a row lies; of those that follow another leaf, `follows` >= 0, where
+  // they lie in an entry. `ends`: leaves of which any byte that is not zero ends an episode, `ids`:
+  // those that end it where they change. The row behind a row is `step` further, round the ring.
+  Followed(std::vector<Field> leaves, const std::vector<std::int64_t>& follows,
+           std::vector<std::size_t> ends, std::vector<std::size_t> ids, std::int64_t rows,
+           std::int64_t step, EntryMap map, Entries entries)
+      : leaves_(std::move(leaves)), ends_(std::move(ends)), ids_(std::move(ids)), rows_(rows),
+        step_(step), map_(map), entries_(entries), stored_(stored(leaves_, follows), rows) {
+    for (std::size_t leaf = 0; leaf < leaves_.size(); ++leaf) {
+      if (follows[leaf] < 0) {
+        places_.push_back(leaf);
+      } else if (leaves_[leaf].bytes) {
+        pairs_.push_back({leaf, static_cast<std::size_t>(follows[leaf])});
+      }
+      if (follows[leaf] >= 0) {
+        followers_.push_back(leaf);
+        pair_bytes_ += leaves_[leaf].bytes;
+      }
+    }
+  }
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t step() const { return step_; }
+  std::int64_t row_bytes() const { return stored_.row_bytes(); }
+  std::int64_t pair_bytes() const { return pair_bytes_; }
+  std::size_t width() const { return leaves_.size(); }
+  std::size_t followers() const { return followers_.size(); }
+  std::int64_t compared() const { return compared_; }
+
+  // -- reading ------------------------------------------------------------------------------------
+
+  // Copies out what rows `index` lead to, the k-th leaf of those that follow to sides[k]. Positions
+  // have been checked.
+  void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
+              int threads) const {
+    constexpr std::int64_t ahead = 64;
+    std::vector<std::int64_t> from(static_cast<std::size_t>(n));  // a row, or -1 - an entry
+    for (std::int64_t i = 0; i < std::min(n, ahead); ++i) map_.prefetch(index[i]);
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (i + ahead < n) map_.prefetch(index[i + ahead]);
+      const std::int64_t entry = map_.at(index[i]);
+      if (entry) check_entry(entry);
+      from[static_cast<std::size_t>(i)] = entry ? -entry : after(index[i]);
+    }
+    detail::parallel(n, pair_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      std::size_t pair = 0;
+      for (std::size_t k = 0; k < followers_.size(); ++k) {
+        if (!leaves_[followers_[k]].bytes) continue;
+        gather_pair(pairs_[pair++], from.data(), begin, end, sides[k]);
+      }
+    });
+  }
+
+  // -- writing ------------------------------------------------------------------------------------
+
+  // Compares n rows that lie one after the other at `addresses`, a leaf each, with each other, and
+  // the first one with the row at slot `newest`, which has an entry. What does not follow is
+  // remembered for `write`. Returns whether a row goes on an episode with other bits than the one
+  // before led to; `severed`: nothing goes on the newest one.
+  bool compare(const std::vector<const char*>& addresses, std::int64_t n, std::int64_t newest,
+               bool severed, int threads) {
+    compared_ = -1;
+    const std::int64_t entry = map_.at(newest);
+    check_entry(entry);
+    differs_.assign(static_cast<std::size_t>(n), 0);
+    detail::parallel(n - 1, 2 * pair_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
+      for (const Pair& pair : pairs_) {
+        const std::int64_t bytes = leaves_[pair.next].bytes;
+        const char* next = addresses[pair.next] + begin * bytes;
+        const char* root = addresses[pair.root] + (begin + 1) * bytes;
+        for (std::int64_t i = begin; i < end; ++i, next += bytes, root += bytes) {
+          if (std::memcmp(next, root, static_cast<std::size_t>(bytes)) != 0) {
+            differs_[static_cast<std::size_t>(i)] = 1;
+          }
+        }
+      }
+    });
+    bool wrong = false;
+    beside_.clear();
+    for (std::int64_t i = 0; i + 1 < n; ++i) {
+      if (!differs_[static_cast<std::size_t>(i)]) continue;
+      beside_.push_back(i);
+      wrong = wrong || !ended(addresses, i);
+    }
+    beside_.push_back(n - 1);
+    newest_differs_ = false;
+    for (const Pair& pair : pairs_) {
+      const Field& field = leaves_[pair.next];
+      const char* held = field.base + (entry - 1) * field.stride;
+      newest_differs_ =
+          newest_differs_ ||
+          std::memcmp(held, addresses[pair.root], static_cast<std::size_t>(field.bytes)) != 0;
+    }
+    if (newest_differs_ && !severed) wrong = wrong || !newest_ended(addresses, newest);
+    compared_ = n;
+    return wrong;
+  }
+
+  // Writes the rows compared last at slots first, first + 1, ..., going round; fewer than there are
+  // slots, behind the newest row. Afterwards the last one of them has an entry, and every one that is
+  // not followed. Returns how many more entries that takes than there are; nothing has changed then.
+  std::int64_t write(std::int64_t first, const std::vector<const char*>& addresses, int threads) {
+    const std::int64_t n = compared_, newest = (first ? first : rows_) - 1;
+    returned_.clear();
+    if (!newest_differs_) give_back(newest);
+    for (std::int64_t i = 0, slot = first; i < n; ++i) {
+      if (map_.at(slot)) give_back(slot);
+      if (++slot == rows_) slot = 0;
+    }
+    const auto back = static_cast<std::int64_t>(returned_.size());
+    const auto needed = static_cast<std::int64_t>(beside_.size());
+    std::int64_t free = *entries_.free;
+    if (free < 0 || free + back > entries_.count) {
+      throw std::runtime_error("more entries are free than there are");
+    }
+    if (free + back < needed) return needed - back - free;
+    for (std::int64_t i = std::max(std::int64_t{0}, free - needed); i < free; ++i) {
+      check_entry(entries_.stack[i] + 1);
+    }
+    // Nothing is refused from here on.
+    std::vector<Side> sides;
+    sides.reserve(places_.size());
+    for (const std::size_t leaf : places_) {
+      sides.push_back({const_cast<char*>(addresses[leaf]), leaves_[leaf].bytes});
+    }
+    stored_.scatter_ring(first, n, sides, threads);
+    if (!newest_differs_) map_.put(newest, 0);
+    for (std::int64_t i = 0, slot = first; i < n; ++i) {
+      if (map_.at(slot)) map_.put(slot, 0);
+      if (++slot == rows_) slot = 0;
+    }
+    for (const std::int64_t number : returned_) entries_.stack[free++] = number;
+    for (const std::int64_t row : beside_) {
+      const std::int64_t number = entries_.stack[--free];
+      for (const Pair& pair : pairs_) {
+        const Field& field = leaves_[pair.next];
+        detail::copy(field.base + number * field.stride, addresses[pair.next] + row * field.bytes,
+                     field.bytes);
+      }
+      map_.put((first + row) % rows_, number + 1);
+    }
+    *entries_.free = free;
+    compared_ = -1;
+    return 0;
+  }
+
+ private:
+  struct Pair {
+    std::size_t next, root;
+  };
+
+  static std::vector<Field> stored(const std::vector<Field>& leaves,
+                                   const std::vector<std::int64_t>& follows) {
+    std::vector<Field> found;
+    for (std::size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+      if (follows[leaf] < 0) found.push_back(leaves[leaf]);
+    }
+    return found;
+  }
+
+  std::int64_t after(std::int64_t row) const {
+    return row + step_ < rows_ ? row + step_ : row + step_ - rows_;
+  }
+
+  void check_entry(std::int64_t entry) const {
+    if (entry < 1 || entry > entries_.count) {
+      throw std::runtime_error("an entry beside that is not there");
+    }
+  }
+
+  void give_back(std::int64_t slot) {
+    const std::int64_t entry = map_.at(slot);
+    check_entry(entry);
+    returned_.push_back(entry - 1);
+  }
+
+  void gather_pair(const Pair& pair, const std::int64_t* from, std::int64_t begin, std::int64_t end,
+                   const Side& side) const {
+    const Field& root = leaves_[pair.root];
+    const Field& own = leaves_[pair.next];
+    const auto address = [&](std::int64_t i) -> const char* {
+      return from[i] >= 0 ? root.base + from[i] * root.stride
+                          : own.base - (from[i] + 1) * own.stride;
+    };
+    const std::int64_t ahead =
+        detail::kAheadBytes / std::clamp(own.bytes, detail::kLine, detail::kPrefetchBytes);
+    for (std::int64_t i = begin; i < std::min(end, begin + ahead); ++i) {
+      detail::prefetch(address(i), own.bytes);
+    }
+    for (std::int64_t i = begin; i < end; ++i) {
+      if (i + ahead < end) detail::prefetch(address(i + ahead), own.bytes);
+      detail::copy(side.address + i * side.stride, address(i), own.bytes);
+    }
+  }
+
+  static bool any_set(const char* bytes, std::int64_t count) {
+    return std::any_of(bytes, bytes + count, [](char byte) { return byte != 0; });
+  }
+
+  bool ended(const std::vector<const char*>& addresses, std::int64_t row) const {
+    for (const std::size_t leaf : ends_) {
+      const std::int64_t bytes = leaves_[leaf].bytes;
+      if (any_set(addresses[leaf] + row * bytes, bytes)) return true;
+    }
+    return std::any_of(ids_.begin(), ids_.end(), [&](std::size_t leaf) {
+      const std::int64_t bytes = leaves_[leaf].bytes;
+      const char* at = addresses[leaf] + row * bytes;
+      return bytes && std::memcmp(at, at + bytes, static_cast<std::size_t>(bytes)) != 0;
+    });
+  }
+
+  bool newest_ended(const std::vector<const char*>& addresses, std::int64_t slot) const {
+    for (const std::size_t leaf : ends_) {
+      const Field& field = leaves_[leaf];
+      if (any_set(field.base + slot * field.stride, field.bytes)) return true;
+    }
+    return std::any_of(ids_.begin(), ids_.end(), [&](std::size_t leaf) {
+      const Field& field = leaves_[leaf];
+      return field.bytes && std::memcmp(field.base + slot * field.stride, addresses[leaf],
+                                        static_cast<std::size_t>(field.bytes)) != 0;
+    });
+  }
+
+  std::vector<Field> leaves_;
+  std::vector<std::size_t> ends_, ids_, places_, followers_;
+  std::vector<Pair> pairs_;
+  std::int64_t rows_, step_, pair_bytes_ = 0;
+  EntryMap map_;
+  Entries entries_;
+  Table stored_;
+  // What `compare` found.
+  std::int64_t compared_ = -1;
+  bool newest_differs_ = false;
+  std::vector<unsigned char> differs_;
+  std::vector<std::int64_t> beside_, returned_;
+};
+
+}  // namespace replaykit

@@ -1,0 +1,271 @@
+"""Where rows lie in their episodes, what a clear and a restart leave, and returns."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import (
+    Bootstrap,
+    Compose,
+    HindsightGoal,
+    LaneWriter,
+    LazyMemmapStorage,
+    NStep,
+    PreviousStep,
+    ReplayBuffer,
+    ReturnToGo,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StackFrames,
+    StepCount,
+)
+from replaykit.episodes import EndReason, Head
+
+
+@pytest.mark.acceptance("S12")
+@pytest.mark.parametrize("chance", [0.1, 0.004])
+@pytest.mark.parametrize("layout", ["lanes", "streams", "rings", "lanes in pieces"])
+def test_steps_to_the_end_after_every_write(
+    chance: float, layout: str, ted: Any, buffer: Any
+) -> None:
+    dice = random.Random(f"{chance}{layout}")
+    streams = layout in ("streams", "rings")
+    rb = buffer(200, lane_key="lane") if streams else buffer(100, lanes=2)
+    if layout == "rings":  # of 100 rows for each of the streams, which advance as they like
+        rb.set_writer(LaneWriter(100))
+    kept: list[list[tuple[int, int, bool]]] = [[], []]  # of each lane: (t, begin, done)
+    begin, written = [0, 0], 0
+    while written < 1000:
+        count = 1 if "pieces" not in layout else dice.randint(1, 130)
+        lanes = [dice.randrange(2)] if streams else [0, 1]
+        codes = []
+        for lane in lanes:
+            ends = [dice.random() < chance for _ in range(count)]
+            codes.append([int(end) for end in ends])
+            for end in ends:
+                t = len(kept[lane])
+                kept[lane].append((t, begin[lane], end))
+                begin[lane] = t + 1 if end else begin[lane]
+        if streams:
+            rows = ted(codes[0], len(kept[lanes[0]]) - 1, lane=lanes)
+        else:
+            rows = ted(codes, len(kept[0]) - count)
+        rb.extend(rows)
+        written += count
+        if streams and written % 3:
+            continue
+        looks = rb.episodes
+        index = looks.index
+        own = rb[index] if streams else rb[:][index[:, 1], index[:, 0]]
+        lane_of = own["lane"].tolist() if streams else index[:, 1].tolist()
+        end: list[list[int]] = []
+        for lane in (0, 1):
+            last = [0] * len(kept[lane])
+            for t, _, done in reversed(kept[lane][-201:]):
+                last[t] = t if done or t == len(kept[lane]) - 1 else last[t + 1]
+            end.append(last)
+        found = zip(
+            lane_of,
+            own["t"].tolist(),
+            looks.steps_to_end(index).tolist(),
+            looks.step(index).tolist(),
+            looks.reason(index).tolist(),
+            strict=True,
+        )
+        seen = []
+        for lane, t, to_end, step, reason in found:
+            assert to_end == end[lane][t] - t
+            assert step == t - kept[lane][t][1]
+            assert reason == (1 if kept[lane][end[lane][t]][2] else 0)
+            seen.append((lane, t))
+        assert len(seen) == len(set(seen))
+        if layout == "streams":
+            assert len(seen) == min(200, written)
+        else:
+            newest = [(lane, t) for lane in (0, 1) for t, _, _ in kept[lane][-100:]]
+            assert sorted(seen) == newest
+
+
+@pytest.mark.acceptance("F3", "F4")
+@pytest.mark.parametrize("lane_key", [None, "lane"])
+def test_after_a_clear_nothing_of_the_past_is_seen(lane_key: Any, ted: Any, buffer: Any) -> None:
+    rb = buffer(6, lane_key=lane_key, writer=RoundRobinWriter(track_generations=True))
+    columns = {} if lane_key is None else {"lane": torch.zeros(8, dtype=torch.long)}
+    rb.extend(ted([0] * 8, **columns))
+    old = rb.episodes
+    addresses = set(old.position(old.index).tolist())
+    sample = rb.sample(64)
+    rb.empty()
+    assert len(rb.episodes) == 0
+    columns = {} if lane_key is None else {"lane": torch.zeros(3, dtype=torch.long)}
+    rb.extend(ted([0] * 3, 8, **columns))
+    (episode,) = rb.episodes
+    assert (episode.head, episode.evicted, episode.length) == (Head.CUT, 0, 3)
+    assert episode.reason == EndReason.OPEN
+    looks = rb.episodes
+    index = looks.index
+    assert looks.begin(index).tolist() == [looks.position(index).tolist()[0]] * 3
+    assert looks.step(index).tolist() == [0, 1, 2]
+    # Positions go on: no address means another row than it did.
+    assert not addresses & set(looks.position(index).tolist())
+    assert episode.begin > max(addresses)
+    now = rb.sample(64)
+    handles = set(zip(now["index"].tolist(), now["index_generation"].tolist(), strict=True))
+    gone = zip(sample["index"].tolist(), sample["index_generation"].tolist(), strict=True)
+    assert not handles & set(gone)
+
+
+def returns(rb: ReplayBuffer, lanes: int = 1) -> Any:
+    found = rb[:]["episode_return"].squeeze(-1)
+    return [[round(value, 6) for value in row] for row in found.view(lanes, -1).tolist()]
+
+
+@pytest.mark.acceptance("S13", "F18")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_returns_of_two_lanes(at_once: bool, ted: Any, buffer: Any) -> None:
+    rewards = [[-1.0, -1.0, -1.0, 0.0, -1.0], [-1.0, 0.0, -1.0, -1.0, -1.0]]
+    rows = ted([[0, 1, 0, 1, 1], [1, 1, 0, 1, 0]])
+    rows["next", "reward"] = torch.tensor(rewards).unsqueeze(-1)
+    rb = buffer(10, lanes=2, transform=ReturnToGo(0.99, default=-1000.0))
+    if at_once:
+        rb.extend(rows)
+    else:
+        for t in range(5):
+            rb.extend(rows[:, t : t + 1])
+            if t == 2:  # rows of episodes that are open hold the default
+                assert returns(rb, 2) == [[-1.99, -1.0, -1000.0], [-1.0, 0.0, -1000.0]]
+                valid = rb[:]["return_valid"].view(2, -1).tolist()
+                assert valid == [[True, True, False]] * 2
+    assert returns(rb, 2) == [[-1.99, -1.0, -1.0, 0.0, -1.0], [-1.0, 0.0, -1.99, -1.0, -1000.0]]
+
+
+@pytest.mark.acceptance("S13", "F18")
+def test_returns_of_a_single_lane(ted: Any, buffer: Any) -> None:
+    def of(codes: list[int], rewards: Any, capacity: int = 10, **options: Any) -> Any:
+        rb = buffer(capacity, transform=ReturnToGo(**options))
+        rows = ted(codes)
+        rows["next", "reward"] = torch.tensor(rewards).view(len(codes), -1)
+        for row in rows.split(1):
+            rb.extend(row)
+        return rb[:]["episode_return"].squeeze(-1).tolist()
+
+    assert of([0, 0, 1], [1.0, 2.0, 4.0], gamma=0.5) == [3.0, 4.0, 4.0]
+    assert of([0, 1], [5.0, -3.0], gamma=1.0, reward_clip=(-1, 1)) == [0.0, -1.0]
+    assert of([0, 2], [5.0, -3.0], gamma=1.0, default=-7.0) == [-7.0, -7.0]
+    assert of([0, 1], [[1.0, 10.0], [2.0, 20.0]], gamma=0.5) == [[2.0, 20.0], [2.0, 20.0]]
+    # Of an episode whose first rows are gone the stored ones have theirs: rows 1, 2, 3 are left.
+    assert sorted(of([0, 0, 0, 1], [1.0, 2.0, 4.0, 8.0], 3, gamma=1.0)) == [8.0, 12.0, 14.0]
+    wanted = 1.0 + 0.5 * 2.0 + 0.25 * 100.0
+    found = of(
+        [0, 2],
+        [1.0, 2.0],
+        gamma=0.5,
+        on_truncated="bootstrap",
+        value=lambda last: torch.full((len(last), 1), 100.0),
+    )
+    assert found == [wanted, 2.0 + 50.0]
+    for wrong in ({"gamma": 1.5}, {"gamma": 0.5, "reward_clip": (1, -1)}):
+        with pytest.raises(ValueError):
+            ReturnToGo(**wrong)
+    with pytest.raises(ValueError):
+        ReturnToGo(0.9, on_truncated="sometimes")
+
+
+def goals(rows: Any) -> Any:
+    for part in (rows, rows["next"]):
+        part["achieved_goal"] = part["observation"].clone()
+        part["desired_goal"] = torch.full_like(part["observation"], 99.0)
+    return rows
+
+
+@pytest.mark.acceptance("S17")
+@pytest.mark.parametrize("how", ["dumps", "state_dict", "memmap"])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_nothing_spans_a_restart(
+    how: str, lanes: int, ted: Any, buffer: Any, tmp_path: Any
+) -> None:
+    """Rows 0..5 of an open episode, a restart, rows 6..11: two episodes for everyone."""
+
+    def make(place: str) -> ReplayBuffer:
+        transform = Compose(
+            HindsightGoal(1.0, "final"),
+            NStep(4, 1.0),
+            StackFrames(["observation"], 3),
+            PreviousStep(["t"], init=-1),
+            StepCount(),
+            ReturnToGo(1.0),
+        )
+        sampler, unit = SamplerWithoutReplacement(shuffle=False), {}
+        if how != "memmap":
+            return buffer(40, sampler, lanes=lanes, transform=transform, **unit)
+        storage = LazyMemmapStorage(
+            40 * lanes, ndim=1 if lanes == 1 else 2, scratch_dir=tmp_path / place
+        )
+        return ReplayBuffer(storage=storage, sampler=sampler, transform=transform)
+
+    def rows(start: int, code: int) -> Any:
+        codes = [0] * 5 + [code]
+        made = ted(codes if lanes == 1 else [codes] * lanes, start)
+        made["next", "reward"] = torch.ones_like(made["next", "reward"])
+        return goals(made)
+
+    rb, other = make("one"), make("two")
+    rb.extend(rows(0, 0))
+    if how == "state_dict":
+        other.load_state_dict(rb.state_dict())
+    else:
+        rb.dumps(tmp_path / "saved")
+        other.loads(tmp_path / "saved")
+    assert other.episodes.reasons.tolist() == [EndReason.CUT] * lanes
+    other.extend(rows(6, 1))
+    assert other.episodes.lengths.tolist() == [6, 6] * lanes
+    assert other.episodes.heads.tolist() == [Head.RESET, Head.RESET] * lanes
+    assert other.episodes.reasons.tolist() == [EndReason.CUT, EndReason.TERMINATED] * lanes
+    batch = other.sample(12 * lanes)
+    assert len(set(map(str, batch["index"].tolist()))) == 12 * lanes
+    for row in batch:
+        t = int(row["t"])
+        first, last = (0, 5) if t < 6 else (6, 11)
+        m = min(4, last - t + 1)
+        assert row["steps_used"].item() == m
+        # Of the goal that is reached with the last row of this side: 0 there, -1 before.
+        assert row["next", "reward"].item() == -m + (t + m - 1 == last)
+        assert row["next", "observation"].tolist()[-1] == t + m
+        assert row["bootstrap"].item() == (not (last == 11 and t + m - 1 == 11))
+        frames = [max(t - back, first) for back in (2, 1, 0)]
+        assert row["observation"].tolist() == frames
+        assert row["previous_t"].item() == (t - 1 if t > first else -1)
+        assert row["step_count"].item() == t - first
+        assert row["desired_goal"].item() == last + 1
+        assert row["return_valid"].item() == (t > 5)
+        assert row["episode_return"].item() == (12 - t if t > 5 else 0)
+    for length, count in ((6, 2), (2, 10)):
+        draw = SliceSampler(slice_len=length, draw="without_replacement")
+        other.set_sampler(draw)
+        starts = other.sample(length * count * lanes)["t"].reshape(-1, length)
+        assert set(starts[:, 0].tolist()).isdisjoint(range(7 - length, 6))
+
+
+@pytest.mark.acceptance("S27", "F45")
+@pytest.mark.parametrize("code", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_the_bootstrap_mask_of_windows(code: int, length: int, ted: Any, buffer: Any) -> None:
+    """At the end of a terminated episode 0, of a truncated one 1, and 1 short of the end; it is
+    the key that ``NStep`` gives too."""
+    for transform in (Bootstrap(per_window=True), NStep(None, 0.9, per_step=True)):
+        sampler = SliceSampler(slice_len=length, draw="without_replacement", flat=False)
+        rb = buffer(40, sampler, transform=transform)
+        rb.extend(ted([0] * 5 + [code]))
+        batch = rb.sample((7 - length) * length)
+        for t, mask in zip(batch["t"].tolist(), batch["bootstrap"].tolist(), strict=True):
+            assert mask == [[not (t[-1] == 5 and code == 1)]] * length
+    rb = buffer(40, transform=NStep(3, 0.9))
+    rb.extend(ted([0] * 5 + [code]))
+    batch = rb[:]
+    assert batch["bootstrap"].squeeze(-1).tolist() == [True] * 3 + [code == 2] * 3
+    assert batch["bootstrap"].dtype == torch.bool

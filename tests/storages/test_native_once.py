@@ -1,0 +1,360 @@
+"""Rows stored once, moved by the compiled core: what the operations of torch leave and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
+from replaykit.storages.native_once import NativeOnce
+
+CORE = pytest.mark.skipif(native.Followed is None, reason="needs the compiled core")
+
+
+def _steps(values: list[float], **columns: Any) -> TensorDict:
+    """An episode through these observations, one row shorter than they are."""
+    x = torch.tensor(values, dtype=torch.float32)[:, None]
+    count = len(values) - 1
+    flag = torch.zeros(count, 1, dtype=torch.bool)
+    following = {"observation": x[1:].clone(), "done": flag}
+    rows = TensorDict({"observation": x[:-1].clone(), "next": following}, [count])
+    for key, value in columns.items():
+        rows[tuple(key.split("__"))] = torch.tensor(value)
+    return rows
+
+
+def _with(rows: TensorDict, slots: int, *, core: bool = True, **options: Any) -> ReplayBuffer:
+    """A buffer whose first rows are there, so that the next ones find the columns."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(slots, dedup_next=True, **options))
+    rb.extend(rows)
+    if not core:
+        rb.storage.require()._native = None
+    return rb
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each method did what it is there for."""
+    made = {"compare": 0, "write": 0, "gather": 0, "following": 0}
+
+    def counted(name: str) -> None:
+        method = getattr(NativeOnce, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            found = method(*args, **options)
+            made[name] += found is not None and found is not False
+            return found
+
+        monkeypatch.setattr(NativeOnce, name, call)
+
+    for name in made:
+        counted(name)
+    return made
+
+
+def _random_rows(
+    layout: dict[str, Any], filled: Callable[..., torch.Tensor], seed: int, count: int, ends: int
+) -> TensorDict:
+    """Rows of random bits that go on from each other, but for some."""
+    generator = np.random.default_rng(seed)
+    first, after = ({}, {})
+    keeps = torch.from_numpy(generator.random(count) < ends / 10)
+    for place, (name, (dtype, shape)) in enumerate(layout.items()):
+        first[name] = filled((count, *shape), dtype, seed + place)
+        after[name] = filled((count, *shape), dtype, seed + place + 99)
+        # Rows that end an episode keep what they lead to: the others lead to the next one.
+        for row in range(count - 1):
+            if not keeps[row]:
+                after[name][row] = first[name][row + 1]
+    done = torch.from_numpy(generator.random((count, 1)) < 0.3)
+    rows = {**first, "action": torch.arange(count), "next": {**after, "done": done}}
+    return TensorDict(rows, [count])
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_core_and_torch_leave_the_same(
+    layouts: Any, filled: Any, same_rows: Any, data: st.DataObject
+) -> None:
+    layout, slots = data.draw(layouts), data.draw(st.integers(1, 90))
+    start = _random_rows(layout, filled, 1, 1, 0)
+    buffers = [_with(start, slots, core=core, on_mismatch="dense") for core in (True, False)]
+    dense = ReplayBuffer(storage=LazyTensorStorage(slots))
+    dense.extend(start)
+    sizes = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=6))
+    for turn, size in enumerate(sizes):
+        rows = _random_rows(layout, filled, 7 * turn, size, data.draw(st.integers(0, 9)))
+        for rb in (*buffers, dense):
+            if size == 1:
+                rb.add(rows[0])
+            else:
+                rb.extend(rows)
+        a, b = (rb.storage for rb in buffers)
+        assert (a.kept_beside, a.require().nbytes()) == (b.kept_beside, b.require().nbytes())
+        index = torch.randint(0, len(dense), (50,), generator=torch.Generator().manual_seed(turn))
+        for contiguous in (False, True):
+            want = dense.storage.read(index, contiguous=contiguous)
+            for storage in (a, b):
+                assert same_rows(want, storage.read(index, contiguous=contiguous))
+
+
+@CORE
+def test_the_core_is_used(calls: dict[str, int]) -> None:
+    rb = _with(_steps([0, 1, 2]), 50)
+    rb.extend(_steps([2, 3, 4]))
+    rb.add(_steps([4, 5])[0])
+    assert calls == {"compare": 2, "write": 2, "gather": 0, "following": 0}
+    rb.sample(8)
+    rb.storage.require().gather_keys([("next", "observation")], torch.arange(3))
+    assert calls == {"compare": 2, "write": 2, "gather": 1, "following": 1}
+    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 5]
+    assert rb.storage.kept_beside == 1
+
+
+@CORE
+def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: Any) -> None:
+    storage = LazyMemmapStorage(500, scratch_dir=tmp_path, dedup_next=True, on_mismatch="dense")
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(_steps([0, 1, 2]))
+    for turn in range(20):  # more rows beside than the first table has, which is then another file
+        rows = _steps([float(x) for x in range(11)])
+        rows["next", "observation"] += turn / 64 + 0.5
+        rb.extend(rows)
+    assert calls["write"] == 20
+    assert storage.kept_beside == 201
+    got = rb["next", "observation"].squeeze(1)
+    want = [x + 1.5 + turn / 64 for turn in range(20) for x in range(10)]
+    assert got.tolist() == [1, 2, *want]
+    assert torch.equal(rb.storage.read(torch.arange(202))["next", "observation"].squeeze(1), got)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_a_mismatch_changes_nothing(core: bool) -> None:
+    for rows, message in (
+        (_steps([7, 8, 9]), "row 0: .*newest"),
+        (torch.cat([_steps([2, 3]), _steps([7, 8])]), "row 1: .*row 0 has"),
+    ):
+        rb = _with(_steps([0, 1, 2]), 40, core=core)
+        before = rb[:]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                rb.extend(rows)
+            assert len(rb) == 2
+            assert bool((rb[:] == before).all())
+        rb.extend(_steps([2, 3, 4]))
+        assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4]
+        assert rb.storage.kept_beside == 1
+
+
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32])
+def test_episodes_end_at_flags_of_any_dtype(core: bool, dtype: torch.dtype) -> None:
+    def rows(values: list[float], *flags: float) -> TensorDict:
+        made = _steps(values)
+        made["next", "done"] = torch.tensor(flags)[:, None].to(dtype)
+        return made
+
+    rb = _with(rows([0, 1, 2], 0, 1), 40, core=core)
+    rb.extend(rows([7, 8, 9], 0, 0))
+    rb.extend(torch.cat([rows([9, 10], 1), rows([20, 21, 22], 0, 0)]))
+    # In floats -0.0 is no end, though one of its bits is set.
+    with pytest.raises(ValueError, match="row 1"):
+        rb.extend(torch.cat([rows([22, 23], -0.0), rows([30, 31], 0)]))
+    rb.extend(rows([22, 23], -0.0))
+    with pytest.raises(ValueError, match="row 0"):
+        rb.extend(rows([30, 31], 0))
+    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21, 22, 23]
+    assert rb.storage.kept_beside == 3
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_episodes_end_where_an_id_changes(core: bool) -> None:
+    rb = _with(_steps([0, 1, 2], episode=[1, 1]), 40, core=core)
+    rb.extend(_steps([7, 8, 9], episode=[2, 2]))
+    rb.extend(torch.cat([_steps([9, 10], episode=[2]), _steps([20, 21], episode=[3])]))
+    with pytest.raises(ValueError, match="row 0"):
+        rb.extend(_steps([30, 31, 32], episode=[3, 3]))
+    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21]
+    assert rb.storage.kept_beside == 3
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_after_a_cut_anything_may_follow_once(core: bool) -> None:
+    rb = _with(_steps([0, 1, 2]), 40, core=core)
+    rb.writer.cut()
+    rb.extend(_steps([7, 8, 9]))
+    with pytest.raises(ValueError, match=r"row 0: .*newest"):
+        rb.extend(_steps([7, 8, 9]))
+    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9]
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_no_memory_for_rows_beside(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = _with(_steps([0, 1, 2]), 300, core=core, on_mismatch="dense")
+    columns = rb.storage.require()
+    rows = _steps([float(x) for x in range(101)])
+    rows["next", "observation"] += 0.5
+    before, grow = rb[:], columns._beside._grow
+
+    def full(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(columns._beside, "_grow", full)
+    with pytest.raises(MemoryError, match="no room"):
+        rb.extend(rows)
+    assert bool((rb[:] == before).all())
+    monkeypatch.setattr(columns._beside, "_grow", grow)
+    rb.extend(_steps([2, 3]))  # the newest row is known as before
+    rb.extend(rows)
+    assert rb.storage.kept_beside == 101
+    assert bool((rb[3:] == rows).all())
+    rb.empty()
+    assert rb.storage.kept_beside == 0
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_slots_outside_are_refused(core: bool) -> None:
+    rb = _with(_steps([0, 1, 2]), 40, core=core)
+    for slot in (-1, 2, 40, 2**40):
+        with pytest.raises(IndexError, match=rf"\[0, 2\).*{slot}"):
+            rb.storage.read(torch.tensor([0, slot]))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_rows_that_are_views_of_what_is_stored(
+    core: bool, transitions: Any, same_rows: Any
+) -> None:
+    stream = transitions(3)
+    start = stream.steps(6)
+    once = _with(start, 8, core=core, on_mismatch="dense")
+    dense = ReplayBuffer(storage=LazyTensorStorage(8))
+    dense.extend(start)
+    rows = stream.noise(4)
+    copied = rows.clone()
+    # They go to slots 6, 7, 0, 1: rows 3 and 4 of the view are overwritten by the first two.
+    column = once.storage.require().rows["pixels",]
+    rows["pixels"] = column[0:4]
+    copied["pixels"] = column[0:4].clone()
+    once.extend(rows)
+    dense.extend(copied)
+    assert same_rows(once[:], dense[:])
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_memory_that_moved(core: bool, transitions: Any, same_rows: Any) -> None:
+    stream = transitions(4)
+    start = stream.steps(6)
+    once, dense = _with(start, 8, core=core), ReplayBuffer(storage=LazyTensorStorage(8))
+    dense.extend(start)
+    for _ in range(2):
+        rows = stream.steps(3)
+        for rb in (once, dense):
+            rb.extend(rows)
+        assert same_rows(*(rb.storage.read(torch.arange(8)) for rb in (once, dense)))
+        column = once.storage.require().rows["pixels",]
+        address = column.data_ptr()
+        column.share_memory_()
+        assert column.data_ptr() != address or column.is_shared()
+
+
+# -- the core by itself ---------------------------------------------------------------------------
+
+
+def _core(**changes: Any) -> Any:
+    """Rows of a number, which the next row has again; 4 of them, and 2 entries beside."""
+    memory = {
+        "root": np.zeros(4, np.int64),
+        "own": np.zeros(2, np.int64),
+        "map": np.array([1, 0, 0, 0], np.int32),
+        "stack": np.array([1, 0], np.int64),
+        "free": np.ones(1, np.int64),
+    }
+    address = {name: array.ctypes.data for name, array in memory.items()}
+    arguments = {
+        "bases": [address["root"], address["own"]],
+        "strides": [8, 8],
+        "sizes": [8, 8],
+        "follows": [-1, 0],
+        "ends": [],
+        "ids": [],
+        "rows": 4,
+        "step": 1,
+        "map": address["map"],
+        "wide": False,
+        "entries": 2,
+        "stack": address["stack"],
+        "free": address["free"],
+    }
+    made = native.Followed(**{**arguments, **changes})
+    return made, memory
+
+
+@CORE
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strides": [8]},
+        {"sizes": [8, -8]},
+        {"sizes": [8, 4]},
+        {"follows": [-1, 1]},
+        {"follows": [-1, 2]},
+        {"ends": [1]},
+        {"ids": [2]},
+        {"ids": [-1]},
+        {"rows": 0},
+        {"step": 0},
+        {"step": 5},
+        {"entries": -1},
+    ],
+    ids=str,
+)
+def test_descriptions_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        _core(**changes)
+
+
+@CORE
+def test_calls_that_do_not_fit_are_refused() -> None:
+    core, memory = _core()
+    batch = np.arange(3, dtype=np.int64)
+    index = np.array([0, 4], np.int64)
+    rows = [batch.ctypes.data, batch.ctypes.data]
+    out = [np.empty(2, np.int64).ctypes.data]
+    with pytest.raises(IndexError, match=r"\[0, 4\), got 4"):
+        core.gather(index.ctypes.data, 2, out, [8], 1)
+    for to, strides, count in (([], [], 1), (out, [], 1), (out, [8], -1)):
+        with pytest.raises(ValueError, match="expected"):
+            core.gather(index.ctypes.data, count, to, strides, 1)
+    with pytest.raises(ValueError, match="each of 2 leaves, got 1"):
+        core.compare(rows[:1], 3, 0, False, 1)
+    with pytest.raises(IndexError, match="got 4"):
+        core.compare(rows, 3, 4, False, 1)
+    for count in (0, 4):
+        with pytest.raises(ValueError, match="fewer than slots"):
+            core.compare(rows, count, 0, False, 1)
+    with pytest.raises(RuntimeError, match="entry"):
+        core.compare(rows, 3, 1, False, 1)  # the row at slot 1 has none
+    with pytest.raises(ValueError, match="compared last"):
+        core.write(1, 3, rows, 1)
+    core.compare(rows, 3, 0, False, 1)
+    with pytest.raises(ValueError, match="compared last"):
+        core.write(1, 2, rows, 1)
+    with pytest.raises(IndexError, match="got 4"):
+        core.write(4, 3, rows, 1)
+    assert core.write(1, 3, rows, 1) == 1  # three rows to keep and the newest: one too many
+    assert memory["root"].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="without lanes"):
+        _core(step=2)[0].compare(rows, 1, 0, False, 1)
