@@ -12,14 +12,11 @@ from replaykit.buffer.priorities import Priorities
 from replaykit.buffer.sampling import Sampling
 from replaykit.buffer.saving import Saving
 from replaykit.buffer.streams import Streams
-from replaykit.buffer.writing import Writing
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
 
-class ReplayBuffer(
-    Writing, Sampling, Streams, Editing, Priorities, Conditional, Components, Saving
-):
+class ReplayBuffer(Streams, Sampling, Editing, Priorities, Conditional, Components, Saving):
     """Records in a storage, chosen by a sampler, placed by a writer.
 
     Args:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from replaykit.buffer.core import BufferCore
 from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.writing import Writing
+from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
 __all__ = ["Streams"]
 
 
-class Streams(BufferCore):
+class Streams(Writing):
     """``episodes``, ``cut``."""
 
     @property
@@ -49,7 +50,8 @@ class Streams(BufferCore):
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """Ends the episodes that are being written, without a flag: the stream is severed there.
 
-        What is written next belongs to another episode, which begins in the middle.
+        What is written next belongs to another episode, which begins in the middle. Rows that
+        transforms hold back are stored before, as by ``flush``, those of all lanes.
 
         Args:
             lane: number of a lane, or several; None: all. In a storage with ``lane_key`` the
@@ -70,5 +72,8 @@ class Streams(BufferCore):
             >>> rb.episodes.lengths
             tensor([3, 3])
         """
-        with self._locked():
+        with self._locked() as storage:
+            storage.lanes_named(lane)  # refuses before anything is stored
+            if type(storage).cut is not Storage.cut:
+                self.flush()
             self._writer.cut(lane)

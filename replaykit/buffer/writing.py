@@ -151,7 +151,7 @@ class Writing(BufferCore):
         return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all records; keys, shapes and memory stay.
+        """Forgets all records, also those that transforms hold back; keys, shapes and memory stay.
 
         Handles to forgotten records (index and generation) stay stale for ever.
 
@@ -174,6 +174,7 @@ class Writing(BufferCore):
             self._writer.empty(empty_write_count)
             self._take_prepared()
             self._sampler.empty()
+            self._chain.empty()
 
     def mark_update(self, index: Any) -> None:
         """Gives rows the sampler's default priority; without priorities: nothing.

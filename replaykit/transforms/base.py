@@ -193,6 +193,12 @@ class Compose(Transform):
             if data is not None:
                 yield data
 
+    def empty(self) -> None:
+        """Has transforms with a method ``empty`` forget the rows that they hold back."""
+        for transform in self:
+            if callable(getattr(transform, "empty", None)):
+                transform.empty()
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -30,7 +30,8 @@ class NStepWriting(Transform):
     until then it is held back here, at most ``n - 1`` rows a lane, and is part of a checkpoint. How
     a stream is split into calls has no effect. With several lanes a time step is held back until
     all of them are known. ``ReplayBuffer.flush()`` has the rows that are left stored, cut short
-    as at the newest row of an episode, and so ends the stream.
+    as at the newest row of an episode, and so ends the stream. ``ReplayBuffer.empty()`` forgets
+    them.
 
     An episode ends where ``done``, ``terminated`` or ``truncated`` under ``next`` is set, and
     between rows with different trajectory ids (``("collector", "traj_ids")``, ``episode``,
@@ -111,6 +112,10 @@ class NStepWriting(Transform):
         found, _ = self._summed(rows, self._time_of(rows), closing=True)
         self._held = None
         return found
+
+    def empty(self) -> None:
+        """Forgets the rows that are held back; a buffer that is emptied does so."""
+        self._held = None
 
     def _time_of(self, data: Any) -> int:
         dims = data.batch_dims

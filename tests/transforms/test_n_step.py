@@ -617,6 +617,32 @@ def test_rows_are_held_until_they_are_known(streams: Any) -> None:
     assert batch["next", "reward"].equal(buffer.storage[:]["next", "reward"][batch["index"]])
 
 
+def open_rows(numbers: range) -> TensorDict:
+    """Rows of one episode that goes on, with their number as reward."""
+    reward = torch.tensor(numbers, dtype=torch.float)
+    done = torch.zeros(len(reward), 1, dtype=torch.bool)
+    return TensorDict({"next": {"reward": reward, "done": done}}, [len(reward)])
+
+
+def test_no_sum_on_the_way_in_goes_over_a_cut() -> None:
+    """What is held back is stored first: it came before the cut."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=NStep(3, 1.0, when="write"))
+    buffer.extend(open_rows(range(5)))
+    buffer.cut()
+    buffer.extend(open_rows(range(100, 103)))
+    assert buffer["next", "reward"].flatten().tolist() == [3, 6, 9, 7, 4, 303]
+    assert buffer["steps_used"].flatten().tolist() == [3, 3, 3, 2, 1, 3]
+    assert buffer.episodes.lengths.tolist() == [5, 1]
+
+
+def test_what_is_held_back_is_forgotten_with_the_rest() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=NStep(3, 1.0, when="write"))
+    buffer.extend(open_rows(range(5)))
+    buffer.empty()
+    buffer.extend(open_rows(range(100, 103)))
+    assert buffer["next", "reward"].flatten().tolist() == [303]
+
+
 def test_ids_end_episodes_on_the_way_in() -> None:
     rows = TensorDict(
         {
