@@ -160,9 +160,9 @@ class Sampling(BufferCore):
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, drawn.stack_dim, needed=needed)
-            shape = None if drawn.sampler is None else drawn.sampler.shape_of(len(drawn.index))
+            shape = None if drawn.sampler is None else drawn.sampler.shape_of(drawn.index.shape[0])
             if shape is not None and is_tensordict(data):
-                data = shaped(data, len(drawn.index), shape)
+                data = shaped(data, drawn.index.shape[0], shape)
         except BaseException:
             self._give_back(drawn)
             raise

@@ -12,7 +12,7 @@ from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["SINGLE", "eligible_records", "index_for", "refuse_nothing"]
+__all__ = ["SINGLE", "Eligible", "eligible_records", "index_for", "refuse_nothing"]
 
 SINGLE = CountLaw.strict(1)
 

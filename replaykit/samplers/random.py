@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
-from replaykit.samplers.eligible import eligible_records
+from replaykit.samplers.eligible import Eligible, eligible_records
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 from replaykit.storages import Storage
 
@@ -48,7 +48,9 @@ class RandomSampler(Sampler):
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
         if self.needs:
-            return self._eligible(storage, batch_size), {}
+            records = eligible_records(storage, self.needs)
+            if records.require() < count:
+                return self._eligible(records, storage, batch_size), {}
         generator, home = self.generator, storage.device
         device = home if generator is None else generator.device
         flat = torch.randint(count, (batch_size,), generator=generator, device=device)
@@ -56,12 +58,11 @@ class RandomSampler(Sampler):
             return flat, {}
         return as_drawn(flat, storage), {}
 
-    def _eligible(self, storage: Storage, batch_size: int) -> torch.Tensor:
+    def _eligible(self, records: Eligible, storage: Storage, batch_size: int) -> torch.Tensor:
         """Draws among the records that have around them what the transforms need."""
-        records = eligible_records(storage, self.needs)
         generator, home = self.generator, storage.device
         device = drawing_device(storage, generator)
-        number = torch.randint(records.require(), (batch_size,), generator=generator, device=device)
+        number = torch.randint(records.count, (batch_size,), generator=generator, device=device)
         found = records.elements((number if number.is_cpu else number.cpu()).numpy())
         if storage.ndim == 1 and isinstance(home, torch.device) and home.type == "cpu":
             return found

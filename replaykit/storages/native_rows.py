@@ -137,7 +137,7 @@ class NativeRows:
         self._owner.follow_memory()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        count = len(rows)
+        count = rows.shape[0]
         if contiguous:
             leaves = [self._fresh(path, count) for path in self.order]
             to = [leaf.data_ptr() for leaf in leaves]
@@ -177,7 +177,7 @@ class NativeRows:
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         table, sizes = self.table(paths)
-        count = len(rows)
+        count = rows.shape[0]
         leaves = self._fresh_leaves(paths, count)
         to = [leaf.data_ptr() for leaf in leaves]
         self._move(table, rows, count, self.elements, to, sizes)
@@ -259,7 +259,7 @@ class NativeRows:
     def _move_records(
         self, table: Any, rows: torch.Tensor, limit: int, to: int, stride: int
     ) -> None:
-        count, mapped = len(rows), self._owner.advise
+        count, mapped = rows.shape[0], self._owner.advise
         threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
         cold = table.gather_records(
             rows.data_ptr(), count, limit, to, stride, threads, mapped, self._cold > 0

@@ -134,7 +134,7 @@ class RecordLayout:
             if shaped:
                 pieces = list(pieces)
                 for place, shape in shaped:
-                    pieces[place] = _unsafe_view(pieces[place], [len(rows), *shape])
+                    pieces[place] = _unsafe_view(pieces[place], [rows.shape[0], *shape])
             leaves += pieces
         return leaves
 

@@ -75,7 +75,7 @@ def followed(
         or type(following) is not torch.Tensor
         or not following.is_cpu
         or following.dtype is not frames.dtype
-        or following.shape != (len(frames), *features)
+        or following.shape != (frames.shape[0], *features)
         or following.stride()[1:] != frames.stride()[frames.ndim - len(features) :]
         or following.requires_grad
         or like.nbytes >= _WIDE_BYTES
@@ -90,7 +90,7 @@ def followed(
         following.data_ptr(),
         following.stride(0) * frames.dtype.itemsize,
         one,
-        len(frames),
+        frames.shape[0],
         stack.data_ptr(),
     )
     return stack if how.flat else arranged(stack, how)

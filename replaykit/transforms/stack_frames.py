@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,7 @@ class StackFrames(HistoryTransform):
         self.needs = Needs(past=k - 1)
         self.changes = frozenset({*self.keys, *(("next", *key) for key in self.keys)})
         self._next_of: dict[Path, Path] = {key: ("next", *key) for key in self.keys}
+        self._known: tuple[Collection[Path], set[Path]] | None = None
         self._ages = np.arange(k - 1, -1, -1)
         self.flat = not dim and not new_dim
 
@@ -119,12 +121,20 @@ class StackFrames(HistoryTransform):
         """Reads the frames of each row, and of the row that ``next`` is of."""
         if self.k == 1 and not self.new_dim:
             return None
-        next_keys = {key for key, following in self._next_of.items() if following in around.keys}
+        next_keys = self._with_next(around.keys)
         if next_keys:
             around.next_made.append(self)
         later = bool(next_keys) and around.next_time is not None and self.k > 1
         before = [key for key in self.keys if key in next_keys] if later else []
         return self._stacks(around, before, next_keys) or self._frames(around, before, next_keys)
+
+    def _with_next(self, stored: Collection[Path]) -> set[Path]:
+        """Keys that have a twin under ``next``; worked out once for what is stored."""
+        known = self._known
+        if known is None or known[0] is not stored:
+            found = {key for key, following in self._next_of.items() if following in stored}
+            known = self._known = stored, found
+        return known[1]
 
     def _stacks(
         self, around: Surroundings, before: list[Path], next_keys: set[Path]
@@ -158,10 +168,10 @@ class StackFrames(HistoryTransform):
         """Replaces the frames by stacks of them."""
         if fetched is None:
             return data
-        own = require(data, self.keys, self)
         if isinstance(fetched, _Stacks):
             set_all(data, self._placed(data, fetched))
             return data
+        own = require(data, self.keys, self)
         leaves = around.seen(fetched.frames)
         ahead = None if fetched.before_next is None else around.seen(fetched.before_next)
         real = real_of(around.mask, data)
@@ -188,6 +198,8 @@ class StackFrames(HistoryTransform):
         """Stacks by where they go."""
         values: dict[Path, torch.Tensor] = {}
         for key, (stack, features) in fetched.stacks.items():
+            if lookup(data, key) is None:
+                require(data, [key], self)
             under_next = self._next_of[key]
             following = lookup(data, under_next) if key in fetched.next_keys else None
             if following is not None:
