@@ -50,6 +50,21 @@ class EpisodeIndex:
 
     Raises:
         KeyError: as ``BoundaryRule.bind``. RuntimeError: rows that are no TensorDicts.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit.episodes import WINDOWS, CountLaw
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(8))
+        >>> done = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.bool)
+        >>> _ = rb.extend(TensorDict({"next": {"done": done}}, [6]))
+        >>> index = rb.storage.episodes
+        >>> index.totals(CountLaw.strict(2), WINDOWS).tolist()
+        [4]
+        >>> time, lane = index.place(np.array([1, 5]))
+        >>> [times.tolist() for times in index.spans(time, lane)]
+        [[0, 3], [2, 5]]
     """
 
     def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:

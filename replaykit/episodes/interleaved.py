@@ -45,6 +45,18 @@ class InterleavedIndex(EpisodeIndex):
 
     Cost: O(rows written + streams among them), without a step of Python per row; ``totals``
     O(streams), ``find`` O(K log episodes). 24 bytes a row, and what episodes and streams take.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
+        >>> done = torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.bool)
+        >>> rows = {"env": torch.arange(6) % 2, "next": {"done": done}}
+        >>> _ = rb.extend(TensorDict(rows, [6]))
+        >>> index = rb.storage.episodes
+        >>> type(index).__name__, index.lanes, index.longest()
+        ('InterleavedIndex', 2, 3)
     """
 
     def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:

@@ -14,6 +14,14 @@ class CutMarks:
 
     The number of a row is ``position * lanes + lane``: it outlives every move of the row. Few of
     them: one a restart and one a ``cut()``.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.episodes import CutMarks
+        >>> marks = CutMarks()
+        >>> marks.add(np.array([7, 3]), 4, lowest=0)
+        >>> marks.among(0, 5)[0].tolist()
+        [3]
     """
 
     def __init__(self) -> None:

@@ -67,6 +67,14 @@ class RingEpisodes:
 
     Cost: O(rows) to append; a lookup reads two links. Here numbers of windows are summed anew
     after a write, O(episodes); the core keeps the sums. 8 bytes a row and 32 an episode.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.episodes import RingEpisodes
+        >>> ring = RingEpisodes(slots=4)
+        >>> ring.append(np.array([[0], [1], [0], [0], [0]], np.uint8))
+        >>> ring.lo, ring.hi, ring.table().first.tolist(), ring.table().last.tolist()
+        (1, 5, [1, 2], [1, 4])
     """
 
     def __init__(
