@@ -107,26 +107,6 @@ class InterleavedIndex(EpisodeIndex):
         if behind >= _BEHIND or self.slots < _LEAST or not self._noted:
             self.sync()
 
-    def sync(self) -> None:
-        """Takes note of all that was written. Cost: O(rows written since)."""
-        ledger = self._storage.ledger
-        if ledger.changes != self._changes or self._edited:
-            self._rebuild()
-            return
-        behind = ledger.next_position - self._noted
-        if not behind:
-            return
-        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
-        if behind > self.slots or not self._is_ring:
-            self._rebuild()
-            return
-        first = (ledger.cursor - behind) % self.slots
-        until = min(self.slots, first + behind)
-        self._note(first, until)
-        if first + behind > self.slots:
-            self._note(0, first + behind - self.slots)
-        self._noted = ledger.next_position
-
     def note_rows(self, rows: Rows) -> None:
         """Takes note of rows that were written last, also of those that are stored no more."""
         ledger, count = self._storage.ledger, len(rows)

@@ -158,7 +158,9 @@ class EpisodeIndexes:
 
     def state(self) -> dict[str, Any]:
         """Returns what does not follow from rows and ledger, as plain values."""
-        main = self._main
+        main, storage = self._main, self.storage
+        if main is None and storage.ledger.length and self._is_kept():
+            main = self.of()  # rows that were loaded, and saved again before anybody asked
         return {
             "marks": self.marks.numbers.tolist(),
             "codes": self.marks.codes.tolist(),

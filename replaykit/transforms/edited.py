@@ -47,7 +47,6 @@ class EditedEpisodes(Surroundings):
         super().__init__()
         self.root, self.leaves = root, leaves
         self.keys = leaves
-        self.keys = dict(leaf_paths(root))
         self.counts, self.missing = counts, missing
         self.starts = np.cumsum(counts) - counts
         self.reasons, self.heads = reason, head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ class Around:
     leaves: dict[Path, torch.Tensor]
 
 
-class Surroundings:
+class Surroundings(ABC):
     """Where the rows of a batch lie in their episodes, and the way to other rows.
 
     In a lane rows are counted by time: the row before one is ``time - 1``. All arrays are int64
@@ -185,13 +186,13 @@ class Surroundings:
                 leaves = transform.relabel(dict(leaves), around, own, self)
         return leaves
 
+    @abstractmethod
     def any_rows(self, number: Array) -> tuple[Array, Array]:
         """Time and lane of stored rows by their number, in ``[0, stored())``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored(self) -> int:
         """How many rows there are to choose from in ``any_rows``."""
-        raise NotImplementedError
 
     def uniform(self, *shape: int) -> Array:
         """Numbers of ``[0, 1)`` from the generator, float64."""
@@ -204,12 +205,12 @@ class Surroundings:
         count = high - low + 1
         return low + np.minimum((self.uniform(*low.shape) * count).astype(np.int64), count - 1)
 
+    @abstractmethod
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
-        raise NotImplementedError
 
 
-class HistoryTransform(Transform):
+class HistoryTransform(Transform, ABC):
     """A transform on read that needs other rows of the episode than the batch has.
 
     Works in two steps. ``fetch`` runs while the batch is read, under the storage's lock: it reads
@@ -268,9 +269,9 @@ class HistoryTransform(Transform):
         """Reads what ``apply`` needs; holds the storage's lock."""
         return None
 
+    @abstractmethod
     def apply(self, data: Any, fetched: Any, around: Surroundings) -> Any:
         """Changes a batch ``[B]`` (a TensorDict of its own) and returns it; no lock is held."""
-        raise NotImplementedError
 
     def relabel(
         self, leaves: dict[Path, torch.Tensor], where: Around, fetched: Any, around: Surroundings

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
+from replaykit.episodes.codes import RESTORED
 
 
 def _make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
@@ -50,10 +51,7 @@ def save() -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def state_of() -> Callable[[ReplayBuffer], Any]:
-    """Everything that can be seen of a buffer of ``make``, as plain values that compare.
-
-    But for what a restart is there to change: the episode that was being written has ended.
-    """
+    """Everything that can be seen of a buffer of ``make``, as plain values that compare."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -64,12 +62,24 @@ def state_of() -> Callable[[ReplayBuffer], Any]:
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list) else value
 
-    def state(buffer: ReplayBuffer) -> Any:
-        found = plain({**buffer.state_dict(), "capacity": buffer.storage.max_size})
-        del found["_writer"]["_episodes"]
-        return copy.deepcopy(found)
+    return lambda buffer: copy.deepcopy(
+        plain({**buffer.state_dict(), "capacity": buffer.storage.max_size})
+    )
 
-    return state
+
+@pytest.fixture(scope="session")
+def restarted() -> Callable[[Any], Any]:
+    """A state as it is after a restart: the episode that was being written ends at its newest row,
+    and nothing else is different."""
+
+    def changed(state: Any) -> Any:
+        state = copy.deepcopy(state)
+        newest = state["_writer"]["_ledger"]["next_position"] - 1
+        assert state["_writer"]["_episodes"]["marks"] == []
+        state["_writer"]["_episodes"] |= {"marks": [newest], "codes": [RESTORED]}
+        return state
+
+    return changed
 
 
 def _sign(manifest: dict[str, Any]) -> str:
