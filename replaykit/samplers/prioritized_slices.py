@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.episodes import WINDOWS, EpisodeIndex
+from replaykit.episodes import WINDOWS
 from replaykit.episodes.codes import GOES_ON
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.distinct_draws import drawn_distinct
-from replaykit.samplers.markers import SEQUENCE_ID, Markers
+from replaykit.samplers.markers import SEQUENCE_ID
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.slice_arguments import (
     Boundaries,
     SliceSize,
     checked_form,
-    checked_pad_value,
     checked_span,
     one_of,
 )
-from replaykit.samplers.slicing import Request, Slicing
+from replaykit.samplers.slicing import Request, Sliced, Slicing, checked_markers, checked_short
 from replaykit.samplers.windows import Cut
 from replaykit.samplers.with_priorities import _REQUIRED, WithPriorities
 from replaykit.storages import Storage
@@ -34,7 +33,7 @@ _DRAWS = ("iid", "stratified", "without_replacement")
 _UNITS = ("step", "slice")
 
 
-class PrioritizedSliceSampler(WithPriorities):
+class PrioritizedSliceSampler(Sliced, WithPriorities):
     """Draws windows of consecutive rows, each inside one episode, by the priority of their start.
 
     A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``, the
@@ -96,8 +95,6 @@ class PrioritizedSliceSampler(WithPriorities):
     """
 
     kind = "prioritized_slice"
-    needs_write_order = True
-    draws_windows = True
 
     def __init__(
         self,
@@ -138,8 +135,7 @@ class PrioritizedSliceSampler(WithPriorities):
         self.draw = one_of("draw", draw, _DRAWS)
         if stratified and draw == "without_replacement":
             raise ValueError("expected stratified=True or draw='without_replacement', got both")
-        if allow_short and draw != "without_replacement":
-            raise ValueError(f"allow_short needs draw='without_replacement', got {draw!r}")
+        short_allowed = checked_short(allow_short, draw, flat, slice_len)
         super().__init__(
             max_capacity,
             alpha,
@@ -154,7 +150,7 @@ class PrioritizedSliceSampler(WithPriorities):
             replacement=replacement,
         )
         self.unit = one_of("unit", unit, _UNITS)
-        self.allow_short = bool(allow_short)
+        self.allow_short = short_allowed
         left, right = checked_span(span)
         if left:
             warnings.warn(
@@ -177,13 +173,8 @@ class PrioritizedSliceSampler(WithPriorities):
             align=align,
         )
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
-        values = checked_pad_value(pad_value)
-        if pad is None and values != {(): 0}:
-            raise ValueError("pad_value= is for windows that are padded: it needs pad=")
-        markers = Markers(truncated_key, boundaries.rule.flags, None if pad is None else values)
+        markers = checked_markers(truncated_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
-        if allow_short and not flat and slice_len is None:
-            raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
         self._slicing = Slicing(size, boundaries, form, markers, flat)
 
     # -- drawing ------------------------------------------------------------------------------
@@ -252,28 +243,13 @@ class PrioritizedSliceSampler(WithPriorities):
         slots = info["anchor_index"][:, 0] if lanes else rows
         info["anchor_generation"] = storage.ledger.generations(slots)
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        with storage.lock:
-            try:
-                request, table, sums = self._prepare(storage, batch_size)
-            except (RuntimeError, KeyError, ValueError):
-                return False
-            if self.draw != "without_replacement" or self.allow_short:
-                return True
-            return int((sums[: table.length] > 0).sum()) >= request.slices
-
-    def episodes(self, storage: Storage) -> EpisodeIndex:
-        return self._slicing.boundaries.index(storage)
-
-    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        return self._slicing.markers.complete(rows, info)
-
-    def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        return self._slicing.shape_of(rows)
-
-    def attach(self, storage: Storage) -> None:
-        super().attach(storage)
-        self._slicing.boundaries.attach(storage)
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        request, table, sums = self._prepare(storage, batch_size)
+        if self.draw == "without_replacement" and not self.allow_short:
+            there = int((sums[: table.length] > 0).sum())
+            if there < request.slices:
+                found = f"{there} with weight to draw without replacement"
+                raise self._slicing.refuse(request, self.needs, found)
 
     def __repr__(self) -> str:
         return (

@@ -8,28 +8,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.episodes import EpisodeIndex, Windows
+from replaykit.episodes import Windows
 from replaykit.errors import NotEnoughData
-from replaykit.samplers.base import Sampler
 from replaykit.samplers.draws import DRAWS, iid, stratified, without_replacement
-from replaykit.samplers.markers import Markers
 from replaykit.samplers.measures import MEASURES, Anchors
 from replaykit.samplers.sequential import Sequential
 from replaykit.samplers.slice_arguments import (
     Boundaries,
     SliceSize,
     checked_form,
-    checked_pad_value,
     one_of,
 )
 from replaykit.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
-from replaykit.samplers.slicing import Request, Slicing
+from replaykit.samplers.slicing import Request, Sliced, Slicing, checked_markers, checked_short
 from replaykit.storages import Storage
 
 __all__ = ["SliceSampler"]
 
 
-class SliceSampler(Sampler):
+class SliceSampler(Sliced):
     """Draws ``K`` windows of ``L`` consecutive rows, each inside one episode.
 
     A batch of ``B`` rows has ``L = slice_len`` or ``B // num_slices``, and ``K = B // L``. By
@@ -100,8 +97,6 @@ class SliceSampler(Sampler):
     """
 
     kind = "slice"
-    needs_write_order = True
-    draws_windows = True
 
     def __new__(cls, *, replacement: bool = True, draw: str = "iid", **kwargs: Any) -> Any:
         if not replacement:
@@ -151,26 +146,14 @@ class SliceSampler(Sampler):
             align=align,
         )
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
-        values = checked_pad_value(pad_value)
-        if pad is None and values != {(): 0}:
-            raise ValueError("pad_value= is for windows that are padded: it needs pad=")
+        markers = checked_markers(truncated_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
-        self._slicing = Slicing(
-            size,
-            boundaries,
-            form,
-            Markers(truncated_key, boundaries.rule.flags, None if pad is None else values),
-            flat,
-        )
+        self._slicing = Slicing(size, boundaries, form, markers, flat)
         self.recent = _checked_recent(recent, draw)
         if strict_lanes and measure != "lane":
             raise ValueError(f"strict_lanes needs measure='lane', got {measure!r}")
         self.strict_lanes = bool(strict_lanes)
-        if allow_short and draw != "without_replacement":
-            raise ValueError(f"allow_short needs draw='without_replacement', got {draw!r}")
-        if allow_short and not flat and slice_len is None:
-            raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
-        self.allow_short = bool(allow_short)
+        self.allow_short = checked_short(allow_short, draw, flat, slice_len)
         if draw == "sequential":
             if any(form.span) or form.pad in ("left", "both") or form.short == "law":
                 raise ValueError("draw='sequential' takes windows with pad=None, none or right")
@@ -254,25 +237,8 @@ class SliceSampler(Sampler):
             return 0
         return math.ceil(round(ratio * count, 9))
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        with storage.lock:
-            try:
-                self._refuse_early(storage, batch_size)
-            except (RuntimeError, KeyError, ValueError):
-                return False
-            return True
-
-    def episodes(self, storage: Storage) -> EpisodeIndex:
-        return self._slicing.boundaries.index(storage)
-
-    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        return self._slicing.markers.complete(rows, info)
-
-    def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        return self._slicing.shape_of(rows)
-
     def attach(self, storage: Storage) -> None:
-        self._slicing.boundaries.attach(storage)
+        super().attach(storage)
         self._known = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

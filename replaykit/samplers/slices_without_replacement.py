@@ -9,20 +9,19 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.episodes import EpisodeIndex
-from replaykit.samplers.base import Sampler
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.markers import Markers
 from replaykit.samplers.measures import floor_below
 from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_form
-from replaykit.samplers.slicing import Request, Slicing
+from replaykit.samplers.slicing import Request, Sliced, Slicing
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
 __all__ = ["SliceSamplerWithoutReplacement"]
 
 
-class SliceSamplerWithoutReplacement(Sampler):
+class SliceSamplerWithoutReplacement(Sliced):
     """Draws one window of every episode that has one, pass after pass; its start is uniform.
 
     ``ran_out`` turns True with the batch that ends a pass; it may have fewer slices than asked
@@ -55,8 +54,6 @@ class SliceSamplerWithoutReplacement(Sampler):
     """
 
     kind = "slice_without_replacement"
-    needs_write_order = True
-    draws_windows = True
 
     def __init__(
         self,
@@ -139,6 +136,9 @@ class SliceSamplerWithoutReplacement(Sampler):
             )
         return request, order
 
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        self._prepare(storage, batch_size)
+
     def _left(self, request: Request, order: EpisodeOrder) -> torch.Tensor:
         """Numbers of the episodes that the pass still has; all, in a new order, after a write."""
         remaining, returned = self._remaining, self._returned
@@ -174,27 +174,10 @@ class SliceSamplerWithoutReplacement(Sampler):
         device = "cpu" if self.generator is None else self.generator.device
         return torch.randperm(count, generator=self.generator, device=device).cpu()
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        with storage.lock:
-            try:
-                self._prepare(storage, batch_size)
-            except (RuntimeError, KeyError, ValueError):
-                return False
-            return True
-
-    def episodes(self, storage: Storage) -> EpisodeIndex:
-        return self._slicing.boundaries.index(storage)
-
-    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        return self._slicing.markers.complete(rows, info)
-
-    def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        return self._slicing.shape_of(rows)
-
     # -- being told ---------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
-        self._slicing.boundaries.attach(storage)
+        super().attach(storage)
         if self._version is not None and self._index is not None:
             self._forget()
 

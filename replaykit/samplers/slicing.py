@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +10,14 @@ import torch
 
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
+from replaykit.samplers.base import Sampler
 from replaykit.samplers.markers import MASK, SEQUENCE_ID, Markers
-from replaykit.samplers.slice_arguments import Boundaries, SliceSize
+from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_pad_value
 from replaykit.samplers.windows import Cut, Window, WindowForm
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 
-__all__ = ["Request", "Slicing"]
+__all__ = ["Request", "Sliced", "Slicing", "checked_markers", "checked_short"]
 
 
 class Request(NamedTuple):
@@ -128,3 +130,56 @@ class Slicing:
 
 
 _CPU = torch.device("cpu")
+
+
+class Sliced(Sampler):
+    """A sampler of slices: what a buffer asks of it that does not depend on which it draws."""
+
+    needs_write_order = True
+    draws_windows = True
+
+    _slicing: Slicing
+
+    @abstractmethod
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        """Raises where ``sample`` would; draws nothing. The lock is held."""
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        with storage.lock:
+            try:
+                self._refuse_early(storage, batch_size)
+            except (RuntimeError, KeyError, ValueError):
+                return False
+            return True
+
+    def episodes(self, storage: Storage) -> EpisodeIndex:
+        return self._slicing.boundaries.index(storage)
+
+    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
+        return self._slicing.markers.complete(rows, info)
+
+    def shape_of(self, rows: int) -> tuple[int, ...] | None:
+        return self._slicing.shape_of(rows)
+
+    def attach(self, storage: Storage) -> None:
+        super().attach(storage)
+        self._slicing.boundaries.attach(storage)
+
+
+def checked_markers(
+    truncated_key: Any, boundaries: Boundaries, pad: str | None, pad_value: Any
+) -> Markers:
+    """What is said of the rows of windows; ValueError for a ``pad_value`` without ``pad``."""
+    values = checked_pad_value(pad_value)
+    if pad is None and values != {(): 0}:
+        raise ValueError("pad_value= is for windows that are padded: it needs pad=")
+    return Markers(truncated_key, boundaries.rule.flags, None if pad is None else values)
+
+
+def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None) -> bool:
+    """Whether a batch may have fewer slices; ValueError where that cannot be."""
+    if allow_short and draw != "without_replacement":
+        raise ValueError(f"allow_short needs draw='without_replacement', got {draw!r}")
+    if allow_short and not flat and slice_len is None:
+        raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
+    return bool(allow_short)

@@ -283,8 +283,8 @@ class HistoryTransform(Transform, ABC):
         return leaves
 
     def surroundings(self, fetched: Any) -> Surroundings:
-        """The rows around those of the batch as ``apply`` has left them; see ``edits_episodes``."""
-        raise NotImplementedError
+        """The rows around those of the batch as ``apply`` has left them; for ``edits_episodes``."""
+        raise NotImplementedError(f"{type(self).__name__} edits episodes, but not their rows")
 
 
 @dataclass
