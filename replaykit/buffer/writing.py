@@ -118,6 +118,8 @@ class Writing(BufferCore):
         rows = self._writer.prepare(data, single=single, optional=(self._priority_key,))
         if not len(rows):
             return self._nothing()
+        for transform in self._listening:
+            transform.check_rows(self._storage, rows)
         priorities = None
         if self._sampler.prioritized and update_priority is not False:
             priorities = written_priorities(

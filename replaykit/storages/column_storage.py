@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from replaykit._compat import dtype_name
-from replaykit.episodes import EpisodeIndex, InterleavedIndex
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
-from replaykit.storages.base import Storage
 from replaykit.storages.columns import Columns
-from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -27,10 +24,10 @@ from replaykit.storages.indexing import (
     unravel_index,
     with_lanes,
 )
-from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.records import plan_records
+from replaykit.storages.sequenced import SequencedStorage
 from replaykit.structure import Leaf, Path, build
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 
@@ -40,21 +37,14 @@ AnyColumns = Columns | OnceColumns
 """How rows lie: all leaves of each, or those that follow in the next row only there."""
 
 
-class ColumnStorage(Storage):
+class ColumnStorage(SequencedStorage):
     """What storages with one tensor per leaf share; see TensorStorage and LazyTensorStorage."""
 
     def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
-        super().__init__(max_size, ndim=ndim)
-        self.lane_key: Path | None = None if lane_key is None else unravel(lane_key)
-        if self.lane_key is not None and ndim > 1:
-            raise ValueError(
-                f"expected lane_key with ndim=1, where streams lie row by row in one flat storage; "
-                f"got ndim={ndim}, whose lanes are its other dimensions"
-            )
+        super().__init__(max_size, ndim=ndim, lane_key=lane_key)
         self._device = device if device == "auto" else as_device(device)
         self._columns: AnyColumns | None = None
         self._matcher: Matcher | None = None
-        self.indexes = EpisodeIndexes(self)
         self._at_cursor = False
 
     # -- description --------------------------------------------------------------------------
@@ -129,14 +119,6 @@ class ColumnStorage(Storage):
                 f"expected lanes of sizes {list(self.lanes)}, got {list(rows.batch[1:])}"
             )
 
-    def _check_lane_key(self, leaves: Collection[Path]) -> None:
-        if self.lane_key is not None and self.lane_key not in leaves:
-            known = ", ".join(map(format_key, leaves)) if () not in leaves else "a tensor"
-            raise KeyError(
-                f"expected the lane_key {format_key(self.lane_key)}, which says to which stream a "
-                f"row belongs, got {known}"
-            )
-
     def accept(self, rows: Rows) -> None:
         # Checked again: another thread may have made the first write since `prepare`.
         self._check(rows)
@@ -195,43 +177,10 @@ class ColumnStorage(Storage):
         tensors, records = allocate(schema, slots, lanes, device, layout)
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
-    def commit(self, rows: Rows) -> None:
-        self.ledger.advance(len(rows))
-        self.indexes.note(rows)
-
-    def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
-        """Makes rows count as stored that were written at slots of their streams; see
-        ``InterleavedIndex.placed``."""
-        self.ledger.place_by_stream(slots)
-        self.indexes.placed(rows, slots.numpy(), displacing, turn)
-
-    @property
-    def episodes(self) -> EpisodeIndex:
-        """Where the stored episodes begin and end; hold the lock while asking.
-
-        Raises:
-            RuntimeError: nothing was written yet, or records are no TensorDicts.
-        """
-        return self.indexes.of()
-
     def cut(self, lanes: Any) -> None:
-        self.indexes.cut(lanes)
+        super().cut(lanes)
         if isinstance(self._columns, OnceColumns):
             self._columns.sever(lanes)
-
-    def lanes_named(self, lane: Any) -> Any:
-        if self.lane_key is None:
-            return super().lanes_named(lane)
-        index = self.episodes if lane is not None and self.ledger.length else None
-        return index.lanes_of(lane) if isinstance(index, InterleavedIndex) else None
-
-    def episode_state(self) -> dict[str, Any] | None:
-        return self.indexes.state()
-
-    def restore_episodes(
-        self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
-    ) -> None:
-        self.indexes.restore(state, old, rows)
 
     def slots_for(self, rows: Rows) -> int:
         return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])

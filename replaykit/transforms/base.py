@@ -158,9 +158,13 @@ class Compose(Transform):
 
     @property
     def told_of_writes(self) -> list[Any]:
-        """Transforms with a ``written``, which a buffer calls after every write."""
+        """Transforms with ``check_rows``, which a buffer calls before every write and which may
+        refuse it, and ``written``, which it calls after it."""
+        names = ("check_rows", "written")
         return [
-            e.transform for e in self._entries if callable(getattr(e.transform, "written", None))
+            entry.transform
+            for entry in self._entries
+            if all(callable(getattr(entry.transform, name, None)) for name in names)
         ]
 
     @property

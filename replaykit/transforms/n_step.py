@@ -163,6 +163,8 @@ class NStep(HistoryTransform):
             raise ValueError(
                 f"expected {self!r} before {around.next_made[-1]!r}, whose 'next' it would replace"
             )
+        if around.next_time is not None:
+            raise ValueError(f"expected one NStep in a chain, got {self!r} behind another")
         if around.rows is not None and self._powers is not None and not around.relabels:
             led = around.lead(self._plan_for(around.keys))
             if led is not None:

@@ -16,7 +16,7 @@ from replaykit.storages.carrying import carried
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import unravel_index
 from replaykit.structure import Path
-from replaykit.ted import Key, format_key, unravel
+from replaykit.ted import DEFAULT_DONE_KEYS, Key, format_key, unravel
 from replaykit.transforms.base import Transform
 from replaykit.transforms.edited import EditedEpisodes
 from replaykit.transforms.values import as_number
@@ -28,6 +28,9 @@ Array = np.ndarray[Any, Any]
 _TERMINATED: Final[Key] = ("next", "terminated")
 _VALID: Final[Key] = ("return_valid",)
 _POLICIES: Final = ("default", "bootstrap")
+
+
+_FLAGS: Final = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 
 
 class ReturnToGo(Transform):
@@ -164,6 +167,23 @@ class ReturnToGo(Transform):
         data.set(_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
         return data
 
+    def check_rows(self, storage: Storage, rows: Any) -> None:
+        """Raises where rows that a buffer is about to store cannot have returns filled in.
+
+        Raises:
+            RuntimeError: a storage that does not know where episodes end. ValueError: records that
+                are whole trajectories.
+        """
+        _require_columns(storage)
+        for key in _FLAGS:
+            flag = rows.leaves.get(key)
+            if flag is not None and flag.shape[storage.ndim :].numel() != 1:
+                raise ValueError(
+                    f"key {format_key(key)}: expected one flag a row, got "
+                    f"{list(flag.shape[storage.ndim :])}: where records are whole trajectories, "
+                    "ReturnToGo has no rows of an episode to go by"
+                )
+
     def written(self, storage: Storage) -> None:
         """Fills in the returns of the episodes that have ended since the last call; the storage's
         lock is held. A buffer calls it after every write.
@@ -172,11 +192,7 @@ class ReturnToGo(Transform):
             RuntimeError: a storage that does not know where episodes end. ValueError: values of
                 another shape than the rewards.
         """
-        if not isinstance(storage, ColumnStorage):
-            raise RuntimeError(
-                f"a {type(storage).__name__} does not know where episodes end, which ReturnToGo "
-                "needs; use a tensor or memmap storage"
-            )
+        storage = _require_columns(storage)
         if not storage.initialized:
             return
         index = storage.episodes
@@ -379,3 +395,12 @@ def _checked_clip(clip: Any) -> tuple[float, float]:
     if not low <= high:
         raise ValueError(f"reward_clip: expected min up to max, got {low} and {high}")
     return low, high
+
+
+def _require_columns(storage: Storage) -> ColumnStorage:
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which ReturnToGo needs; "
+            "use a tensor or memmap storage"
+        )
+    return storage

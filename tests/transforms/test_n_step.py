@@ -737,3 +737,11 @@ def test_what_stands_before_in_the_chain_sees_flushed_rows(streams: Any) -> None
     assert (before.rows, after.rows, len(buffer)) == (2, 5, 2)
     buffer.flush()
     assert (before.rows, after.rows, len(buffer)) == (5, 5, 5)
+
+
+def test_a_second_one_in_a_chain_is_refused() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Compose(NStep(2, 0.9), NStep(3, 0.9)))
+    done = torch.zeros(5, 1, dtype=torch.bool)
+    rb.extend(TensorDict({"next": {"reward": torch.ones(5, 1), "done": done}}, [5]))
+    with pytest.raises(ValueError, match="one NStep in a chain"):
+        rb.sample(2)

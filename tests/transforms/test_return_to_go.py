@@ -21,6 +21,7 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
     ReturnToGo,
+    Storage,
     TensorStorage,
 )
 from replaykit.episodes import EpisodeIndex
@@ -528,3 +529,14 @@ def test_observations_that_are_stored_once() -> None:
     for row in rows.unbind(0):
         rb.add(row)
     assert returns_of(rb) == [1 + 0.5 * (2 + 0.5 * 14), 2 + 0.5 * 14, 14.0, 0.0]
+
+
+@pytest.mark.parametrize("storage", [ListStorage(9), LazyTensorStorage(9)])
+def test_what_can_have_no_returns_is_refused_before_it_is_stored(storage: Storage) -> None:
+    """Whole trajectories as records, and storages that know no episodes."""
+    rb = ReplayBuffer(storage=storage, transform=ReturnToGo(0.9))
+    done = torch.zeros(2, 3, 1, dtype=torch.bool)
+    records = TensorDict({"next": {"reward": torch.ones(2, 3, 1), "done": done}}, [2])
+    with pytest.raises((RuntimeError, ValueError), match=r"whole trajectories|where episodes end"):
+        rb.extend(records)
+    assert len(rb) == rb.write_count == 0
