@@ -5,6 +5,7 @@ A new storage or device is tested by adding it to ``_MAKERS`` or ``DEVICES``.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import subprocess
 import sys
@@ -228,3 +229,29 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+# -- what tests are marked with --------------------------------------------------------------------
+
+
+def _marks(tree: ast.AST, name: str) -> set[str]:
+    """The identifiers in ``pytest.mark.NAME(...)`` on the test functions of a module."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            continue
+        for mark in node.decorator_list:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{name}":
+                found |= {ast.literal_eval(argument) for argument in mark.args}
+    return found
+
+
+@pytest.fixture(scope="session")
+def marked_with() -> Callable[[str], set[str]]:
+    """``marked_with(name)``: the identifiers in the marks of that name on all tests."""
+
+    def identifiers(name: str) -> set[str]:
+        files = Path(__file__).parent.rglob("test_*.py")
+        return set().union(*(_marks(ast.parse(path.read_text("utf-8")), name) for path in files))
+
+    return identifiers

@@ -6,12 +6,9 @@ covers. What is not in the table belongs to parts that do not exist yet.
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-
-TESTS = Path(__file__).parent
 
 COVERED = {
     "BD": [*range(1, 21)],
@@ -28,22 +25,9 @@ COVERED = {
 threads and processes, data sets, speed, interfaces."""
 
 
-def _marks(tree: ast.AST) -> set[str]:
-    """The identifiers in ``pytest.mark.pitfall(...)`` on the functions of a module."""
-    found = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-            continue
-        for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.pitfall":
-                found |= {ast.literal_eval(argument) for argument in mark.args}
-    return found
-
-
 @pytest.fixture(scope="module")
-def marked() -> set[str]:
-    files = [path for path in TESTS.rglob("test_*.py") if path != Path(__file__)]
-    return set().union(*(_marks(ast.parse(path.read_text("utf-8"))) for path in files))
+def marked(marked_with: Callable[[str], set[str]]) -> set[str]:
+    return marked_with("pitfall")
 
 
 @pytest.mark.parametrize("group", COVERED)

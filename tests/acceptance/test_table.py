@@ -8,12 +8,9 @@ laws or data sets and directories of trajectories.
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-
-TESTS = Path(__file__).parent
 
 COVERED = {
     "C": [6, 11, 24, 25, 34, 38, 39, 48],
@@ -22,22 +19,9 @@ COVERED = {
 }
 
 
-def _marks(tree: ast.AST) -> set[str]:
-    """The identifiers in ``pytest.mark.acceptance(...)`` on the functions of a module."""
-    found = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-            continue
-        for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.acceptance":
-                found |= {ast.literal_eval(argument) for argument in mark.args}
-    return found
-
-
 @pytest.fixture(scope="module")
-def marked() -> set[str]:
-    files = [path for path in TESTS.glob("test_*.py") if path != Path(__file__)]
-    return set().union(*(_marks(ast.parse(path.read_text("utf-8"))) for path in files))
+def marked(marked_with: Callable[[str], set[str]]) -> set[str]:
+    return marked_with("acceptance")
 
 
 @pytest.mark.parametrize("group", COVERED)

@@ -4,6 +4,7 @@
 #include "episode_columns.h"  // first, so that they have to include what they use
 #include "episode_sums.h"
 #include "episodes.h"
+#include "harness.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -17,18 +18,7 @@
 namespace {
 
 using namespace replaykit;
-using Random = std::mt19937_64;
 using Int = std::int64_t;
-
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(2);                                                            \
-    }                                                                          \
-  } while (false)
-
-Int below(Random& random, Int n) { return static_cast<Int>(random() % static_cast<std::uint64_t>(n)); }
 
 Numbers all_of(const std::vector<Int>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), 8};

@@ -2,6 +2,7 @@
 // that are stored once, and reads of what they lead to, against plain vectors of whole rows. Exits
 // with 0 if all agree. `--break` reads a row of the batch past its end, which must end the program.
 #include "followed.h"  // first, so that it has to include what it uses
+#include "harness.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -19,21 +20,8 @@ using replaykit::Field;
 using replaykit::Followed;
 using replaykit::Side;
 
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(2);                                                           \
-    }                                                                          \
-  } while (false)
-
-using Random = std::mt19937_64;
 using Bytes = std::vector<unsigned char>;
 using Numbers = std::vector<std::int64_t>;
-
-std::int64_t below(Random& random, std::int64_t limit) {
-  return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
-}
 
 // Memory of exactly that size, so that a byte too far is out of bounds.
 Bytes exactly(std::int64_t count) {

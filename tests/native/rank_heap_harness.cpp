@@ -3,6 +3,7 @@
 // heap's entries, and `--overflow` past the largest integer: both must end the program, or the
 // sanitizers are not on.
 #include "rank_heap.h"  // first, so that it has to include what it uses
+#include "harness.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -19,14 +20,6 @@ namespace {
 using replaykit::RankHeap;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(2);                                                            \
-    }                                                                          \
-  } while (false)
 
 // The records kept, in the order in which they are displaced: smallest rank first, among equals
 // the youngest.

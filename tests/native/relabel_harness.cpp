@@ -2,6 +2,7 @@
 // over random batches against loops over doubles. Exits with 0 if all agree. `--break` reads a column
 // that is one row shorter than it says, which must end the program.
 #include "relabel.h"  // first, so that it has to include what it uses
+#include "harness.h"
 
 #include <cstdint>
 #include <cstdio>
@@ -17,19 +18,6 @@ using replaykit::NumberRows;
 using replaykit::Numbers;
 using replaykit::OwnRows;
 
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(2);                                                           \
-    }                                                                          \
-  } while (false)
-
-using Random = std::mt19937_64;
-
-std::int64_t below(Random& random, std::int64_t limit) {
-  return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
-}
 
 template <typename Item>
 std::vector<Item> exact(std::int64_t count) {

@@ -4,6 +4,7 @@
 // must end the program, `--race` writes from two threads without a lock, and `--pool` runs the
 // threads alone, without forks, after which the thread sanitizer cannot follow.
 #include "steps_ahead.h"  // first, so that it has to include what it uses
+#include "harness.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -27,20 +28,7 @@ using replaykit::Pool;
 using replaykit::Side;
 using replaykit::Table;
 
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(2);                                                           \
-    }                                                                          \
-  } while (false)
-
-using Random = std::mt19937_64;
 using Bytes = std::vector<unsigned char>;
-
-std::int64_t below(Random& random, std::int64_t limit) {
-  return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
-}
 
 // Memory of exactly the size needed, so that a byte too far is out of bounds.
 Bytes some_bytes(Random& random, std::int64_t count) {

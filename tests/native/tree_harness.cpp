@@ -2,6 +2,7 @@
 // against plain vectors, in memory that ends where the tree ends. Exits with 0 if all agree.
 // `--break` combines a level that is one node too long, and must end the program.
 #include "tree.h"  // first, so that it has to include what it uses
+#include "harness.h"
 
 #include <algorithm>
 #include <cfloat>
@@ -20,14 +21,6 @@ namespace {
 using namespace replaykit;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-#define REQUIRE(condition)                                                     \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(2);                                                            \
-    }                                                                          \
-  } while (false)
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

@@ -147,3 +147,17 @@ def sliced() -> Callable[..., ReplayBuffer]:
         return buffer
 
     return make
+
+
+@pytest.fixture(scope="session")
+def windows_of() -> Callable[[TensorDict], list[list[int]]]:
+    """``windows_of(batch)``: the values of ``t``, window by window."""
+
+    def apart(batch: TensorDict) -> list[list[int]]:
+        ids = batch["sequence_id"].tolist()
+        windows: list[list[int]] = [[] for _ in range(max(ids) + 1)]
+        for number, t in zip(ids, batch["t"].tolist(), strict=True):
+            windows[number].append(t)
+        return windows
+
+    return apart

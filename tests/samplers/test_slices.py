@@ -17,22 +17,14 @@ from replaykit import (
 from replaykit.errors import NotEnoughData
 
 Make = Callable[..., ReplayBuffer]
-
-
-def _windows(batch: TensorDict) -> list[list[int]]:
-    """Values of ``t``, window by window."""
-    ids = batch["sequence_id"].tolist()
-    windows: list[list[int]] = [[] for _ in range(max(ids) + 1)]
-    for number, t in zip(ids, batch["t"].tolist(), strict=True):
-        windows[number].append(t)
-    return windows
+Windows = Callable[[TensorDict], list[list[int]]]
 
 
 # -- sizes and keys --------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD9")
-def test_what_a_batch_has(sliced: Make) -> None:
+def test_what_a_batch_has(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([5, 9], slice_len=4)
     batch, info = rb.sample(12, return_info=True)
     assert batch.shape == (12,)
@@ -47,7 +39,7 @@ def test_what_a_batch_has(sliced: Make) -> None:
         flag = batch["next", name]
         assert (flag.shape, flag.dtype) == ((12, 1), torch.bool)
     assert torch.equal(batch["t"], batch["index"])
-    assert all(w == list(range(w[0], w[0] + 4)) for w in _windows(batch))
+    assert all(w == list(range(w[0], w[0] + 4)) for w in windows_of(batch))
 
 
 def test_number_of_slices_instead_of_their_length(sliced: Make) -> None:
@@ -86,26 +78,28 @@ def test_flags_are_of_one_shape(flags: str, sliced: Make, rows: Callable[..., An
 
 
 @pytest.mark.pitfall("BD1")
-def test_truncation_ends_an_episode(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_truncation_ends_an_episode(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     data = rows([5, 5])
     data["next", "truncated"] = data["next", "done"]
     data["next", "done"] = torch.zeros(10, dtype=torch.bool)
     data["next", "terminated"] = torch.zeros(10, dtype=torch.bool)
     rb = sliced(data, slice_len=5)
-    starts = {w[0] for w in _windows(rb.sample(5 * 1000))}
+    starts = {w[0] for w in windows_of(rb.sample(5 * 1000))}
     assert starts == {0, 5}
     rb = sliced(data, slice_len=3)
-    assert {w[0] for w in _windows(rb.sample(3 * 1000))} == {0, 1, 2, 5, 6, 7}
+    assert {w[0] for w in windows_of(rb.sample(3 * 1000))} == {0, 1, 2, 5, 6, 7}
 
 
 @pytest.mark.pitfall("BD2")
-def test_numbers_that_start_again_do_not_merge(sliced: Make) -> None:
+def test_numbers_that_start_again_do_not_merge(sliced: Make, windows_of: Windows) -> None:
     seed = torch.arange(3).repeat_interleave(20)
     episode = torch.arange(4).repeat_interleave(5).repeat(3)
     data = TensorDict({"t": torch.arange(60), "seed": seed, "episode": episode}, [60])
     rb = sliced(data, slice_len=5)
     batch = rb.sample(5 * 600)
-    assert {w[0] for w in _windows(batch)} == set(range(0, 60, 5))
+    assert {w[0] for w in windows_of(batch)} == set(range(0, 60, 5))
     pairs = (batch["seed"] * 4 + batch["episode"]).reshape(-1, 5)
     assert (pairs == pairs[:, :1]).all()
 
@@ -127,7 +121,7 @@ def test_interleaved_streams_are_refused_with_what_there_is(sliced: Make) -> Non
     assert (batch["t"].reshape(-1, 3).diff(dim=1) == 4).all()
 
 
-def test_keys_of_ones_own(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_keys_of_ones_own(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
     data = rows([10])
     data["life"] = torch.arange(10) // 4
     data["next", "lost"] = torch.arange(10) == 5
@@ -140,11 +134,13 @@ def test_keys_of_ones_own(sliced: Make, rows: Callable[..., Any]) -> None:
     ]
     for options, expected in known:
         rb = sliced(data, slice_len=3, **options)
-        assert {w[0] for w in _windows(rb.sample(900))} == expected, options
+        assert {w[0] for w in windows_of(rb.sample(900))} == expected, options
 
 
 @pytest.mark.pitfall("BD18")
-def test_columns_that_are_not_there_are_an_error(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_columns_that_are_not_there_are_an_error(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     for options in ({"end_key": "lost"}, {"end_keys": ["a", "b"]}, {"traj_key": "life"}):
         rb = sliced([5, 5], slice_len=2, **options)
         assert not rb.can_sample(4)
@@ -155,40 +151,44 @@ def test_columns_that_are_not_there_are_an_error(sliced: Make, rows: Callable[..
         rb.sample(4)
     # Of several flags those that are not there are left out.
     rb = sliced([5, 5], slice_len=5, end_keys=["lost", ("next", "done")])
-    assert {w[0] for w in _windows(rb.sample(100))} == {0, 5}
+    assert {w[0] for w in windows_of(rb.sample(100))} == {0, 5}
 
 
 @pytest.mark.pitfall("BD15")
 def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given(
-    sliced: Make, rows: Callable[..., Any]
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
     rb = sliced((), 20, slice_len=5)
     sampler = rb.sampler
     assert not rb.can_sample(5)
     rb.extend(rows([5, 5]))
-    assert {w[0] for w in _windows(rb.sample(500))} == {0, 5}
+    assert {w[0] for w in windows_of(rb.sample(500))} == {0, 5}
     ids = TensorDict({"t": torch.arange(12), "episode": torch.arange(12) // 6}, [12])
     other = ReplayBuffer(storage=LazyTensorStorage(12))
     other.extend(ids)
     rb.set_sampler(SliceSampler(slice_len=2))
     other.set_sampler(sampler)
-    assert {w[0] for w in _windows(other.sample(500))} == {0, 1, 6, 7}
+    assert {w[0] for w in windows_of(other.sample(500))} == {0, 1, 6, 7}
 
 
 @pytest.mark.pitfall("BD16")
-def test_edits_of_flags_are_seen(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_edits_of_flags_are_seen(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     rb = sliced(rows([10], open_=True), slice_len=5)
-    assert {w[0] for w in _windows(rb.sample(500))} == set(range(6))
+    assert {w[0] for w in windows_of(rb.sample(500))} == set(range(6))
     rb.set_at_(("next", "done"), torch.tensor([[True]]), torch.tensor([4]))
-    assert {w[0] for w in _windows(rb.sample(500))} == {0, 5}
+    assert {w[0] for w in windows_of(rb.sample(500))} == {0, 5}
 
 
-def test_ids_of_a_static_tensor(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_ids_of_a_static_tensor(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     ends = torch.zeros(10, dtype=torch.bool)
     ends[[3, 9]] = True
     for options in ({"ends": ends}, {"trajectories": torch.tensor([7] * 4 + [2] * 6)}):
         rb = sliced(rows([5, 5]), slice_len=4, **options)
-        assert {w[0] for w in _windows(rb.sample(400))} == {0, 4, 5, 6}
+        assert {w[0] for w in windows_of(rb.sample(400))} == {0, 4, 5, 6}
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_windows_of_long_and_short_episodes(
 @pytest.mark.pitfall("BD11")
 @pytest.mark.parametrize("left", [False, True, 0, 2])
 @pytest.mark.parametrize("right", [False, True, 0, 2])
-def test_slices_that_hang_over(left: Any, right: Any, sliced: Make) -> None:
+def test_slices_that_hang_over(left: Any, right: Any, sliced: Make, windows_of: Windows) -> None:
     length = 4
     rb = sliced([4, 9], slice_len=length, span=(left, right))
     low = length - max(length - 1 if s is True else int(s) for s in (left, right))
@@ -220,28 +220,28 @@ def test_slices_that_hang_over(left: Any, right: Any, sliced: Make) -> None:
             expected.add((first + max(s, 0), first + min(s + length, n)))
     seen = set()
     batch = rb.sample(length * 10_000)
-    for window in _windows(batch):
+    for window in windows_of(batch):
         assert low <= len(window) <= length
         seen.add((window[0], window[-1] + 1))
     assert seen == expected
     assert batch["next", "done"].sum() == 10_000
 
 
-def test_short_episodes_where_they_are_welcome(sliced: Make) -> None:
+def test_short_episodes_where_they_are_welcome(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([2, 6], slice_len=4, strict_length=False)
-    windows = _windows(rb.sample(4 * 1000))
+    windows = windows_of(rb.sample(4 * 1000))
     assert {(w[0], len(w)) for w in windows} == {(0, 2), (2, 4), (3, 4), (4, 4)}
     short = sum(len(w) == 2 for w in windows)
     assert 190 < short < 310
 
 
 @pytest.mark.pitfall("BD19")
-def test_strict_slices_are_always_full(sliced: Make) -> None:
+def test_strict_slices_are_always_full(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([2, 6, 3, 4], slice_len=4)
     for _ in range(50):
         batch = rb.sample(20)
         assert len(batch) == 20
-        assert {len(w) for w in _windows(batch)} == {4}
+        assert {len(w) for w in windows_of(batch)} == {4}
     padded = sliced([2, 6, 3, 4], slice_len=4, strict_length=False, pad_output=True).sample(20)
     assert len(padded) == 20
     assert ("collector", "mask") in padded.keys(True)
@@ -292,12 +292,12 @@ def test_all_lanes_or_none(sliced: Make, rows: Callable[..., Any]) -> None:
         rb.sample(9)
 
 
-def test_draws_without_replacement(sliced: Make) -> None:
+def test_draws_without_replacement(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([3, 4], slice_len=2, draw="without_replacement")
     for _ in range(20):
-        assert sorted(w[0] for w in _windows(rb.sample(10))) == [0, 1, 3, 4, 5]
+        assert sorted(w[0] for w in windows_of(rb.sample(10))) == [0, 1, 3, 4, 5]
     with pytest.raises(NotEnoughData, match="6 slices of 2 rows, got 5 windows"):
         rb.sample(12)
     assert not rb.can_sample(12)
     rb = sliced([3, 4], slice_len=2, draw="without_replacement", allow_short=True)
-    assert sorted(w[0] for w in _windows(rb.sample(12))) == [0, 1, 3, 4, 5]
+    assert sorted(w[0] for w in windows_of(rb.sample(12))) == [0, 1, 3, 4, 5]

@@ -24,15 +24,7 @@ from replaykit.storages.columns import Columns
 from replaykit.transforms import HistoryTransform
 
 Make = Callable[..., ReplayBuffer]
-
-
-def _windows(batch: TensorDict) -> list[list[int]]:
-    """Values of ``t``, window by window."""
-    ids = batch["sequence_id"].tolist()
-    windows: list[list[int]] = [[] for _ in range(max(ids) + 1)]
-    for number, t in zip(ids, batch["t"].tolist(), strict=True):
-        windows[number].append(t)
-    return windows
+Windows = Callable[[TensorDict], list[list[int]]]
 
 
 # -- rings -----------------------------------------------------------------------------------------
@@ -42,7 +34,7 @@ def _windows(batch: TensorDict) -> list[list[int]]:
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize("more", [0, 1, 9])
 def test_slices_of_a_full_ring(
-    more: int, without: bool, sliced: Make, rows: Callable[..., Any]
+    more: int, without: bool, sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
     """At the capacity, one more, and after a whole turn less one."""
     rb = sliced(rows([4, 4, 4], open_=True)[:10], 10, slice_len=2)
@@ -56,24 +48,26 @@ def test_slices_of_a_full_ring(
     seen = set()
     for _ in range(60):
         batch = rb.sample(6)
-        for window in _windows(batch):
+        for window in windows_of(batch):
             assert window[1] == window[0] + 1
             seen.add(window[0])
         assert torch.equal(batch["index"], batch["t"] % 10)
     assert seen == expected
 
 
-def test_windows_wrap_but_do_not_cross_the_seam(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_windows_wrap_but_do_not_cross_the_seam(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     rb = sliced(rows([30], open_=True)[:14], 10, slice_len=4)
     batch = rb.sample(4 * 400)
-    assert {w[0] for w in _windows(batch)} == set(range(4, 11))
+    assert {w[0] for w in windows_of(batch)} == set(range(4, 11))
     assert [8, 9, 0, 1] in batch["index"].reshape(-1, 4).tolist()
 
 
 @pytest.mark.pitfall("BD3")
 @pytest.mark.parametrize("way", ["dumps", "state_dict"])
 def test_the_seam_survives_a_checkpoint(
-    way: str, tmp_path: Any, sliced: Make, rows: Callable[..., Any]
+    way: str, tmp_path: Any, sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
     rb = sliced(rows([40], open_=True)[:17], 10, slice_len=3)
     other = sliced((), 10, slice_len=3)
@@ -83,29 +77,31 @@ def test_the_seam_survives_a_checkpoint(
     else:
         other.load_state_dict(rb.state_dict())
     for _ in range(2):
-        windows = _windows(other.sample(3 * 300))
+        windows = windows_of(other.sample(3 * 300))
         assert all(w == [w[0], w[0] + 1, w[0] + 2] for w in windows)
         assert {w[0] for w in windows} >= set(range(10, 15))
         other.extend(rows([40], open_=True)[17:20])
 
 
-def test_lanes_of_a_storage(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_lanes_of_a_storage(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
     data = torch.stack([rows([3, 5]), rows([8], start=100)], 0)
     rb = sliced(data, slice_len=3, ndim=2)
     batch = rb.sample(3 * 500)
-    assert {w[0] for w in _windows(batch)} == {0, 3, 4, 5, *range(100, 106)}
+    assert {w[0] for w in windows_of(batch)} == {0, 3, 4, 5, *range(100, 106)}
     lane = batch["index"][:, 1].reshape(-1, 3)
     assert (lane == lane[:, :1]).all()
     assert torch.equal(batch["t"] // 100, batch["index"][:, 1])
 
 
-def test_after_all_rows_are_gone(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_after_all_rows_are_gone(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     rb = sliced([5, 5], slice_len=3)
     rb.empty()
     with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\."):
         rb.sample(3)
     rb.extend(rows([4], start=50))
-    assert {w[0] for w in _windows(rb.sample(90))} == {50, 51}
+    assert {w[0] for w in windows_of(rb.sample(90))} == {50, 51}
 
 
 # -- what transforms need --------------------------------------------------------------------------
@@ -140,6 +136,7 @@ def test_rows_around_that_transforms_need(
     options: dict[str, Any],
     sliced: Make,
     rows: Callable[..., Any],
+    windows_of: Windows,
 ) -> None:
     """Rows 2..13 are stored: the first episode has lost its head, the last one is open."""
     data = rows([6, 4, 4])  # 0..5, 6..9, 10..13
@@ -147,9 +144,9 @@ def test_rows_around_that_transforms_need(
     rb = sliced(data[:12], 12, slice_len=3, **options)
     rb.extend(data[12:])
     rb.append_transform(_Needing(**needs))
-    assert {w[0] for w in _windows(rb.sample(3 * 300))} == expected
+    assert {w[0] for w in windows_of(rb.sample(3 * 300))} == expected
     rb.set_sampler(SliceSampler(slice_len=3, draw="sequential", stride=1))
-    assert {w[0] for w in _windows(rb.sample(3 * len(expected)))} == expected
+    assert {w[0] for w in windows_of(rb.sample(3 * len(expected)))} == expected
 
 
 def test_needs_that_no_row_meets(sliced: Make, rows: Callable[..., Any]) -> None:
@@ -231,19 +228,19 @@ def test_other_content_is_refused() -> None:
         rb.sample(2)
 
 
-def test_mapped_storage(tmp_path: Any, rows: Callable[..., Any]) -> None:
+def test_mapped_storage(tmp_path: Any, rows: Callable[..., Any], windows_of: Windows) -> None:
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(10, scratch_dir=tmp_path), sampler=SliceSampler(slice_len=3)
     )
     rb.extend(rows([4, 10])[:13])
-    assert {w[0] for w in _windows(rb.sample(300))} == {4, 5, 6, 7, 8, 9, 10}
+    assert {w[0] for w in windows_of(rb.sample(300))} == {4, 5, 6, 7, 8, 9, 10}
 
 
 @pytest.mark.pitfall("BD20")
-def test_slices_from_the_starts_of_episodes(sliced: Make) -> None:
+def test_slices_from_the_starts_of_episodes(sliced: Make, windows_of: Windows) -> None:
     """The recipe: sequential draws, a stride as long as any episode."""
     rb = sliced([4, 9, 6], slice_len=3, draw="sequential", stride=100)
-    assert [w[0] for w in _windows(rb.sample(9))] == [0, 4, 13]
+    assert [w[0] for w in windows_of(rb.sample(9))] == [0, 4, 13]
 
 
 def test_replacement_makes_the_other_class() -> None:

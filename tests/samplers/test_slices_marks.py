@@ -16,15 +16,7 @@ from replaykit import (
 )
 
 Make = Callable[..., ReplayBuffer]
-
-
-def _windows(batch: TensorDict) -> list[list[int]]:
-    """Values of ``t``, window by window."""
-    ids = batch["sequence_id"].tolist()
-    windows: list[list[int]] = [[] for _ in range(max(ids) + 1)]
-    for number, t in zip(ids, batch["t"].tolist(), strict=True):
-        windows[number].append(t)
-    return windows
+Windows = Callable[[TensorDict], list[list[int]]]
 
 
 # -- marks -----------------------------------------------------------------------------------------
@@ -78,7 +70,7 @@ def test_marks_of_data_without_flags(sliced: Make) -> None:
     assert torch.equal(batch["next", "done"], last)
 
 
-def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
     data = rows([5, 5])
     data["is_init"] = (torch.arange(10) % 5 == 0).unsqueeze(-1)
     batch = sliced(data, slice_len=3).sample(30)
