@@ -116,6 +116,7 @@ NB_MODULE(_core, m) {
   replaykit::bind_episodes(m);
   replaykit::bind_followed(m);
   replaykit::bind_ledger(m);
+  replaykit::bind_marks(m);
   replaykit::bind_relabel(m);
   replaykit::bind_rows(m);
 }

@@ -9,6 +9,7 @@ void bind_ahead(nanobind::module_& m);
 void bind_episodes(nanobind::module_& m);
 void bind_followed(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
+void bind_marks(nanobind::module_& m);
 void bind_relabel(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_trees(nanobind::module_& m);

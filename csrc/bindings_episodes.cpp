@@ -327,6 +327,34 @@ void replaykit::bind_episodes(nb::module_& m) {
              }
            },
            "Writes the elements of single rows by their number.")
+      .def("slices",
+           [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
+              std::int64_t past, std::int64_t open_future, int closed, int intact,
+              nb::handle number, std::int64_t length, nb::handle element, nb::handle window) {
+             const Array numbers(number, "number", Array::kInt64, 1);
+             const std::int64_t n = numbers.size();
+             if (length < 1 || length > self.episodes.slots()) {
+               throw nb::value_error(("expected windows of 1 to " +
+                                      std::to_string(self.episodes.slots()) + " rows, got " +
+                                      std::to_string(length)).c_str());
+             }
+             const Array elements(element, "element", Array::kInt64, 1, true);
+             const Array windows(window, "window", Array::kInt64, 1, true);
+             check_length("element", elements.size(), n * length);
+             check_length("window", windows.size(), n * length);
+             const EpisodeSums& sums =
+                 self.sums(least, add, below, past, open_future, closed, intact, kWindows);
+             const std::int64_t wrong = unlocked(4 * n + n * length, [&] {
+               return sums.slices(self.episodes, numbers.numbers(), n, length, elements.out(),
+                                  windows.out());
+             });
+             if (wrong != n) {
+               throw nb::index_error(("expected numbers in [0, " + std::to_string(sums.total()) +
+                                      ") of windows of " + std::to_string(length) + " rows, got " +
+                                      std::to_string(numbers.numbers()[wrong])).c_str());
+             }
+           },
+           "Writes the elements of windows by their number, and the place of each one's window.")
       .def("nbytes",
            [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
            "Bytes that the index takes.");

@@ -113,6 +113,28 @@ class EpisodeSums {
     return wrong;
   }
 
+  // Elements of windows of `length` rows by number, one window after another, and at each the place
+  // of its window among the numbers. Returns the place of the first number that is none, or whose
+  // window has fewer rows; else n.
+  std::int64_t slices(const Episodes& of, Numbers number, std::int64_t n, std::int64_t length,
+                      std::int64_t* element, std::int64_t* window) const {
+    const std::int64_t slots = of.slots(), lanes = of.lanes();
+    std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
+    const std::int64_t found = find(of, number, n, all.data());
+    for (std::int64_t i = 0; i < found; ++i) {
+      const std::int64_t lane = all[i], base = all[n + i], rows = all[2 * n + i];
+      const std::int64_t rest = all[4 * n + i];
+      if (length > rows - rest) return i;
+      std::int64_t slot = (base + rest) % slots;
+      for (std::int64_t step = 0; step < length; ++step) {
+        *element++ = slot * lanes + lane;
+        *window++ = i;
+        if (++slot == slots) slot = 0;
+      }
+    }
+    return found;
+  }
+
  private:
   static constexpr std::int64_t kBatch = 16;
 

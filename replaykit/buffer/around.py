@@ -216,10 +216,10 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
     order; not of those that read what a transform before them makes of whole episodes."""
     around = prepared.around
     around.relabels = []
-    for position, transform in enumerate(chain):
+    for position, transform in chain.readers:
         if position:
-            around.rows = None
-        if position < start or not isinstance(transform, HistoryTransform):
+            around.rows = None  # somebody before it has seen them
+        if position < start:
             continue
         if transform.edits_episodes:
             around.later = list(chain)[position + 1 :]

@@ -332,16 +332,19 @@ class Sampling(BufferCore):
             data = drawn.sampler.complete(data, info)
         if drawn.collate is not None:
             data = drawn.collate(data)
-        if len(self._chain):
+        marked = len(info) > 1
+        if marked and len(self._chain):
             data = with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
-            # What was made of the rows, not what was read.
-            changes = chain.changes
-            markers = {
-                key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
-            }
-            data = apply_all(chain, with_markers(data, markers), prepared)
+            if marked:
+                # What was made of the rows, not what was read.
+                changes = chain.changes
+                markers = {
+                    key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
+                }
+                data = with_markers(data, markers)
+            data = apply_all(chain, data, prepared)
         elif len(self._chain):
             data = self._chain.forward(data)
         if self._contiguous:

@@ -391,6 +391,11 @@ class EpisodeIndex:
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return self._ring.find(law, kind, number)
 
+    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+        """Elements of windows of ``length`` rows by number, one window after another, and the place
+        of each one's window among the numbers: ``find`` and ``element`` in one."""
+        return self._ring.slices(law, number, length)
+
     def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
         """Bool ``[K]``: whether windows of a law may start with these stored rows.
 

@@ -232,6 +232,15 @@ class InterleavedIndex(StreamWrites):
         """Looks windows up by number: lanes in order, in a lane in the order of time."""
         return Windows(*self._streams.sums(law, kind).find(number))
 
+    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+        """Elements of windows of ``length`` rows by number, one window after another, and the place
+        of each one's window among the numbers: ``find`` and ``element`` in one."""
+        found = self.find(law, WINDOWS, number)
+        time = (found.base + found.rest)[:, None] + np.arange(length)
+        lane = np.repeat(found.lane, length)
+        window = np.repeat(np.arange(len(number)), length)
+        return self.element(time.reshape(-1), lane), window
+
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
         return self._streams.table()

@@ -82,6 +82,7 @@ class NativeRing:
         self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
         self._note = made.append_columns
         self._around, self._pick, self._total = made.around, made.pick, made.total
+        self._slices = made.slices
         # Columns that rows were noted from: as the core takes them, or None where it cannot.
         self._bound: BoundColumns | None = None
         self._columns: Any = None
@@ -245,6 +246,14 @@ class NativeRing:
         out = np.empty((1, len(number)), np.int64)
         self._pick(*law.key(), kind, number, out)
         return out[0]
+
+    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+        """Elements of windows of ``length`` rows by number, one window after another, and the place
+        of each one's window among the numbers."""
+        rows = len(number) * length
+        element, window = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        self._slices(*law.key(), number, length, element, window)
+        return element, window
 
 
 def _cells(tensor: torch.Tensor, ndim: int) -> tuple[int | None, int]:

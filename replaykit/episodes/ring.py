@@ -15,7 +15,7 @@ from replaykit.episodes.codes import (
     SEVERED,
     Head,
 )
-from replaykit.episodes.law import EPISODES, ROWS, CountLaw
+from replaykit.episodes.law import EPISODES, ROWS, WINDOWS, CountLaw
 
 __all__ = ["Found", "RingEpisodes", "Table"]
 
@@ -386,6 +386,23 @@ class RingEpisodes:
         """Elements of single rows by their number: what ``find`` says, in the ring."""
         found = self.find(law, kind, number)
         return (found.base + found.rest) % self.slots * self.lanes + found.lane
+
+    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+        """Elements of windows of ``length`` rows by number, one window after another, and the place
+        of each one's window among the numbers."""
+        if not 1 <= length <= self.slots:
+            raise ValueError(f"expected windows of 1 to {self.slots} rows, got {length}")
+        found = self.find(law, WINDOWS, number)
+        short = np.nonzero(length > found.rows - found.rest)[0]
+        if len(short):
+            total = int(self.totals(law, WINDOWS).sum())
+            raise IndexError(
+                f"expected numbers in [0, {total}) of windows of {length} rows, got "
+                f"{number[short[0]]}"
+            )
+        first = (found.base + found.rest)[:, None]
+        element = (first + np.arange(length)) % self.slots * self.lanes + found.lane[:, None]
+        return element.reshape(-1), np.repeat(np.arange(len(number)), length)
 
     def longest(self) -> int:
         """Rows of the longest stored part of an episode; 0 without rows. Cost: O(episodes)."""

@@ -10,7 +10,7 @@ import torch
 from replaykit.episodes import Windows
 from replaykit.samplers.measures import Anchors, PerLane
 
-__all__ = ["DRAWS", "iid", "stratified", "uniform", "without_replacement"]
+__all__ = ["DRAWS", "iid", "integers", "stratified", "uniform", "without_replacement"]
 
 Array = np.ndarray[Any, Any]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
+from replaykit import native
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
 from replaykit.schema import Schema
 from replaykit.structure import Path
@@ -19,10 +20,9 @@ MASK = ("collector", "mask")
 
 _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _IS_INIT: Path = ("is_init",)
-_REMEMBERED: Final = 1 << 16
-"""Rows of a batch up to which its windows are compared with those of the one before."""
-
 _END, _TRUNCATED, _TERMINATED = range(3)
+
+_CPU = torch.device("cpu")
 
 
 class Markers:
@@ -50,9 +50,9 @@ class Markers:
     ) -> None:
         self.pad_value = pad_value
         self._checked: Schema | None = None
-        self._known: tuple[bytes, Any] | None = None
         self._read: dict[Path, list[tuple[str, int]]] = {}
         self._keys: tuple[Any, Any, Any] | None = None
+        self._model: torch.Tensor | None = None
         if truncated_key is None:
             return
         truncated = unravel(truncated_key)
@@ -104,12 +104,17 @@ class Markers:
             return rows
         mask = info.get(MASK)
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
+        core = None if mask is not None or not window.is_cpu else native.core()
+        if core is not None and self._by_core(core, rows, window, info):
+            stored = lookup(rows, _IS_INIT)
+            if isinstance(stored, torch.Tensor):
+                info["is_init"] = _tensor(_edge(_array(window), None, last=False) | _flag(stored))
+            return rows
         number = _array(window)
-        simple = mask is None and isinstance(number, np.ndarray)
         real = None if mask is None else _array(mask.unsqueeze(-1))
         if self._keys is not None:
             end, truncated, terminated = self._flags(rows)
-            last = self._last(number) if simple else _edge(number, real, last=True)
+            last = _edge(number, real, last=True)
             end = last & ~last if end is None else end
             done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
@@ -129,15 +134,36 @@ class Markers:
             self._blank(rows, ~mask)
         return rows
 
-    def _last(self, window: Any) -> Any:
-        """The last rows of windows; most batches have windows as those before."""
-        if len(window) > _REMEMBERED:
-            return _edge(window, None, last=True)
-        content = window.tobytes()
-        known = self._known
-        if known is None or known[0] != content:
-            known = self._known = content, _edge(window, None, last=True)
-        return known[1]
+    def _by_core(self, core: Any, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
+        """Adds the flags of rows by one call of the core; False where that cannot read them."""
+        if self._keys is None or not window.is_contiguous():
+            return self._keys is None
+        count = len(window)
+        flags: list[int] = []
+        for container, names in self._read.items():
+            inner = lookup(rows, container) if container else rows
+            if type(inner) is not TensorDict:
+                if inner is None:
+                    continue
+                return False
+            leaves = fields_of(inner)
+            for name, meaning in names:
+                leaf = leaves.get(name)
+                if leaf is None:
+                    continue
+                if type(leaf) is not torch.Tensor or leaf.dtype is not torch.bool:
+                    return False
+                if leaf.numel() != count or not leaf.is_cpu:
+                    return False
+                flags += (leaf.data_ptr(), leaf.stride(0), meaning)
+        model = self._model
+        if model is None or len(model) != 3 * count:
+            model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
+        made = torch.empty_like(model)
+        core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())
+        # Memory is shared, as among the leaves of a batch, versions for autograd are not.
+        info |= zip(self._keys, torch.unsafe_split(made, count), strict=True)
+        return True
 
     def _flags(self, rows: Any) -> tuple[Any, Any, Any]:
         """Where episodes end, and which rows are truncated and terminated, bool ``[B, 1]``; None

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from replaykit.episodes import WINDOWS
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
-from replaykit.samplers.eligible import Eligible, eligible_records
+from replaykit.samplers.eligible import Eligible, eligible_records, index_for
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 from replaykit.storages import Storage
 
@@ -48,8 +49,10 @@ class RandomSampler(Sampler):
         count = require_rows(storage)
         self._ran_out = False  # there is no pass; a flag that was set is over
         if self.needs:
-            records = eligible_records(storage, self.needs)
-            if records.require() < count:
+            known = index_for(storage).total(self.needs.single, WINDOWS)
+            if known < count:
+                records = eligible_records(storage, self.needs)
+                records.require()
                 return self._eligible(records, storage, batch_size), {}
         generator, home = self.generator, storage.device
         device = home if generator is None else generator.device

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.episodes import Windows
+from replaykit.episodes import WINDOWS, Windows
 from replaykit.errors import NotEnoughData
-from replaykit.samplers.draws import DRAWS, iid, stratified, without_replacement
+from replaykit.samplers.draws import DRAWS, iid, integers, stratified, without_replacement
 from replaykit.samplers.measures import MEASURES, Anchors
 from replaykit.samplers.sequential import Sequential
 from replaykit.samplers.slice_arguments import (
@@ -160,6 +160,7 @@ class SliceSampler(Sliced):
         elif stride is not None:
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
+        self._plain = measure == "window" and draw == "iid" and recent is None
         # What was counted last, and of which state of the index.
         self._known: Anchors | None = None
         self._version = 0
@@ -176,9 +177,25 @@ class SliceSampler(Sliced):
         """
         with storage.lock:
             self._ran_out = False
+            if self._plain:
+                request = self._slicing.request(storage, batch_size, self.needs)
+                if request.window.whole:
+                    return self._draw_plain(storage, request)
             request, anchors = self._prepare(storage, batch_size)
             found = self._draw(request, anchors)
             return self._slicing.deliver(storage, request, request.window.cut(found))
+
+    def _draw_plain(
+        self, storage: Storage, request: Request
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Independent draws among equally likely windows that have all their rows: the usual case,
+        in fewer steps."""
+        index, law, length = request.episodes, request.law, request.window.length
+        count = index.total(law, WINDOWS)
+        if not count:
+            raise self._slicing.refuse(request, self.needs)
+        number = integers(count, request.slices, self.generator)
+        return self._slicing.hand_out(storage, *index.slices(law, number, length))
 
     def _prepare(self, storage: Storage, batch_size: int) -> tuple[Request, Anchors]:
         """What is asked for and what there is; refuses what cannot be. Draws nothing."""

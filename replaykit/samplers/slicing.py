@@ -20,6 +20,9 @@ from replaykit.storages.indexing import unravel_index
 __all__ = ["Request", "Sliced", "Slicing", "checked_markers", "checked_short"]
 
 
+Array = np.ndarray[Any, Any]
+
+
 class Request(NamedTuple):
     """What a batch asks for: ``slices`` windows of the episodes of ``episodes`` under ``law``."""
 
@@ -106,11 +109,16 @@ class Slicing:
         self, storage: Storage, request: Request, cut: Cut
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """The rows of windows as users see them, and which window each belongs to."""
-        layout = request.window.lay_out(request.episodes, cut)
-        index = torch.from_numpy(layout.element)
-        info: dict[Any, Any] = {SEQUENCE_ID: torch.from_numpy(layout.window)}
-        if layout.mask is not None:
-            info[MASK] = torch.from_numpy(np.ascontiguousarray(layout.mask))
+        return self.hand_out(storage, *request.window.lay_out(request.episodes, cut))
+
+    def hand_out(
+        self, storage: Storage, element: Array, window: Array, mask: Array | None = None
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Elements, windows and mask of rows (see ``Layout``) as users see them."""
+        index = torch.from_numpy(element)
+        info: dict[Any, Any] = {SEQUENCE_ID: torch.from_numpy(window)}
+        if mask is not None:
+            info[MASK] = torch.from_numpy(np.ascontiguousarray(mask))
         if storage.ndim > 1:
             index = unravel_index(index, storage.lanes)
         device = storage.device

@@ -81,6 +81,8 @@ class Window:
         self.filled, self.align = filled, align
         self.plain = not (left or right or below)
         """Whether every window has all its rows."""
+        self.whole = self.plain and not filled
+        """Whether besides nothing is said of padding."""
         self.law = CountLaw(self.least, 1 - length + left + right, below)
         """How many windows an episode has."""
         self._steps = np.arange(length, dtype=np.int64)

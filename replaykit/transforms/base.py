@@ -146,10 +146,18 @@ class Compose(Transform):
     def _take(self, entries: list[_Entry]) -> None:
         """Has these entries from now on; notes what every batch asks of them."""
         self._entries = entries
-        readers = [entry.transform for entry in entries if entry.reads_around]
-        self._reads_around = bool(readers)
-        changes = [getattr(one, "changes", ()) for one in readers]
+        self._readers = [
+            (position, entry.transform)
+            for position, entry in enumerate(entries)
+            if entry.reads_around
+        ]
+        changes = [getattr(one, "changes", ()) for _, one in self._readers]
         self._changes: frozenset[Any] = frozenset().union(*changes)
+
+    @property
+    def readers(self) -> list[tuple[int, Any]]:
+        """Positions of the transforms that read the rows around, and these."""
+        return self._readers
 
     @property
     def changes(self) -> frozenset[Any]:
@@ -170,7 +178,7 @@ class Compose(Transform):
     @property
     def reads_around(self) -> bool:
         """Whether any of them reads other rows than those of the batch."""
-        return self._reads_around
+        return bool(self._readers)
 
     def inv(self, data: Any) -> Any:
         """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""

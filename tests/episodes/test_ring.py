@@ -146,6 +146,27 @@ def assert_same_law(ring: Any, model: Model, law: CountLaw, kind: int) -> None:
     for wrong in (-1, len(flat)):
         with pytest.raises(IndexError):
             ring.pick(law, kind, np.array([wrong]))
+    if kind == WINDOWS:
+        for length in {1, 2, 3, ring.slots} & set(range(1, ring.slots + 1)):
+            assert_same_slices(ring, law, flat, length)
+
+
+def assert_same_slices(ring: Any, law: CountLaw, flat: list[Any], length: int) -> None:
+    fits = [at for at, (_, _, rows, _, rest) in enumerate(flat) if rest + length <= rows]
+    elements = [
+        (base + rest + step) % ring.slots * ring.lanes + lane
+        for lane, base, _, _, rest in (flat[at] for at in fits)
+        for step in range(length)
+    ]
+    element, window = ring.slices(law, np.array(fits, np.int64), length)
+    assert element.tolist() == elements
+    assert window.tolist() == [at for at in range(len(fits)) for _ in range(length)]
+    for wrong in {-1, len(flat), *range(len(flat))} - set(fits):
+        with pytest.raises(IndexError):
+            ring.slices(law, np.array([*fits, wrong], np.int64), length)
+    for wrong in (0, ring.slots + 1):
+        with pytest.raises(ValueError, match=f"got {wrong}"):
+            ring.slices(law, np.array(fits, np.int64), wrong)
 
 
 @st.composite

@@ -140,6 +140,23 @@ void same_windows(const Episodes& episodes, EpisodeLaws& laws, const std::vector
     REQUIRE(picked[static_cast<std::size_t>(i)] ==
             (row[1] + row[4]) % episodes.slots() * episodes.lanes() + row[0]);
   }
+  std::vector<Int> fits;
+  for (Int i = 0; i < n; ++i) {
+    const Int* row = expected.data() + 5 * i;
+    if (row[4] + 2 <= row[2]) fits.push_back(numbers[static_cast<std::size_t>(i)]);
+  }
+  const auto whole = static_cast<Int>(fits.size());
+  std::vector<Int> element(2 * fits.size()), window(2 * fits.size());
+  REQUIRE(sums.slices(episodes, all_of(fits), whole, 2, element.data(), window.data()) == whole);
+  for (Int i = 0; i < whole; ++i) {
+    const Int* row = expected.data() + 5 * fits[static_cast<std::size_t>(i)];
+    for (Int step = 0; step < 2; ++step) {
+      const auto at = static_cast<std::size_t>(2 * i + step);
+      REQUIRE(window[at] == i);
+      REQUIRE(element[at] ==
+              (row[1] + row[4] + step) % episodes.slots() * episodes.lanes() + row[0]);
+    }
+  }
   Int one[5];
   const std::vector<Int> beyond = {n};
   REQUIRE(sums.find(episodes, all_of(beyond), 1, one) == 0);

@@ -1,0 +1,47 @@
+// What a batch of windows says of its rows: where windows and episodes end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace replaykit {
+
+// A flag of every row, a byte each, `stride` bytes apart. Any of them ends an episode.
+struct FlagOfRows {
+  enum Meaning : int { kEnd = 0, kTruncated = 1, kTerminated = 2 };
+  const std::uint8_t* base;
+  std::int64_t stride;
+  int meaning;
+};
+
+// Writes a byte a row of `n`: `done` where an episode or a window ends, `truncated` where a flag
+// says so or only the window ends, `terminated` where a flag says so. Rows of one window have the
+// same number and follow each other. A flag at a time: the columns of a batch lie apart.
+inline void mark_windows(const std::vector<FlagOfRows>& flags, const std::int64_t* window,
+                         std::int64_t n, std::uint8_t* done, std::uint8_t* truncated,
+                         std::uint8_t* terminated) {
+  if (n < 1) return;
+  const auto bytes = static_cast<std::size_t>(n);
+  std::memset(done, 0, bytes);
+  std::memset(truncated, 0, bytes);
+  std::memset(terminated, 0, bytes);
+  for (const FlagOfRows& flag : flags) {
+    std::uint8_t* also = flag.meaning == FlagOfRows::kTruncated    ? truncated
+                         : flag.meaning == FlagOfRows::kTerminated ? terminated
+                                                                   : done;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::uint8_t set = flag.base[i * flag.stride] != 0;
+      done[i] |= set;
+      also[i] |= set;
+    }
+  }
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (i + 1 < n && window[i + 1] == window[i]) continue;
+    truncated[i] |= static_cast<std::uint8_t>(!done[i]);
+    done[i] = 1;
+  }
+}
+
+}  // namespace replaykit
