@@ -13,7 +13,7 @@ from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tenso
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore
 from replaykit.storages import Storage, TensorStorage
-from replaykit.storages.indexing import as_index
+from replaykit.storages.indexing import as_index, elements_at, unravel_index
 from replaykit.structure import flatten, map_leaves
 from replaykit.ted import RESERVED_KEYS, format_key, unravel
 
@@ -60,13 +60,17 @@ class Editing(BufferCore):
             return rows
         if prepared is None:
             return self._chain.forward(_own(rows))
-        chain, found = prepared
-        if single:
-            return apply_all(chain, _own(rows).unsqueeze(0), found)[0]
-        return apply_all(chain, _own(rows), found)
+        chain, found, shape = prepared
+        rows = _own(rows)
+        if len(shape) == 1 or rows.batch_size != shape:
+            return apply_all(chain, rows, found)
+        # Transforms see rows, not the grid in which they are asked for.
+        made = apply_all(chain, rows.reshape(-1) if shape else rows.unsqueeze(0), found)
+        return made.reshape(shape) if shape else made[0]
 
-    def _fetched_at(self, index: Any, storage: Storage) -> tuple[Any, Any] | None:
-        """What transforms that read the rows around need for an index; None without any.
+    def _fetched_at(self, index: Any, storage: Storage) -> tuple[Any, Any, torch.Size] | None:
+        """What transforms that read the rows around need for an index, and the shape that it
+        selects; None without any.
 
         Rows without all that they need are cut short as they are at the beginning of an episode.
         """
@@ -74,15 +78,14 @@ class Editing(BufferCore):
         if not chain.reads_around:
             return None
         if storage.ndim > 1:
-            raise RuntimeError(
-                "transforms that read the rows around work on samples; with lanes rb[...] has no "
-                "order of rows for them, read rb.storage[...] instead"
-            )
-        at = as_index([index] if _is_single(index) else index, len(storage))
-        slots = arange(len(storage))[at]
-        if slots.ndim != 1:
-            raise RuntimeError("transforms that read the rows around take a one-dimensional index")
-        return chain, fetch_all(chain, storage, slots, {}, self._generator)
+            lanes = storage.lanes
+            elements = elements_at(index, storage.ledger.length, lanes, self._layout(storage))
+            cells = unravel_index(elements.reshape(-1), lanes)
+        else:
+            elements = arange(len(storage))[as_index(index, len(storage))]
+            cells = elements.reshape(-1)
+        found = fetch_all(chain, storage, cells, {}, self._generator)
+        return chain, found, elements.shape
 
     @staticmethod
     def _column(rows: Any, key: Any) -> Any:

@@ -17,6 +17,7 @@ __all__ = [
     "check_cells",
     "check_no_hole",
     "check_range",
+    "elements_at",
     "indexed_shape",
     "last_occurrences",
     "ravel",
@@ -152,6 +153,20 @@ def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> 
         coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
         found = found + coordinate[index] * stride
     return found
+
+
+def elements_at(index: Any, rows: int, lanes: torch.Size, time_dim: int) -> torch.Tensor:
+    """Numbers of the elements that an index of ``rows`` time slots of lanes selects, in the shape
+    that it selects, time lying along ``time_dim``: int64.
+
+    Raises:
+        IndexError: rows that are not stored.
+    """
+    shape, strides = [rows, *lanes], [lanes[dim:].numel() for dim in range(len(lanes) + 1)]
+    for part in (shape, strides):
+        part[0], part[time_dim] = part[time_dim], part[0]
+    grid = torch.Size(shape)
+    return selected_elements(as_cells(index, grid)[0], grid, strides)
 
 
 def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:

@@ -9,7 +9,18 @@ import pytest
 import torch
 from tensordict import TensorClass, TensorDict
 
-from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, RoundRobinWriter, TensorStorage
+from replaykit import (
+    Compose,
+    LazyTensorStorage,
+    ListStorage,
+    NStep,
+    PreviousStep,
+    ReplayBuffer,
+    RoundRobinWriter,
+    StackFrames,
+    StepCount,
+    TensorStorage,
+)
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -251,3 +262,66 @@ def test_rows_with_lanes_are_indexed_in_the_layout_that_was_written(
     expected[index] += 100
     buffer[index] = changed
     assert torch.equal(buffer["x"], expected)
+
+
+@pytest.mark.parametrize("lanes", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(None, None, 2),
+        Ellipsis,
+        [1, 0, 1],
+        torch.tensor([[0, 1], [1, 1]]),
+        torch.tensor(1),
+        (0,),
+        (0, 1),
+        (slice(None), -1),
+        (Ellipsis, slice(1, None)),
+        ([1, 0], torch.tensor([0, 1])),
+        (1, 1, 3),
+        (0, [0, 2], slice(None, None, 3)),
+        "mask",
+    ],
+    ids=str,
+)
+def test_transforms_that_read_around_have_every_form_of_an_index(
+    lanes: tuple[int, ...], index: Any
+) -> None:
+    """What they make of a row is the same whichever rows are asked for with it, and in a sample."""
+    shape = torch.Size([*lanes, 7])
+    if isinstance(index, tuple) and len(index) - (Ellipsis in index[:1]) > len(shape):
+        pytest.skip("more parts than dimensions")
+    if not lanes and isinstance(index, tuple):
+        pytest.skip("a flat storage takes no tuples")
+    x = torch.arange(shape.numel()).view(*shape, 1)
+    done = x % 4 == 3
+    after = {"x": x + 1, "reward": x.float(), "done": done}
+    chain = Compose(
+        NStep(2, 0.5), StackFrames("x", 2), PreviousStep([("next", "reward")]), StepCount()
+    )
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(5 * max(1, torch.Size(lanes).numel()), ndim=len(shape)),
+        transform=chain,
+    )
+    buffer.extend(TensorDict({"x": x, "next": after}, shape))
+    rows = buffer[:]
+    assert rows.batch_size == (*lanes, 5)
+    if index == "mask":
+        index = torch.rand(rows.batch_size, generator=torch.Generator().manual_seed(0)) < 0.5
+    elements = torch.arange(rows.numel()).view(rows.batch_size)[index]
+    found, expected = buffer[index], rows[index]
+    assert found.batch_size == elements.shape
+    assert set(found.keys(True, True)) == set(expected.keys(True, True))
+    assert (found == expected).all()
+    sample = buffer.sample(50)
+    at = sample.pop("index")
+    if lanes:  # time comes first in an index, and takes the place of the last lane in what is read
+        at = at.clone()
+        at[:, [0, buffer.dim_extend]] = at[:, [buffer.dim_extend, 0]]
+        same = rows[tuple(at.unbind(-1))]
+    else:
+        same = rows[at]
+    for key in same.keys(True, True):
+        assert sample[key].equal(same[key]), key
