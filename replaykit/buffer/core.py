@@ -86,6 +86,8 @@ class BufferCore:
         self._prefetcher: Prefetcher | None = None
         self._pending: deque[Drawn] = deque()
         self._pass_ended = False
+        # Whether rows that transforms hold back were written before a load.
+        self._restarted = False
         self._closed = False
         self._initialized = False
         self._making = threading.RLock()

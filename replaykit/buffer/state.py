@@ -110,6 +110,10 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     target, rows = _place(buffer, state)
     _check_rows(prepared, state)
     _check_random(prepared, generator)
+    writer_state = state.writer
+    if state.content is not None:
+        # What rows that are left out say of those that are kept is asked before they are gone.
+        writer_state = writer.state_of_kept(state.content, writer_state, rows)
 
     chain_before = copy.deepcopy(buffer._chain.state_dict())
     sampler_before = copy.deepcopy(sampler.state_dict())
@@ -128,8 +132,8 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
             sampler.load_state_dict(sampler_before)
         raise
     buffer._take_prepared()
-    buffer._pass_ended = False
-    writer.restore(state.writer, rows)
+    buffer._pass_ended, buffer._restarted = False, True
+    writer.restore(writer_state, rows)
     continue_draws(prepared, storage)
     _take_generator(buffer, generator)
     # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches

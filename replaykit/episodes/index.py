@@ -272,14 +272,22 @@ class EpisodeIndex:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Returns what does not follow from the rows: where headless episodes began."""
+    def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
+        """Returns what does not follow from the rows: where headless episodes began.
+
+        Args:
+            kept: slots of the rows that will be left of those stored, int64 ``[K]``; None: all.
+        """
         self.sync()
         ring = self._ring
-        if ring.hi == ring.lo or not self._in_order:
+        if ring.hi == ring.lo or not (self._in_order or kept is not None):
             return {"oldest": -1, "begin": [], "head": []}
-        oldest = self._noted - (ring.hi - ring.lo)
-        known = self._heads(ring.lo % self.slots, oldest)
+        slot, oldest = ring.lo % self.slots, self._noted - (ring.hi - ring.lo)
+        if kept is not None:
+            positions = self._storage.ledger.positions(kept)
+            first = int(positions.argmin())
+            slot, oldest = int(kept[first]), int(positions[first])
+        known = self._heads(slot, oldest)
         assert known is not None  # the ring has a row
         return {"oldest": oldest, "begin": known[0].tolist(), "head": known[1].tolist()}
 

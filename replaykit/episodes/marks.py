@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ class CutMarks:
         [3]
     """
 
-    def __init__(self) -> None:
-        self.numbers = np.zeros(0, np.int64)
-        self.codes = np.zeros(0, np.uint8)
+    def __init__(self, numbers: Sequence[int] = (), codes: Sequence[int] = ()) -> None:
+        """Starts with those of rising ``numbers``, each with its code."""
+        self.numbers = np.array(numbers, np.int64)
+        self.codes = np.array(codes, np.uint8)
 
     def add(self, numbers: np.ndarray[Any, Any], code: int, lowest: int) -> None:
         """Adds rows, and forgets those below ``lowest``, which are stored no more."""
@@ -36,6 +38,12 @@ class CutMarks:
         codes = np.concatenate([self.codes[kept], np.full(len(fresh), code, np.uint8)])
         order = np.argsort(numbers, kind="stable")
         self.numbers, self.codes = numbers[order], codes[order]
+
+    def remove(self, numbers: np.ndarray[Any, Any], code: int) -> bool:
+        """Forgets those of some rows that have a code; whether there were any."""
+        gone = np.isin(self.numbers, numbers) & (self.codes == code)
+        self.numbers, self.codes = self.numbers[~gone], self.codes[~gone]
+        return bool(gone.any())
 
     def among(self, low: int, high: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Numbers in ``[low, high)``, rising, and their codes."""

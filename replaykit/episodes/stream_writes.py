@@ -212,18 +212,24 @@ class StreamWrites(EpisodeIndex):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _heads(self) -> Array:  # type: ignore[override]
-        """Of each lane that does not begin with its reset: int64 ``[m, 4]``, the positions of its
-        oldest row and of the first one of that episode, the rows between, ``Head``."""
+    def _heads(self, slots: Array) -> Array:  # type: ignore[override]
+        """Of each of some rows that is not the reset of its episode: int64 ``[m, 4]``, its position
+        and that of the first row of the episode, the rows between, ``Head``."""
         streams = self._streams
-        lane, order = streams.lane, streams.order
-        one = streams.at(order, lane.first[order])
-        slots = torch.from_numpy(streams.slot(lane.lo[order], order))
-        oldest = self._storage.ledger.positions(slots).numpy()
-        gone = np.maximum(lane.lo[order] - streams.episode.begin[one], 0)
+        time, record = streams.place(slots)
+        one = streams.owner(time, record)
+        position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
+        gone = time - streams.episode.begin[one]
         head = streams.episode.head[one].astype(np.int64)
-        found = np.stack([oldest, streams.episode.position[one], gone, head], 1)
+        found = np.stack([position, streams.episode.position[one], gone, head], 1)
         return found[(gone > 0) | (head != int(Head.RESET))]
+
+    def _oldest_of(self, kept: torch.Tensor) -> Array:
+        """The oldest ones of some rows of each lane, as slots."""
+        slots = kept.numpy()
+        slots = slots[np.argsort(self._storage.ledger.positions(kept).numpy(), kind="stable")]
+        _, first = np.unique(self._streams.place(slots)[1], return_index=True)
+        return np.asarray(slots[first])
 
     def _restore(self, old: StreamEpisodes, noted: int) -> None:
         """Takes over how lanes began: from streams with which rows below a position were noted, or
@@ -246,16 +252,12 @@ class StreamWrites(EpisodeIndex):
             was = old.owner(time, record)
             gone = time - old.episode.begin[was]
             known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
-        else:
-            lost = position < self._storage.indexes.cut_below()
-            if saved := self._storage.indexes.saved_streams():
-                given = np.array(saved, np.int64)
-                given = given[np.argsort(given[:, 0], kind="stable")]
-                at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
-                same = np.flatnonzero(given[at, 0] == position)
-                known[same] = given[at[same]]
-                lost[same] = False
-            known[lost, 1], known[lost, 3] = position[lost], int(Head.CUT)
+        elif saved := self._storage.indexes.saved_streams():
+            given = np.array(saved, np.int64)
+            given = given[np.argsort(given[:, 0], kind="stable")]
+            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+            same = np.flatnonzero(given[at, 0] == position)
+            known[same] = given[at[same]]
         # A row that is stored as the first of its episode has nothing to be told but its head.
         told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
         one, known = one[told], known[told]
@@ -263,8 +265,11 @@ class StreamWrites(EpisodeIndex):
         episode.position[one], episode.head[one] = known[:, 1], known[:, 3]
         streams.version += 1
 
-    def state(self) -> dict[str, Any]:
-        """Returns what does not follow from the rows: how lanes began."""
+    def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
+        """Returns what does not follow from the rows: how lanes began; ``kept`` as for every
+        index."""
         self.sync()
-        streams = self._heads().tolist() if self.lanes else []
+        lane, order = self._streams.lane, self._streams.order
+        first = self._streams.slot(lane.lo[order], order) if kept is None else self._oldest_of(kept)
+        streams = self._heads(first).tolist() if self.lanes else []
         return {"oldest": -1, "begin": [], "head": [], "streams": streams}

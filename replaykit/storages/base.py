@@ -267,6 +267,10 @@ class Storage(ABC):
             "storage"
         )
 
+    def resume(self, *, over: bool) -> None:
+        """Told that rows come that were written before the restart after which the storage was
+        loaded: what that has ended goes on. ``over``: that they have come. The lock is held."""
+
     def lanes_named(self, lane: Any) -> Any:
         """Lanes by number, one or several, as bool ``[lanes]``; None: all of them.
 
@@ -285,6 +289,21 @@ class Storage(ABC):
     def episode_state(self) -> dict[str, Any] | None:
         """What is known of episodes and does not follow from the rows; None: nothing."""
         return None
+
+    def episodes_of_kept(
+        self,
+        content: Content,
+        state: dict[str, Any] | None,
+        old: Ledger,
+        rows: torch.Tensor | None,
+    ) -> dict[str, Any] | None:
+        """The state for ``restore_episodes`` where of checked content some rows are left out.
+
+        Args:
+            state: what ``episode_state`` gave of all of them, checked.
+            old, rows: as for ``restore_episodes``.
+        """
+        return state
 
     def restore_episodes(
         self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
@@ -402,6 +421,7 @@ def restore_rows(
     if slots != state["slots"]:
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))
+    episodes = storage.episodes_of_kept(content, episodes, saved, rows)
     storage.load_content(content, target, rows)
     storage.ledger.restore(state, rows)
     storage.restore_episodes(episodes, saved, rows)

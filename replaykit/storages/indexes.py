@@ -35,8 +35,9 @@ class EpisodeIndexes:
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
         self.marks = CutMarks()
-        # Whether columns were edited, and the rows are not noted anew yet for all that is known.
-        self.stale = False
+        # Whether there may be stored rows that are not noted as they are: their columns were
+        # edited, or they came otherwise than by a write.
+        self.stale = True
         self._main: EpisodeIndex | None = None
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
             weakref.WeakValueDictionary()
@@ -107,6 +108,8 @@ class EpisodeIndexes:
         self.stale = False
         for index in self._live():
             index.sync()
+        if self._main is None and self.storage.ledger.length and self._is_kept():
+            self._main = self._made(_DEFAULT)
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         storage = self.storage
@@ -127,28 +130,44 @@ class EpisodeIndexes:
 
     def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
-        storage = self.storage
-        ledger = storage.ledger
+        ledger = self.storage.ledger
         if not ledger.length:
             return
-        count = storage.lanes.numel()
+        chosen, newest = self._newest(lanes)
+        lowest = 0
+        if ledger.in_order:
+            lowest = (ledger.next_position - ledger.slots) * self.storage.lanes.numel()
+        if isinstance(self._main, InterleavedIndex) and ledger.by_stream:
+            lowest = self._main.oldest()
+        self.marks.add(newest, code, lowest)
+        for index in self._live():
+            index.close(chosen, code)
+
+    def reopen(self) -> None:
+        """Takes back that a restart has ended what is newest: rows come that were written before
+        it. One pass over the columns that bound episodes."""
+        if not self.storage.ledger.length:
+            return
+        _, newest = self._newest(None)
+        if self.marks.remove(newest, RESTORED):
+            self.stale = True
+            for index in self._live():
+                index.edited()
+
+    def _newest(self, lanes: Array | None) -> tuple[Array, Array]:
+        """Lanes, all of them for None, and the numbers of their newest rows, rising; all that was
+        written is noted."""
+        storage = self.storage
+        ledger, count = storage.ledger, storage.lanes.numel()
         main = None if storage.lane_key is None else self.of()
-        live = self._live()
-        for index in live:
+        for index in self._live():
             index.sync()
         if isinstance(main, InterleavedIndex):
             chosen = np.ones(main.lanes, bool) if lanes is None else lanes
-            cut = np.sort(main.newest(chosen))
-        else:
-            chosen = np.ones(count, bool) if lanes is None else lanes
-            newest = int(ledger.positions(ledger.write_order()[-1:]))
-            cut = newest * count + np.nonzero(chosen)[0]
-        lowest = (ledger.next_position - ledger.slots) * count if ledger.in_order else 0
-        if isinstance(main, InterleavedIndex) and ledger.by_stream:
-            lowest = main.oldest()
-        self.marks.add(cut, code, lowest)
-        for index in live:
-            index.close(chosen, code)
+            return chosen, np.sort(main.newest(chosen))
+        chosen = np.ones(count, bool) if lanes is None else lanes
+        position = int(ledger.positions(ledger.write_order()[-1:]))
+        return chosen, position * count + np.nonzero(chosen)[0]
 
     def _live(self) -> list[EpisodeIndex]:
         main = [] if self._main is None else [self._main]
@@ -214,7 +233,7 @@ class EpisodeIndexes:
             rows: as for ``Ledger.restore``.
             restarted: whether what was open ends here: nothing spans a restart.
         """
-        self._main = None
+        self._main, self.stale = None, True
         self._others.clear()
         self.marks = CutMarks()
         storage = self.storage
@@ -248,7 +267,6 @@ class EpisodeIndexes:
                     "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
                     "head": heads["head"] if fits else [],
                     "streams": streams.tolist(),
-                    "cut_below": ledger.next_position if ledger.length < old.length else 0,
                 }
         self._saved = heads
         if restarted and ledger.length:
@@ -261,11 +279,6 @@ class EpisodeIndexes:
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""
         return [] if self._saved is None else self._saved.get("streams", [])
-
-    def cut_below(self) -> int:
-        """Below which position rows came with a load that left others out, so that nobody knows
-        what came before the first ones of streams of which it does not say more; 0: none."""
-        return 0 if self._saved is None else int(self._saved.get("cut_below", 0))
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

@@ -8,10 +8,13 @@ from typing import Any, cast
 import torch
 
 from replaykit.episodes import EpisodeIndex, InterleavedIndex
+from replaykit.episodes.codes import RESTORED
 from replaykit.schema import Rows
 from replaykit.storages.base import Storage
+from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.left_out import state_of_kept
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 
@@ -72,6 +75,12 @@ class SequencedStorage(Storage):
     def cut(self, lanes: Any) -> None:
         self.indexes.cut(lanes)
 
+    def resume(self, *, over: bool) -> None:
+        if over:
+            self.indexes.cut(code=RESTORED)
+        else:
+            self.indexes.reopen()
+
     def lanes_named(self, lane: Any) -> Any:
         if self.lane_key is None:
             return super().lanes_named(lane)
@@ -80,6 +89,17 @@ class SequencedStorage(Storage):
 
     def episode_state(self) -> dict[str, Any] | None:
         return self.indexes.state()
+
+    def episodes_of_kept(
+        self,
+        content: Content,
+        state: dict[str, Any] | None,
+        old: Ledger,
+        rows: torch.Tensor | None,
+    ) -> dict[str, Any] | None:
+        if rows is None or len(rows) == content.rows:
+            return state
+        return state_of_kept(content, state, old, rows, self.lane_key)
 
     def restore_episodes(
         self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None

@@ -13,6 +13,7 @@ import torch
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.storages import Storage
+from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger
@@ -246,6 +247,15 @@ class Writer(ABC):
         with Checkpoint(path) as saved:
             saved.verify()
             self.load_state_dict(saved.part("writer"))
+
+    def state_of_kept(
+        self, content: Content, state_dict: dict[str, Any], rows: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """The state for ``restore`` where of checked content only ``rows`` are kept."""
+        episodes = self.storage.episodes_of_kept(
+            content, state_dict.get("_episodes"), ledger_of(state_dict), rows
+        )
+        return {**state_dict, "_episodes": episodes}
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         """Takes over a checked state; ``rows`` as for ``Ledger.restore``."""

@@ -1,0 +1,281 @@
+"""A load that leaves the oldest rows out knows what a smaller ring would know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LaneWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    StepCount,
+    TensorStorage,
+)
+from replaykit.episodes import EpisodeIndex, Head
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*left out:UserWarning")
+
+Maker = Callable[[int], ReplayBuffer]
+
+HOW = ["files", "state", "storage"]
+
+
+def loaded(make: Maker, capacity: int, source: ReplayBuffer, how: str, folder: Path) -> Any:
+    """A new buffer of a capacity with what another one holds."""
+    rb = make(capacity)
+    if how == "files":
+        source.dumps(folder / "saved")
+        rb.loads(folder / "saved")
+    elif how == "state":
+        rb.load_state_dict(source.state_dict())
+    else:  # the rows alone, and what is known of their episodes
+        source.storage.dumps(folder / "rows")
+        rb.storage.loads(folder / "rows")
+    return rb
+
+
+def known(rb: ReplayBuffer) -> dict[int, tuple[Any, ...]]:
+    """All that is known of each row, by its number."""
+    index: EpisodeIndex = rb.storage.episodes  # type: ignore[attr-defined]
+    rows = rb[:] if rb.storage.ndim == 1 else rb[:].transpose(0, 1)
+    number, count = rows["number"].reshape(-1), rows["step_count"].reshape(-1)
+    element = np.arange(len(number))
+    time, lane = index.place(element)
+    begin, last, _, head = index.episodes_at(time, lane)
+    parts = (time - begin, last - time, head, index.reasons(time, lane), index.ids(time, lane))
+    assert count.tolist() == (time - begin).tolist()
+    table = zip(number.tolist(), *(part.tolist() for part in parts), strict=True)
+    return {one: tuple(rest) for one, *rest in table}
+
+
+def episodes(rb: ReplayBuffer) -> list[tuple[Any, ...]]:
+    return [
+        (one.length, one.reason, one.head, one.rows()["number"].reshape(-1).tolist())
+        for one in rb.episodes
+    ]
+
+
+def check_same(one: ReplayBuffer, other: ReplayBuffer) -> None:
+    assert known(one) == known(other)
+    assert sorted(episodes(one), key=str) == sorted(episodes(other), key=str)
+
+
+@st.composite
+def codes(draw: st.DrawFn, rows: int) -> dict[str, torch.Tensor]:
+    """Flags and ids of rows, ends being rare enough that episodes outgrow small rings."""
+    rare = st.sampled_from([False] * 5 + [True])
+    done = draw(st.lists(rare, min_size=rows, max_size=rows))
+    truncated = draw(st.lists(rare, min_size=rows, max_size=rows))
+    switch = draw(st.lists(rare, min_size=rows, max_size=rows))
+    return {
+        "done": torch.tensor(done) | torch.tensor(truncated),
+        "truncated": torch.tensor(truncated),
+        "episode": torch.tensor(switch).long().cumsum(0),
+    }
+
+
+def batch(given: dict[str, torch.Tensor], shape: list[int], start: int, **others: Any) -> Any:
+    given = {name: value.reshape(shape) for name, value in given.items()}
+    number = start + torch.arange(given["done"].numel()).reshape(shape)
+    after = {"done": given["done"], "truncated": given["truncated"]}
+    return TensorDict(
+        {"number": number, "episode": given["episode"] + start, "next": after, **others}, shape
+    )
+
+
+SETTINGS = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("how", HOW)
+@SETTINGS
+@given(data=st.data())
+def test_rings_and_lanes(
+    lanes: int, how: str, kernel: str, tmp_path: Path, data: st.DataObject
+) -> None:
+    small, large = sorted(data.draw(st.tuples(st.integers(1, 9), st.integers(2, 14))))
+    small = min(small, large)
+
+    def make(slots: int) -> ReplayBuffer:
+        options = {} if lanes == 1 else {"ndim": 2}
+        return ReplayBuffer(
+            storage=LazyTensorStorage(slots * lanes, **options), transform=StepCount()
+        )
+
+    one, other = make(large), make(small)
+    start = 0
+
+    def write(*buffers: ReplayBuffer) -> None:
+        nonlocal start
+        for _ in range(data.draw(st.integers(1, 4))):
+            rows = data.draw(st.integers(1, 7))
+            shape = [rows] if lanes == 1 else [lanes, rows]
+            made = batch(data.draw(codes(rows * lanes)), shape, start)
+            cut = data.draw(st.sampled_from([False, False, True]))
+            for rb in buffers:
+                rb.extend(made)
+                if cut:
+                    rb.cut()
+            start += rows * lanes
+
+    write(one, other)
+    if data.draw(st.booleans()):  # what was loaded is saved as well
+        one = loaded(make, large, one, how, tmp_path)
+        other = loaded(make, small, other, how, tmp_path)
+        write(one, other)
+    moved = loaded(make, small, one, how, tmp_path)
+    other = loaded(make, small, other, how, tmp_path)
+    check_same(moved, other)
+    write(moved, other)
+    check_same(moved, other)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("by_stream", [False, True])
+@SETTINGS
+@given(data=st.data())
+def test_streams(how: str, by_stream: bool, tmp_path: Path, data: st.DataObject) -> None:
+    """Interleaved streams; every one comes often enough for the smaller ring to know it still."""
+    streams = data.draw(st.integers(1, 3))
+    small, large = sorted(data.draw(st.tuples(st.integers(1, 6), st.integers(2, 9))))
+    if not by_stream:
+        small, large = small + 4 * streams, large + 4 * streams
+    if by_stream and how == "storage":
+        how = "files"  # of how long its lanes are only a writer knows
+
+    def make(length: int) -> ReplayBuffer:
+        if not by_stream:
+            storage = LazyTensorStorage(length, lane_key="env")
+            return ReplayBuffer(storage=storage, transform=StepCount())
+        storage = LazyTensorStorage(length * streams, lane_key="env")
+        return ReplayBuffer(storage=storage, writer=LaneWriter(length), transform=StepCount())
+
+    one, other = make(large), make(small)
+    start = 0
+
+    def write(*buffers: ReplayBuffer) -> None:
+        nonlocal start
+        for _ in range(data.draw(st.integers(1, 6))):
+            more = data.draw(st.lists(st.integers(0, streams - 1), max_size=streams))
+            env = data.draw(st.permutations([*range(streams), *more]))
+            rows = len(env)
+            made = batch(data.draw(codes(rows)), [rows], start, env=torch.tensor(env))
+            made["episode"] = torch.zeros(rows, dtype=torch.long)
+            cut = data.draw(st.sampled_from([False, False, True]))
+            for rb in buffers:
+                rb.extend(made)
+                if cut:
+                    rb.cut(0)
+            start += rows
+
+    write(one, other)
+    if data.draw(st.booleans()):
+        one = loaded(make, large, one, how, tmp_path)
+        other = loaded(make, small, other, how, tmp_path)
+        write(one, other)
+    moved = loaded(make, small, one, how, tmp_path)
+    other = loaded(make, small, other, how, tmp_path)
+    check_same(moved, other)
+    write(moved, other)
+    check_same(moved, other)
+
+
+def stream(env: list[int], done: list[int] | None = None) -> TensorDict:
+    rows = len(env)
+    after = {"done": torch.tensor(done or [0] * rows, dtype=torch.bool)}
+    return TensorDict(
+        {"env": torch.tensor(env), "number": torch.arange(rows), "next": after}, [rows]
+    )
+
+
+def test_a_stream_that_the_smaller_ring_would_have_forgotten_is_known(tmp_path: Path) -> None:
+    """The saved rows know more than a smaller ring can, and what they know is kept."""
+
+    def make(slots: int) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(slots, lane_key="env"), transform=StepCount())
+
+    rows = stream([0, 0, 1, 1, 1, 1, 1, 0, 1])
+    large, small = make(9), make(3)
+    large.extend(rows)
+    small.extend(rows)
+    assert known(small)[7][:3] == (0, 0, Head.RESET)  # forgotten, and then taken for a new one
+    moved = loaded(make, 3, large, "files", tmp_path)
+    assert {row: one[0] for row, one in known(moved).items()} == {6: 4, 7: 2, 8: 5}
+    assert all(one[2] == Head.EVICTED for one in known(moved).values())
+
+
+@pytest.mark.parametrize("lane_key", [None, "env"])
+def test_rows_of_a_storage_without_episodes(lane_key: Any, tmp_path: Path) -> None:
+    """Nobody has kept an index of them: the rows that were saved tell where episodes began."""
+    source = ReplayBuffer(storage=ListStorage(10))
+    source.extend(stream([0] * 7, [0, 0, 1, 0, 0, 0, 0]))
+    source.dumps(tmp_path)
+    rb = ReplayBuffer(storage=LazyTensorStorage(2, lane_key=lane_key), transform=StepCount())
+    rb.loads(tmp_path)
+    assert rb[:]["step_count"].flatten().tolist() == [2, 3]
+    assert [one.head for one in rb.episodes] == [Head.EVICTED]
+
+
+def test_flags_that_follow_others_are_read_as_they_were(tmp_path: Path) -> None:
+    """Of observations stored once, where a flag is one of them, and files are read by piece."""
+    rows = stream([0] * 12, [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+    rows["done"] = rows["next", "done"].roll(1)
+    rows["x"], rows["next", "x"] = torch.arange(12.0), torch.arange(12.0) + 1
+    for place in (LazyTensorStorage(10, dedup_next=True), LazyMemmapStorage(10, dedup_next=True)):
+        rb = ReplayBuffer(storage=place)
+        rb.extend(rows)
+        rb.dumps(tmp_path / "saved")
+        few = ReplayBuffer(storage=LazyTensorStorage(5), transform=StepCount())
+        few.loads(tmp_path / "saved")
+        assert few[:]["step_count"].flatten().tolist() == [3, 4, 5, 6, 7]
+
+
+def test_rows_that_were_placed_by_hand(tmp_path: Path) -> None:
+    """Kept rows lie in the order in which they were written: another one than before."""
+
+    def make(slots: int) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(slots), transform=StepCount())
+
+    rb = make(6)
+    rb.extend(stream([0] * 6, [0, 1, 0, 0, 0, 0]))
+    rb.writer.write_at(torch.tensor([3]), stream([0]))
+    few = loaded(make, 3, rb, "state", tmp_path)
+    # What came before the fifth row was overwritten by the one that was placed.
+    assert few[:]["step_count"].flatten().tolist() == [0, 1, 2]
+    assert [one.head for one in few.episodes] == [Head.CUT]
+
+
+@pytest.mark.parametrize("lane_key", [None, "env"])
+def test_the_first_write_after_a_load_takes_the_oldest_rows(lane_key: Any, tmp_path: Path) -> None:
+    """Nobody had asked where the episodes of the loaded rows began before they were gone."""
+
+    def make(slots: int) -> ReplayBuffer:
+        storage = LazyTensorStorage(slots, lane_key=lane_key)
+        return ReplayBuffer(storage=storage, transform=StepCount())
+
+    rb = make(4)
+    rb.extend(stream([0] * 9))
+    again = loaded(make, 4, rb, "files", tmp_path)
+    again.extend(stream([0] * 2))
+    assert again[:]["step_count"].flatten().tolist() == [8, 0, 1, 7]
+
+
+def test_the_first_write_over_rows_that_were_given_as_they_are() -> None:
+    rb = ReplayBuffer(storage=TensorStorage(stream([0] * 5)), transform=StepCount())
+    rb.extend(stream([0] * 2))
+    assert rb[:]["step_count"].flatten().tolist() == [5, 6, 2, 3, 4]
