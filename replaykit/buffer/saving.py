@@ -101,7 +101,11 @@ class Saving(BufferCore):
         Sampler and writer are of the kinds that were saved; the storage may be of another kind and
         capacity. With equal capacity every row keeps its slot. With another one the rows lie in
         write order from 0; of a smaller one the newest (for a TensorDictMaxValueWriter: the
-        largest) are kept, and a UserWarning says how many were left out.
+        largest) are kept, and a UserWarning says how many were left out. Where episodes began stays
+        known, as in a ring that has overwritten their first rows.
+
+        What was open ends there. Rows that transforms held back are stored, cut short, by the first
+        write or ``flush``.
 
         Raises:
             FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a

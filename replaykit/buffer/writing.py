@@ -41,14 +41,17 @@ class Writing(BufferCore):
             >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
             (0, 1, 0)
         """
+        first = self.flush() if self._restarted else None
         single = not len(self.transform)
         if not single:
             # Transforms see a batch of one row, as they do in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
             data = self._chain.inv(data)
             if data is None:
-                return None
+                return None if first is None or not len(first) else first
         index = self._store(data, single=single)
+        if first is not None:
+            index = torch.cat([first, index])
         if index.ndim == 1 and len(index) != 1:
             return index if len(index) else None
         return single_index(index)
@@ -86,15 +89,20 @@ class Writing(BufferCore):
             Traceback (most recent call last):
             replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
         """
+        first = self.flush() if self._restarted else None
         if len(self.transform):
             data = self._chain.inv(data)
             if data is None:
-                return self._nothing()
-        return self._store(data, update_priority=update_priority)
+                return self._nothing() if first is None else first
+        index = self._store(data, update_priority=update_priority)
+        return index if first is None else torch.cat([first, index])
 
     def flush(self) -> torch.Tensor:
         """Stores the rows that transforms hold back, as ``NStep(..., when="write")`` does: what
         was written until now is all there is.
+
+        The first write after a load begins with it: what was held back when the buffer was saved
+        ends there, and nothing goes over the restart.
 
         Returns:
             The slot of each row, as ``extend``.
@@ -109,8 +117,18 @@ class Writing(BufferCore):
             >>> rb.flush()
             tensor([], dtype=torch.int64)
         """
-        written = [self._store(data) for data in self.transform.flush()]
-        return torch.cat(written) if written else self._nothing()
+        restarted, self._restarted = self._restarted, False
+        held = list(self.transform.flush())
+        if not held:
+            return self._nothing()
+        with self._locked() as storage:
+            if restarted:
+                storage.resume(over=False)
+            try:
+                return torch.cat([self._store(data) for data in held])
+            finally:
+                if restarted:
+                    storage.resume(over=True)
 
     def _store(
         self, data: Any, *, single: bool = False, update_priority: bool | None = None

@@ -30,8 +30,9 @@ class NStepWriting(Transform):
     until then it is held back here, at most ``n - 1`` rows a lane, and is part of a checkpoint. How
     a stream is split into calls has no effect. With several lanes a time step is held back until
     all of them are known. ``ReplayBuffer.flush()`` has the rows that are left stored, cut short
-    as at the newest row of an episode, and so ends the stream. ``ReplayBuffer.empty()`` forgets
-    them.
+    as at the newest row of an episode, and so ends the stream. ``ReplayBuffer.cut()`` does so, and
+    the first write after ``loads`` or ``load_state_dict``: no sum goes over a restart.
+    ``ReplayBuffer.empty()`` forgets them.
 
     An episode ends where ``done``, ``terminated`` or ``truncated`` under ``next`` is set, and
     between rows with different trajectory ids (``("collector", "traj_ids")``, ``episode``,

@@ -19,12 +19,14 @@ from replaykit import (
     Bootstrap,
     Compose,
     LazyTensorStorage,
+    ListStorage,
     NStep,
     NStepWriting,
     PreviousStep,
     ReplayBuffer,
     SliceSampler,
     StackFrames,
+    StepCount,
     Transform,
     native,
 )
@@ -676,18 +678,20 @@ def through_files(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -
     ids=["dumps", "pickle"],
 )
 def test_rows_held_back_are_saved(streams: Any, onward: Any, tmp_path: Path) -> None:
-    def make() -> ReplayBuffer:
-        return ReplayBuffer(storage=LazyTensorStorage(99), transform=NStep(4, 0.5, when="write"))
+    """A pickle goes on where the buffer was; what files say ends with a restart."""
 
-    own = streams(NStep(4, 0.5))
-    rows = own.make([[0], [0], [0], [2], [0], [0], [1], [0], [0], [0], [0]])
-    own.buffer.extend(rows)
-    buffer = make()
-    for turn, step in enumerate(range(0, 11, 2)):
-        buffer.extend(rows[step : step + 2])
-        buffer = onward(buffer, tmp_path / str(turn), make)
+    def make(when: str) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(99), transform=NStep(4, 0.5, when=when))
+
+    rows = streams(None).make([[0], [0], [0], [2], [0], [0], [1], [0], [0], [0], [0], [0], [0]])
+    buffer, reading = make("write"), make("read")
+    for turn, step in enumerate(range(0, 13, 3)):
+        for each in (buffer, reading):
+            each.extend(rows[step : step + 3])
+        buffer = onward(buffer, tmp_path / f"{turn}w", lambda: make("write"))
+        reading = onward(reading, tmp_path / f"{turn}r", lambda: make("read"))
     buffer.flush()
-    expected = own.buffer[:]
+    expected = reading[:]
     for key in ("steps_used", "bootstrap", ("next", "reward"), ("next", "observation")):
         assert buffer.storage[:][key].equal(expected[key])
 
@@ -745,3 +749,64 @@ def test_a_second_one_in_a_chain_is_refused() -> None:
     rb.extend(TensorDict({"next": {"reward": torch.ones(5, 1), "done": done}}, [5]))
     with pytest.raises(ValueError, match="one NStep in a chain"):
         rb.sample(2)
+
+
+@pytest.mark.parametrize("how", ["files", "state"])
+@pytest.mark.parametrize("by", ["extend", "add", "flush", "cut"])
+@pytest.mark.parametrize("slots", [20, 5])
+def test_no_sum_on_the_way_in_goes_over_a_restart(
+    how: str, by: str, slots: int, tmp_path: Path
+) -> None:
+    """S17: what was held back belongs to what was saved; no row is lost, and none is drawn that
+    the saved buffer would not draw, before the next write."""
+
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(slots), transform=NStep(3, 1.0, when="write"), batch_size=4
+        )
+
+    saved = make()
+    saved.extend(open_rows(range(5)))
+    buffer = make()
+    for _ in range(2):  # once more, nothing having been written between
+        if how == "files":
+            saved.dumps(tmp_path / "saved")
+            buffer.loads(tmp_path / "saved")
+        else:
+            buffer.load_state_dict(saved.state_dict())
+        saved, buffer = buffer, make()
+    buffer = saved
+    assert buffer["next", "reward"].flatten().tolist() == [3, 6, 9]
+    assert [one.reason.name for one in buffer.episodes] == ["CUT"]
+    if by == "extend":
+        index = buffer.extend(open_rows(range(100, 103)))
+        assert index.tolist() == [3, 4, 5 % slots]
+    elif by == "add":
+        assert torch.as_tensor(buffer.add(open_rows(range(100, 101))[0])).tolist() == [3, 4]
+        buffer.extend(open_rows(range(101, 103)))
+    else:
+        buffer.flush() if by == "flush" else buffer.cut()
+        assert buffer["next", "reward"].flatten().tolist() == [3, 6, 9, 7, 4]
+        buffer.extend(open_rows(range(100, 103)))
+    by_time = buffer.storage.ledger.write_order()
+    rows = buffer[:][by_time]
+    assert rows["next", "reward"].flatten().tolist() == [3, 6, 9, 7, 4, 303][-slots:]
+    assert rows["steps_used"].flatten().tolist() == [3, 3, 3, 2, 1, 3][-slots:]
+    assert buffer.episodes.lengths.tolist() == [5 if slots > 5 else 4, 1]
+    assert [one.reason.name for one in buffer.episodes] == ["CUT", "OPEN"]
+    steps = StepCount()
+    buffer.append_transform(steps)
+    assert buffer[:][by_time]["step_count"].flatten().tolist() == [0, 1, 2, 3, 4, 0][-slots:]
+
+
+def test_rows_held_back_at_a_restart_are_stored_where_nobody_knows_episodes(tmp_path: Path) -> None:
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=ListStorage(9), transform=NStep(3, 1.0, when="write"))
+
+    saved, buffer = make(), make()
+    saved.extend(open_rows(range(5)))
+    saved.dumps(tmp_path)
+    buffer.loads(tmp_path)
+    buffer.extend(open_rows(range(100, 103)))
+    rewards = [row["next", "reward"].item() for row in buffer.storage[:]]
+    assert rewards == [3, 6, 9, 7, 4, 303]
