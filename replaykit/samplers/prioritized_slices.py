@@ -14,6 +14,8 @@ from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.distinct_draws import drawn_distinct
 from replaykit.samplers.markers import SEQUENCE_ID
 from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.recency import checked_recent
+from replaykit.samplers.recent_priorities import RecentPriorities
 from replaykit.samplers.slice_arguments import (
     Boundaries,
     SliceSize,
@@ -45,6 +47,13 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     ``priority_weight`` of all rows of a window is that of its start, ``(v_i / min v) ** -beta``,
     the smallest ``v`` over all stored rows; with ``weight_norm="batch"`` over the batch.
 
+    With ``recent`` a share q of the slices comes from the newest windows, by the same priorities
+    among these: ``P(i) = q * v_i / (sum of v over the newest) + (1 - q) * v_i / sum v``, the first
+    part for the newest ones only. Weights are those of this P, however a window was drawn:
+    ``(P(i) / P_low) ** -beta``, where ``P_low = (1 - q) * min v / sum v`` is that of a window which
+    is not among the newest and whose start has the smallest ``v``. So these windows have the
+    weights that they have without ``recent``, and newer ones smaller ones.
+
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm,
             device: as in ``PrioritizedSampler``.
@@ -64,6 +73,9 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
             also said as ``stratified=True``. "without_replacement": no start twice in a batch, each
             next one drawn from what is left.
         allow_short: of draws without replacement: fewer windows where fewer have weight.
+        recent: ``(ratio, steps)``: where plain draws would see too few of the newest ``steps``
+            windows of every lane (``ratio * rows per lane > steps``), and one of them has weight,
+            ``ceil(ratio * K)`` slices are drawn among those; they come first.
         flat: ``False``: deliver ``[K, L]`` instead of ``[K * L]``.
         cache_values, compile: no effect.
         replacement: ``True``; see ``draw``.
@@ -77,7 +89,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
 
     Cost: O(B + K log N), and O(c log N) for c rows written or updated since the last draw. With
     another window length, other needs or another alpha, once O(N). 6 bytes a row more than a
-    PrioritizedSampler in float32.
+    PrioritizedSampler in float32. With ``recent`` also O(steps * lanes).
 
     Source: Schaul et al. 2016, "Prioritized Experience Replay", equation 1 and section 3.4.
 
@@ -129,12 +141,14 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         short: str | None = None,
         align: str = "left",
         pad_value: Any = 0,
+        recent: tuple[float, int] | None = None,
         flat: bool = True,
         replacement: bool = True,
     ) -> None:
         self.draw = one_of("draw", draw, _DRAWS)
         if stratified and draw == "without_replacement":
             raise ValueError("expected stratified=True or draw='without_replacement', got both")
+        newest = checked_recent(recent, "stratified" if stratified else draw)
         short_allowed = checked_short(allow_short, draw, flat, slice_len)
         super().__init__(
             max_capacity,
@@ -151,6 +165,8 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         )
         self.unit = one_of("unit", unit, _UNITS)
         self.allow_short = short_allowed
+        self.recent = newest
+        self._newest = self._no_newest()
         left, right = checked_span(span)
         if left:
             warnings.warn(
@@ -198,7 +214,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
                     raise self._slicing.refuse(request, self.needs, found)
                 weight = self._weights(table, value)
             else:
-                start, weight, _ = self._drawn(storage, request.slices, table, sums)
+                start, weight = self._drawn_starts(storage, request, table, sums)
             cut = self._cut(request, start)
             index, info = self._slicing.deliver(storage, request, cut)
             window = info[SEQUENCE_ID]
@@ -223,6 +239,28 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         if table.law.may_be_zero and not sums.total > 0:
             raise self._all_zero("priority of a row with which a slice may start")
         return request, table, sums
+
+    def _drawn_starts(
+        self, storage: Storage, request: Request, table: PriorityTable, sums: SumSegmentTree
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Elements with which windows start, int64 ``[K]``, and their weights."""
+        among, count = self._newest, request.slices
+        newest = 0 if self.recent is None else self.recent.slices(request, self.needs)
+        recent = None
+        if newest and among is not None:
+            among.follow(request)
+            recent = among.draw(newest, sums, self.generator, self.stratified)
+        if among is None or recent is None:
+            return self._drawn(storage, count, table, sums)[:2]
+        start, value, total = recent
+        start, value = start.to(table.device), value.to(table.device)
+        if newest < count:
+            rest = table.draw(count - newest, self.generator, self.stratified, sums)
+            start, value = torch.cat([start, rest[0]]), torch.cat([value, rest[1]])
+            # How much likelier the newest are than others with the same priority.
+            more = 1 + newest / (count - newest) * float(sums.total) / total
+            value = torch.where(among.among(start), value * more, value)
+        return start, self._weights(table, value)
 
     def _cut(self, request: Request, start: torch.Tensor) -> Cut:
         """The rows of the windows that start with elements ``[K]``."""
@@ -250,6 +288,16 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
             if there < request.slices:
                 found = f"{there} with weight to draw without replacement"
                 raise self._slicing.refuse(request, self.needs, found)
+
+    def attach(self, storage: Storage) -> None:
+        super().attach(storage)
+        self._newest = self._no_newest()
+
+    def _no_newest(self) -> RecentPriorities | None:
+        return None if self.recent is None else RecentPriorities(self.recent.steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_newest": self._no_newest()}
 
     def __repr__(self) -> str:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from replaykit.episodes import WINDOWS, Windows
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.draws import DRAWS, iid, integers, stratified, without_replacement
 from replaykit.samplers.measures import MEASURES, Anchors
+from replaykit.samplers.recency import checked_recent
 from replaykit.samplers.sequential import Sequential
 from replaykit.samplers.slice_arguments import (
     Boundaries,
@@ -149,7 +149,7 @@ class SliceSampler(Sliced):
         markers = checked_markers(truncated_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
-        self.recent = _checked_recent(recent, draw)
+        self.recent = checked_recent(recent, draw)
         if strict_lanes and measure != "lane":
             raise ValueError(f"strict_lanes needs measure='lane', got {measure!r}")
         self.strict_lanes = bool(strict_lanes)
@@ -235,24 +235,15 @@ class SliceSampler(Sliced):
         if self.draw == "without_replacement":
             return without_replacement(anchors, min(count, anchors.count), generator)
         one = stratified if self.draw == "stratified" else iid
-        newest = 0 if self.recent is None else self._newest(request, count)
+        newest = 0 if self.recent is None else self.recent.slices(request, self.needs)
         if not newest:
             return one(anchors, count, generator)
         assert self.recent is not None
-        recent = one(self._anchors(request, self.recent[1]), newest, generator)
+        recent = one(self._anchors(request, self.recent.steps), newest, generator)
         if newest == count:
             return recent
         rest = one(anchors, count - newest, generator)
         return Windows(*(np.concatenate(pair) for pair in zip(recent, rest, strict=True)))
-
-    def _newest(self, request: Request, count: int) -> int:
-        """How many slices come from the newest windows."""
-        assert self.recent is not None
-        ratio, steps = self.recent
-        rows = request.episodes.stored_rows() / request.episodes.lanes
-        if ratio * (rows - (request.window.length - 1) - self.needs.past) <= steps:
-            return 0
-        return math.ceil(round(ratio * count, 9))
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
@@ -338,18 +329,3 @@ class _SequentialSlices(SliceSampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._sequential.load_state_dict(Sequential.check_state(state_dict))
-
-
-def _checked_recent(recent: Any, draw: str) -> tuple[float, int] | None:
-    if recent is None:
-        return None
-    if not isinstance(recent, (tuple, list)) or len(recent) != 2:
-        raise TypeError(f"expected recent as (ratio, steps), got {recent!r}")
-    ratio, steps = recent
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ValueError(f"expected a ratio of recent slices in [0, 1], got {ratio!r}")
-    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
-        raise ValueError(f"expected recent steps as an int of at least 1, got {steps!r}")
-    if draw not in ("iid", "stratified"):
-        raise ValueError(f"recent= goes with draw='iid' or 'stratified', got {draw!r}")
-    return float(ratio), int(steps)
