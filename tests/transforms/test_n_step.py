@@ -810,3 +810,41 @@ def test_rows_held_back_at_a_restart_are_stored_where_nobody_knows_episodes(tmp_
     buffer.extend(open_rows(range(100, 103)))
     rewards = [row["next", "reward"].item() for row in buffer.storage[:]]
     assert rewards == [3, 6, 9, 7, 4, 303]
+
+
+@pytest.mark.parametrize("how", ["lanes", "streams"])
+def test_what_was_held_back_at_a_restart_joins_its_own_lane(how: str, tmp_path: Path) -> None:
+    """Of two lanes one has ended with the newest stored row, the other goes on."""
+
+    def make() -> ReplayBuffer:
+        if how == "lanes":
+            storage = LazyTensorStorage(40, ndim=2)
+        else:
+            storage = LazyTensorStorage(40, lane_key="env")
+        return ReplayBuffer(storage=storage, transform=NStep(3, 1.0, when="write"))
+
+    def rows(first: int, count: int) -> TensorDict:
+        reward = torch.arange(first, first + count, dtype=torch.float).repeat(2, 1)
+        reward[1] += 100
+        done = torch.zeros(2, count, 1, dtype=torch.bool)
+        done[0] = reward[0][:, None] == 2
+        env = torch.arange(2)[:, None].expand(2, count)
+        made = TensorDict({"env": env, "next": {"reward": reward, "done": done}}, [2, count])
+        # One stream alone where they lie in one storage: n-step sums on the way in are of lanes.
+        return made if how == "lanes" else made[1]
+
+    saved, buffer = make(), make()
+    saved.extend(rows(0, 5))
+    saved.dumps(tmp_path)
+    buffer.loads(tmp_path)
+    buffer.extend(rows(5, 4))
+    buffer.flush()
+    found = buffer[:]["next", "reward"]
+    other = [303.0, 306, 309, 207, 104, 318, 321, 215, 108]
+    lengths = [5, 4]
+    if how == "lanes":
+        assert found[0].flatten().tolist() == [3, 3, 2, 7, 4, 18, 21, 15, 8]
+        found = found[1]
+            lengths = [1, 1, 1, 2, 4, 5, 4]  # rows carry the flags of the last one in their sum
+    assert found.flatten().tolist() == other
+    assert buffer.episodes.lengths.tolist() == lengths
