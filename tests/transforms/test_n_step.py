@@ -845,6 +845,6 @@ def test_what_was_held_back_at_a_restart_joins_its_own_lane(how: str, tmp_path: 
     if how == "lanes":
         assert found[0].flatten().tolist() == [3, 3, 2, 7, 4, 18, 21, 15, 8]
         found = found[1]
-            lengths = [1, 1, 1, 2, 4, 5, 4]  # rows carry the flags of the last one in their sum
+        lengths = [1, 1, 1, 2, 4, 5, 4]  # rows carry the flags of the last one in their sum
     assert found.flatten().tolist() == other
     assert buffer.episodes.lengths.tolist() == lengths
