@@ -119,21 +119,10 @@ class Model:
             newest = self.newest(lane)
             if newest is not None and not newest.code:
                 newest.severed = newest.severed or 2
-        known = {run.stored[0].number: run.head for run in self.runs() if run.head == Head.EVICTED}
-        left_out = slots < self.kept
         self.slots, self.kept = slots, min(self.kept, slots)
-        if not left_out:
-            return
-        # Nobody knows what came before the first rows that were taken over, but for those of
-        # streams of which it was saved.
-        rows, stored = [], self.stored
-        for lane in range(self.lanes):
-            own = [row for row in self.rows if row.lane == lane]
-            kept = [row for row in stored if row.lane == lane]
-            if kept and kept[0].number not in known:
-                own, kept[0].joined = kept, True
-            rows += own if kept else []
-        self.rows = [row for row in self.rows if any(row is one for one in rows)]
+        # What came before the rows that were taken over is known, but of streams without any.
+        lanes = {row.lane for row in self.stored}
+        self.rows = [row for row in self.rows if row.lane in lanes]
 
     def runs(self) -> list[Run]:
         found = []
