@@ -136,13 +136,8 @@ class Model:
         while sum(min(kept, most) for kept in self.kept.values()) > slots:
             most -= 1
         self.length = length
-        left_out = any(kept > most for kept in self.kept.values())
-        for key, kept in self.kept.items():
-            if kept > most or (left_out and self.runs(key)[0].head == Head.RESET):
-                # Where rows are left out nobody knows how streams went on to those that are there,
-                # but for what is saved of streams that began before their oldest row.
-                self.kept[key], self.first_head[key] = min(kept, most), Head.CUT
-                self.lanes[key] = self.stored(key)
+        # Where their episodes began is known of those that are there.
+        self.kept = {key: min(kept, most) for key, kept in self.kept.items()}
 
     def windows(self, law: CountLaw, kind: int) -> tuple[list[int], list[tuple[int, ...]]]:
         totals, found = [], []
