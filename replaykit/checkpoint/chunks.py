@@ -23,6 +23,10 @@ __all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "map_tensor"]
 _CHUNK_BYTES = 64 * 2**20
 _MOST_FILES = 256
 ALIGNMENT = 64
+PAGE_BYTES = 16 * 2**10
+"""Pages of all processors that matter are this or a part of it."""
+PAGED_BYTES = 2**20
+"""Tensors from this size on lie page by page; for smaller ones it would be mostly padding."""
 _BLOCK_BYTES = 8 * 2**20
 
 
@@ -30,8 +34,10 @@ _BLOCK_BYTES = 8 * 2**20
 class ChunkWriter:
     """Writes tensors into ``<folder>/data-<token>-<number>.bin`` and notes what lies where.
 
-    Small tensors share a file; large ones are cut into files of whole rows. Every file is
-    synced when it is full, or by ``finish``.
+    Small tensors share a file; large ones are cut into files of whole rows. Of a large one every
+    piece lies in its file as it does in the tensor, modulo a page, so that the pieces can be mapped
+    one after the other as one range of memory; where rows allow it, pieces are whole pages. Every
+    file is synced when it is full, or by ``finish``.
 
     Attributes:
         limit: size from which on a file is full.
@@ -51,13 +57,17 @@ class ChunkWriter:
         """Appends a tensor. Cost: one pass over its bytes; memory for one block of rows."""
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
+        paged = len(rows) * row_bytes >= PAGED_BYTES
         pieces: list[list[Any]] = []
         start = 0
         while start < len(rows) or not pieces:
-            offset = self._room_for(row_bytes, (len(rows) - start) * row_bytes)
             count = len(rows) - start
-            if row_bytes:
-                count = min(count, max(1, (self.limit - offset) // row_bytes))
+            phase = start * row_bytes % PAGE_BYTES if paged else None
+            offset = self._room_for(row_bytes, count * row_bytes, phase)
+            if row_bytes and count * row_bytes > self.limit - offset:
+                count = max(1, (self.limit - offset) // row_bytes)
+                if paged:
+                    count = _whole_pages(count, row_bytes)
             for block in _blocks(rows[start : start + count], row_bytes):
                 self._append(block)
             pieces.append([self._name, offset, count])
@@ -68,11 +78,15 @@ class ChunkWriter:
             "pieces": pieces,
         }
 
-    def _room_for(self, row_bytes: int, nbytes: int) -> int:
-        """Opens a file with room for a row, a small tensor whole; returns the offset in it."""
+    def _room_for(self, row_bytes: int, nbytes: int, phase: int | None) -> int:
+        """Opens a file with room for a row, a small tensor whole; returns the offset in it.
+
+        ``phase``: what the offset is modulo a page; None: any multiple of ``ALIGNMENT``.
+        """
+        at, unit = (0, ALIGNMENT) if phase is None else (phase, PAGE_BYTES)
         if self._open is not None:
             size = self.files[self._name]["size"]
-            offset = -(-size // ALIGNMENT) * ALIGNMENT
+            offset = size + (at - size) % unit
             if offset + min(nbytes, self.limit) <= self.limit or offset == 0:
                 self._append(bytes(offset - size))
                 return offset
@@ -80,7 +94,8 @@ class ChunkWriter:
         self._name = f"data-{self.token}-{len(self.files):05d}.bin"
         self._open = open(self.folder / self._name, "xb")  # noqa: SIM115 - closed by finish
         self.files[self._name] = {"size": 0, "crc32": 0}
-        return 0
+        self._append(bytes(at))
+        return at
 
     def _append(self, data: Any) -> None:
         assert self._open is not None
@@ -117,6 +132,12 @@ def chunk_bytes(total: int) -> int:
     A mapped file keeps a descriptor, of which a process commonly has 1024.
     """
     return max(_CHUNK_BYTES, -(-total // _MOST_FILES))
+
+
+def _whole_pages(rows: int, row_bytes: int) -> int:
+    """Returns the most rows, not above ``rows``, that are whole pages; ``rows`` if none are."""
+    unit = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
+    return rows // unit * unit or rows
 
 
 def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[memoryview]:
@@ -197,8 +218,9 @@ def map_tensor(
         if nbytes == 0:
             pieces.append(torch.empty([rows, *row_shape], dtype=dtype, device="cpu"))
             continue
-        if offset % ALIGNMENT or mapping is None or offset + nbytes > len(mapping):
-            raise ValueError(f"expected {nbytes} bytes at a multiple of {ALIGNMENT} in {file}")
+        unit = dtype.itemsize
+        if offset % unit or mapping is None or offset + nbytes > len(mapping):
+            raise ValueError(f"expected {nbytes} bytes at a multiple of {unit} in {file}")
         raw = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=offset)
         pieces.append(raw.view(dtype).view([rows, *row_shape]))
     total = sum(len(piece) for piece in pieces)

@@ -274,3 +274,35 @@ def test_the_limit_is_64_mebibytes(tmp_path: Path):
     loaded = ReplayBuffer(storage=LazyTensorStorage(9))
     loaded.loads(tmp_path)
     assert torch.equal(loaded[:], rows)
+
+
+@given(
+    row=st.integers(1, 150),
+    count=st.integers(1, 40),
+    limit=st.integers(1, 400),
+    small=st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_pieces_of_a_large_tensor_lie_as_in_the_tensor_modulo_a_page(
+    row: int, count: int, limit: int, small: int, tmp_path_factory: Any
+):
+    page, paged = 64, 128
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "PAGE_BYTES", page)
+        patch.setattr(chunks, "PAGED_BYTES", paged)
+        tensors = {
+            "before": torch.arange(small, dtype=torch.uint8),
+            "large": torch.arange(row * count).to(torch.uint8).view(count, row),
+        }
+        folder = tmp_path_factory.mktemp("chunks")
+        writer = write(folder, limit, **tensors)
+    found = mapped(folder, writer)
+    assert all(equal(found[name][:], tensor) for name, tensor in tensors.items())
+    if row * count < paged:
+        return
+    start = 0
+    whole = limit >= row * page  # a piece may be of as many rows as make whole pages
+    for _, offset, rows in writer.tensors["large"]["pieces"]:
+        assert offset % page == start * row % page
+        assert not whole or start * row % page == 0
+        start += rows
