@@ -13,6 +13,7 @@ from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Interleaved
 from replaykit.episodes.codes import RESTORED, SEVERED
 from replaykit.schema import Rows
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.moved import MovedPositions
 from replaykit.structure import Branch, Path
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class EpisodeIndexes:
             chosen = np.ones(main.lanes, bool) if lanes is None else lanes
             return chosen, np.sort(main.newest(chosen))
         chosen = np.ones(count, bool) if lanes is None else lanes
-        position = int(ledger.positions(ledger.write_order()[-1:]))
+        position = int(ledger.positions(torch.tensor([ledger.newest], device="cpu")))
         return chosen, position * count + np.nonzero(chosen)[0]
 
     def _live(self) -> list[EpisodeIndex]:
@@ -240,30 +241,23 @@ class EpisodeIndexes:
         ledger, lanes = storage.ledger, storage.lanes.numel()
         heads = None
         if state is not None and old is not None and ledger.length:
-            kept = torch.arange(ledger.length, device="cpu") if rows is None else rows
-            before = old.positions(kept).numpy()
-            now = ledger.positions(torch.arange(ledger.length, device="cpu")).numpy()
-            order = np.argsort(before, kind="stable")
+            moved = MovedPositions(old, ledger, rows)
             marks = np.array(state["marks"], np.int64)
             codes = np.array(state["codes"], np.uint8)
-            at = np.searchsorted(before[order], marks // lanes)
-            known = at < len(order)
-            known[known] = before[order][at[known]] == marks[known] // lanes
-            numbers = now[order[at[known]]] * lanes + marks[known] % lanes
+            known, now = moved.find(marks // lanes)
+            numbers = now * lanes + marks[known] % lanes
             for code in (SEVERED, RESTORED):
                 self.marks.add(numbers[codes[known] == code], code, 0)
             heads = state["heads"]
             if heads is not None:
-                oldest = before.min()
-                shift = int(now[order[0]] - oldest)
+                oldest, shift = moved.oldest, moved.shift
                 fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
                 streams = np.array(heads.get("streams", []), np.int64).reshape(-1, 4)
-                at = np.minimum(np.searchsorted(before[order], streams[:, 0]), len(order) - 1)
-                there = before[order][at] == streams[:, 0]
-                streams, moved = streams[there], now[order[at[there]]] - streams[there, 0]
-                streams[:, :2] += moved[:, None]
+                there, now = moved.find(streams[:, 0])
+                streams = streams[there]
+                streams[:, :2] += (now - streams[:, 0])[:, None]
                 heads = {
-                    "oldest": int(oldest) + shift if fits else -1,
+                    "oldest": oldest + shift if fits else -1,
                     "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
                     "head": heads["head"] if fits else [],
                     "streams": streams.tolist(),

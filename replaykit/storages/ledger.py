@@ -58,6 +58,13 @@ class Ledger:
             return torch.argsort(self._positions[: self.length])
         return (arange(self.length) + (self.cursor - self.length)) % self.slots
 
+    @property
+    def newest(self) -> int:
+        """The slot of the newest record; one is stored."""
+        if self._positions is not None:
+            return int(self._positions[: self.length].argmax())
+        return (self.cursor - 1) % self.slots
+
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of the records in ``slots``; -1 where no record is stored."""
         stored = (slots >= 0) & (slots < self.length)
