@@ -1,4 +1,4 @@
-"""Mapping a file copy-on-write, without keeping it open.
+"""Mapping files copy-on-write, without keeping them open: one, or parts of several in a row.
 
 Python's ``mmap`` keeps a descriptor for each mapping before 3.13: a data set of 80 columns would
 hold 80 of the 1024 that a process usually has. So the system's own ``mmap`` is called where it can
@@ -8,15 +8,32 @@ be, and memory is given back when the last tensor over it is gone.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
-__all__ = ["map_private"]
+__all__ = ["Span", "can_map_spans", "map_private", "map_spans"]
+
+
+class Span(NamedTuple):
+    """Bytes of a file that are to lie in a range of memory.
+
+    Attributes:
+        descriptor: of a regular file that has these bytes.
+        offset: of the first one in the file.
+        start: of the first one in the range.
+        nbytes: how many there are.
+    """
+
+    descriptor: int
+    offset: int
+    start: int
+    nbytes: int
 
 
 def map_private(descriptor: int, nbytes: int) -> Any:
@@ -38,17 +55,82 @@ def map_private(descriptor: int, nbytes: int) -> Any:
     """
     if _SYSTEM is None:
         return _map_by_python(descriptor, nbytes)
-    map_, unmap = _SYSTEM
-    flags = mmap.MAP_PRIVATE | _NO_RESERVE
-    address = map_(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address in (None, _FAILED):
+    return _owned(_map(None, nbytes, 0, descriptor, 0), nbytes)
+
+
+def can_map_spans() -> bool:
+    """Whether this system can map parts of files where one wants them to be."""
+    return _SYSTEM is not None
+
+
+def map_spans(nbytes: int, spans: Iterable[Span]) -> Any:
+    """Makes one range of memory out of parts of files, to be read and changed; changes never reach
+    the files.
+
+    What no span covers is zero, and takes memory when it is written. Only whole pages of a file can
+    be mapped, and only where a page of memory begins: at most a page at either end of a span is
+    copied, and all of a span whose offset and start are not the same modulo a page.
+
+    Args:
+        nbytes: size of the range, at least 1.
+        spans: parts of it; they do not overlap. The descriptors may be closed afterwards.
+
+    Returns:
+        As ``map_private``.
+
+    Raises:
+        NotImplementedError: the system's own ``mmap`` is not at hand (``can_map_spans``).
+        OSError: the system refuses, for example with ``ENOMEM`` for too many mappings, or a file
+            has less bytes.
+    """
+    if _SYSTEM is None:
+        raise NotImplementedError("mapping parts of files in a row needs a 64-bit POSIX system")
+    page = mmap.PAGESIZE
+    address = _map(None, nbytes, mmap.MAP_ANONYMOUS, -1, 0)
+    memory = _owned(address, nbytes)
+    view = memoryview(memory).cast("B")
+    for span in spans:
+        stop = span.start + span.nbytes
+        first, last = -(-span.start // page) * page, stop // page * page
+        if (span.start - span.offset) % page or first >= last:
+            first = last = stop
+        else:
+            at = span.offset + first - span.start
+            _map(address + first, last - first, _MAP_FIXED, span.descriptor, at)
+        for low, high in ((span.start, first), (last, stop)):
+            _read_into(view[low:high], span.descriptor, span.offset + low - span.start)
+    return memory
+
+
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    """Maps privately without reserving memory; returns the address."""
+    assert _SYSTEM is not None
+    flags |= mmap.MAP_PRIVATE | _NO_RESERVE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _SYSTEM[0](address, nbytes, access, flags, descriptor, offset)
+    if found in (None, _FAILED):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+    assert found is not None
+    return found
+
+
+def _owned(address: int, nbytes: int) -> Any:
+    """Returns an object over mapped memory, which is unmapped with it."""
+    assert _SYSTEM is not None
     memory = (ctypes.c_char * nbytes).from_address(address)
     # Called when the object is about to go, at which time nothing is left that could use the
     # memory. Not at exit: tensors may outlive it, and the system unmaps then anyway.
-    weakref.finalize(memory, unmap, address, nbytes).atexit = False
+    weakref.finalize(memory, _SYSTEM[1], address, nbytes).atexit = False
     return memory
+
+
+def _read_into(view: memoryview, descriptor: int, offset: int) -> None:
+    while len(view):
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends {len(view)} bytes too early")
+        view, offset = view[count:], offset + count
 
 
 def _map_by_python(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -87,6 +169,8 @@ def _system() -> tuple[Callable[..., int | None], Callable[[int, int], int]] | N
     return map_, unmap
 
 
+_MAP_FIXED: Final = 0x10
+"""The same number on all systems with ``mmap``; Python does not name it."""
 _FAILED: Final = (1 << 64) - 1
 _NO_RESERVE: Final = _no_reserve()
 _SYSTEM: Final = _system()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -14,13 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from replaykit.datasets import mapping
+from replaykit import mapping
 from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.mapping import map_private
 from replaykit.datasets.publish import open_published, remove_published, verify_published
 from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
+from replaykit.mapping import Span, map_private, map_spans
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -170,7 +173,7 @@ def test_tensors_may_outlive_the_finalizers_of_the_process(tmp_path, run_python)
 import atexit, sys, torch
 def late():
     print(tensor.tolist())
-from replaykit.datasets.mapping import map_private
+from replaykit.mapping import map_private
 import weakref
 class Late:
     pass
@@ -198,3 +201,52 @@ def test_what_the_system_refuses_is_an_error_of_its_number(tmp_path):
         map_private(file.fileno(), 10)
     with pytest.raises(OSError, match="Bad file descriptor"):
         map_private(-1, 10)
+
+
+# -- parts of files in a row ----------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_spans_lie_where_they_are_wanted_and_files_stay_as_they_are(data, tmp_path_factory):
+    page = mmap.PAGESIZE
+    lengths = st.integers(0, 3 * page) | st.sampled_from([page, 2 * page])
+    folder, spans, expected = tmp_path_factory.mktemp("spans"), [], bytearray()
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    files = []
+    for number in range(data.draw(st.integers(1, 5))):
+        expected += bytes(data.draw(lengths) if data.draw(st.booleans()) else 0)  # a hole
+        nbytes = data.draw(lengths)
+        # As often where the file can be mapped as where it cannot.
+        phase = len(expected) if data.draw(st.booleans()) else data.draw(lengths)
+        offset = phase % page + page * data.draw(st.integers(0, 2))
+        content = rng.bytes(offset + nbytes + data.draw(st.integers(0, 9)))
+        (folder / f"{number}").write_bytes(content)
+        files.append((folder / f"{number}", content))
+        opened = os.open(folder / f"{number}", os.O_RDONLY)
+        spans.append(Span(opened, offset, len(expected), nbytes))
+        expected += content[offset : offset + nbytes]
+    expected += bytes(data.draw(lengths) + 1)
+    memory = map_spans(len(expected), spans)
+    for span in spans:
+        os.close(span.descriptor)
+    found = np.frombuffer(memory, np.uint8)
+    assert found.tobytes() == expected
+    found[:] = 7
+    assert found.min() == found.max() == 7
+    assert all(file.read_bytes() == content for file, content in files)
+
+
+def test_a_span_that_a_file_does_not_have_is_an_error(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    with (tmp_path / "x").open("rb") as file, pytest.raises(OSError, match="ends 1 bytes too"):
+        map_spans(10, [Span(file.fileno(), 1, 5, 3)])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_spans(10 * mmap.PAGESIZE, [Span(-1, 0, 0, 4 * mmap.PAGESIZE)])
+
+
+def test_spans_need_the_systems_call(monkeypatch):
+    monkeypatch.setattr(mapping, "_SYSTEM", None)
+    assert not mapping.can_map_spans()
+    with pytest.raises(NotImplementedError, match="64-bit POSIX"):
+        map_spans(1, [])

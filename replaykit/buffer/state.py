@@ -7,14 +7,15 @@ import copy
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.mapped import check_mapped_rows
 from replaykit.buffer.prefetch import Drawn
 from replaykit.samplers import Sampler
-from replaykit.storages import Storage
+from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.base import warn_left_out
 from replaykit.storages.content import Content
 
@@ -38,6 +39,7 @@ class BufferState:
         writer, sampler, transforms: state dicts of the components.
         generator: device and state of the generator; None where there was none.
         prepared: draws that were made ahead and not delivered.
+        mapped: whether the rows stay in the files of the checkpoint.
     """
 
     content: Content | None
@@ -47,6 +49,7 @@ class BufferState:
     transforms: dict[str, Any]
     generator: Mapping[str, Any] | None
     prepared: list[Any]
+    mapped: bool = False
 
 
 def saved_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -123,6 +126,8 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
         sampler.load_state_dict(sampler_state)
         if state.content is None:
             storage.load_state_dict(dict(state.storage or {}))
+        elif state.mapped and state.content.groups:
+            cast(LazyTensorStorage, storage).map_content(state.content, target.slots)
         else:
             storage.load_content(state.content, target, rows)
     except BaseException:
@@ -173,9 +178,12 @@ def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | 
         )
     target = storage.check_content(state.content)
     slots = getattr(target, "slots", storage.ledger.slots)
-    if buffer._writer.keeps_all(slots, state.writer):
+    keeps_all = buffer._writer.keeps_all(slots, state.writer)
+    rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
+    if state.mapped:
+        check_mapped_rows(state.content, slots, rows)
+    if rows is None:
         return target, None
-    rows = buffer._writer.survivors(slots, state.writer)
     warn_left_out(state.content.rows - len(rows), stacklevel=5)
     return target, rows
 

@@ -15,5 +15,14 @@ Example:
 
 from replaykit.checkpoint.chunks import RowChunks
 from replaykit.checkpoint.directory import FORMAT, FORMAT_VERSION, Checkpoint, save_checkpoint
+from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Checkpoint", "RowChunks", "save_checkpoint"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "Checkpoint",
+    "MappedCheckpoint",
+    "MappedRows",
+    "RowChunks",
+    "save_checkpoint",
+]

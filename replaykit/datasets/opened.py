@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from replaykit.datasets.episode_table import read_groups
 from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
-from replaykit.datasets.mapping import map_private
+from replaykit.mapping import map_private
 from replaykit.ted import Key
 
 __all__ = ["Published", "open_directory", "verify_directory"]

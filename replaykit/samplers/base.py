@@ -47,6 +47,9 @@ class Sampler(ABC):
 
     prioritized = False
 
+    mapped_entries: tuple[str, ...] = ()
+    """Entries of a saved state that it takes as MappedRows, to be read when they are needed."""
+
     draws_windows = False
     """Whether it draws windows of several rows by itself."""
 

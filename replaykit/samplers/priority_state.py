@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replaykit.checkpoint import MappedRows
 from replaykit.errors import CheckpointError
 from replaykit.samplers.priority_law import checked_number
 
@@ -24,6 +25,7 @@ class SavedPriorities:
         max_priority: the largest raw priority ever set, at least 1.
         dropped_updates: entries of updates that came too late.
         priorities: raw, float ``[N]``, in physical order.
+        unread: whether they lie in a file yet, and are not checked.
     """
 
     alpha: float
@@ -32,6 +34,7 @@ class SavedPriorities:
     max_priority: float
     dropped_updates: int
     priorities: torch.Tensor
+    unread: bool = False
 
     def to_state(self) -> dict[str, Any]:
         """Returns it as the entries of a state dict."""
@@ -47,7 +50,7 @@ class SavedPriorities:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], dtype: torch.dtype) -> SavedPriorities:
-        """Reads it from a state dict, with the priorities in ``dtype``.
+        """Reads it from a state dict, with the priorities in ``dtype``; MappedRows are not read.
 
         Raises:
             ValueError: an entry is missing or impossible. CheckpointError: of a newer version.
@@ -72,9 +75,20 @@ class SavedPriorities:
         if type(dropped) is not int or dropped < 0:
             raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
         raw = state.get("_priorities")
+        mapped = isinstance(raw, MappedRows)
+        if isinstance(raw, MappedRows):
+            raw = raw.spanned()
         if not isinstance(raw, torch.Tensor) or raw.ndim != 1 or not raw.is_floating_point():
             raise ValueError(f"expected '_priorities' as a vector of floats, got {raw!r}")
-        return cls(alpha, beta, eps, rounded, dropped, raw.detach().to(dtype))
+        return cls(
+            alpha,
+            beta,
+            eps,
+            rounded,
+            dropped,
+            raw.detach().to(dtype),
+            mapped and raw.dtype == dtype,
+        )
 
 
 def _number(state: dict[str, Any], name: str) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.episodes import CountLaw, EpisodeIndex
+from replaykit.errors import CheckpointError
 from replaykit.priorities import SumSegmentTree
 from replaykit.reductions import REDUCTIONS
 from replaykit.samplers.base import Sampler
@@ -58,6 +59,7 @@ class WithPriorities(Sampler):
     """
 
     prioritized = True
+    mapped_entries = ("_priorities",)
 
     def __init__(
         self,
@@ -96,7 +98,8 @@ class WithPriorities(Sampler):
         self._law.check(0.0, 1.0)
         self._beta = checked_number("beta", beta)
         self._max_priority = 1.0
-        self._table: PriorityTable | None = None
+        self._read: PriorityTable | None = None
+        self._unread: SavedPriorities | None = None
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
 
@@ -153,6 +156,29 @@ class WithPriorities(Sampler):
         if storage is None and self.owner is not None:
             storage = self.owner.storage
         return storage
+
+    @property
+    def _table(self) -> PriorityTable | None:
+        """The table; None where there is none yet. Saved priorities that stayed in their file are
+        read now: O(N), once.
+
+        Raises:
+            CheckpointError: they are none.
+        """
+        saved = self._unread
+        if saved is not None:
+            try:
+                self._law.check(*bounds(saved.priorities))
+            except ValueError as error:
+                raise CheckpointError(f"the priorities of the checkpoint: {error}") from None
+            table = self._new_table(self._home(None), self._law)
+            table.load(saved.priorities)
+            self._table = table
+        return self._read
+
+    @_table.setter
+    def _table(self, table: PriorityTable | None) -> None:
+        self._read, self._unread = table, None
 
     def _new_table(self, storage: Storage | None, law: PriorityLaw) -> PriorityTable:
         device: Any = self.device
@@ -368,10 +394,13 @@ class WithPriorities(Sampler):
         super().load_state_dict(state_dict)
         saved, law = self._checked(state_dict)
         storage = self._home(None)
-        table = self._new_table(storage, law)
-        table.load(saved.priorities)
+        table = None
+        if not saved.unread:
+            table = self._new_table(storage, law)
+            table.load(saved.priorities)
         with _lock_of(storage):
             self._table, self._law, self._beta = table, law, saved.beta
+            self._unread = saved if saved.unread else None
             self._max_priority, self.dropped_updates = saved.max_priority, saved.dropped_updates
             self._ran_out = False
 
@@ -379,7 +408,7 @@ class WithPriorities(Sampler):
         saved = SavedPriorities.from_state(state_dict, self.dtype)
         law = PriorityLaw(saved.alpha, saved.eps, self.dtype)
         law.check(0.0, saved.max_priority)
-        if len(saved.priorities):
+        if len(saved.priorities) and not saved.unread:
             law.check(*bounds(saved.priorities))
         return saved, law
 
@@ -395,4 +424,5 @@ class WithPriorities(Sampler):
                 "a PrioritizedSampler cannot be handed to a spawned process: each process would "
                 "have priorities of its own; make one there"
             )
+        _ = self._table  # a copy does not share the file
         return {**super().__getstate__(), "_attached": None, "_chosen": None}

@@ -10,6 +10,7 @@ from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
+from replaykit.storages.content import Content
 from replaykit.storages.continuity import check_batch, check_newest
 from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
@@ -199,6 +200,25 @@ class LazyTensorStorage(TensorStorage):
         """How many rows have their next observations beside (elements, for ``ndim > 1``)."""
         columns = self._columns
         return columns.kept_beside if isinstance(columns, OnceColumns) else 0
+
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    def map_content(self, content: Content, slots: int) -> None:
+        """Takes over checked rows of a checkpoint where they lie, copy-on-write; nothing is read.
+
+        Args:
+            content: whose columns are MappedRows. The storage was never written to.
+            slots: how many there are to be.
+
+        Raises:
+            OSError: the system refuses to map them. Nothing has changed then.
+        """
+        if not content.groups:
+            return
+        group = content.single_group()
+        tensors = {path: rows.spanned(slots) for path, rows in group.leaves.items()}
+        columns = Columns(group.schema, tensors, self.ndim, mapped=True)
+        self._columns = columns
+        self._adopt(columns)
 
     def check_order(self, rows: Any) -> None:
         if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):

@@ -1,0 +1,132 @@
+"""Checkpoints whose large tensors stay in their files: opened at once, read as they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import Any
+
+import torch
+
+from replaykit.checkpoint.chunks import RowChunks, map_tensor
+from replaykit.checkpoint.directory import Checkpoint
+from replaykit.errors import CheckpointError
+from replaykit.filesystem import file_limit_errors
+from replaykit.mapping import Span, can_map_spans, map_private, map_spans
+
+__all__ = ["MappedCheckpoint", "MappedRows"]
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+class MappedRows(RowChunks):
+    """The rows of a tensor in files, which can be had as one tensor over these files.
+
+    Args:
+        pieces: the rows, ``[n, *F]`` each, as for RowChunks.
+        places: for each of them the descriptor of its file and its offset in it.
+        name: of the directory, for errors.
+    """
+
+    def __init__(
+        self, pieces: list[torch.Tensor], places: list[tuple[int, int]], name: str
+    ) -> None:
+        super().__init__(pieces)
+        self._places, self._name = places, name
+
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    def spanned(self, slots: int | None = None) -> torch.Tensor:
+        """Returns the rows and room for more, ``[slots, *F]``, mapped copy-on-write.
+
+        What is written to it never reaches the files. Rows beyond those of the files are zero and
+        take memory once they are written. Only as long as the checkpoint is open; the tensor may
+        outlive it.
+
+        Raises:
+            OSError: the system refuses, for example with ``ENOMEM`` for too many mappings.
+
+        Cost: no row is read where pieces lie as ``ChunkWriter`` puts large ones; others are copied.
+        """
+        shape = [len(self) if slots is None else slots, *self.shape[1:]]
+        row_bytes = torch.Size(shape[1:]).numel() * self.dtype.itemsize
+        if not shape[0] * row_bytes:
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
+        spans = [
+            Span(descriptor, offset, start * row_bytes, len(piece) * row_bytes)
+            for piece, (descriptor, offset), start in zip(
+                self.pieces, self._places, self.starts, strict=False
+            )
+            if len(piece)
+        ]
+        try:
+            memory = map_spans(shape[0] * row_bytes, spans)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot map {shape[0] * row_bytes} bytes: {error.strerror}",
+                self._name,
+            ) from None
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(shape)
+
+
+class MappedCheckpoint(Checkpoint):
+    """As Checkpoint; entries of a part that are ``mapped`` are MappedRows, whatever their size.
+
+    Raises:
+        NotImplementedError: a system on which parts of files cannot be mapped in a row.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not can_map_spans():
+            raise NotImplementedError(
+                "a checkpoint can only be opened with mmap=True on a 64-bit POSIX system; "
+                "load it without"
+            )
+        self._descriptors: dict[str, int] = {}
+        try:
+            super().__init__(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, name: str, size: int) -> Any:
+        file = self.folder / name
+        try:
+            with file_limit_errors(self.folder):
+                # Neither through a link, which may lead anywhere, nor waiting for a pipe.
+                opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_LINK)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK):
+                raise
+            raise CheckpointError(f"{file} is damaged: it is a link") from None
+        # Of an attempt that a save overtook: names are not used twice, so it is the same file.
+        with contextlib.suppress(KeyError):
+            os.close(self._descriptors.pop(name))
+        self._descriptors[name] = opened
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{file} is damaged: it is no file")
+        if found.st_size != size:
+            raise CheckpointError(f"{file} is torn: expected {size} bytes, got {found.st_size}")
+        return map_private(opened, size) if size else None
+
+    def _mapped(self, tensor: str) -> torch.Tensor | RowChunks:
+        record = self.manifest["tensors"][tensor]
+        rows = map_tensor(record, self._mappings)
+        pieces = rows.pieces if isinstance(rows, RowChunks) else [rows]
+        if not pieces[0].ndim:
+            return rows
+        places = [(self._descriptors[file], offset) for file, offset, _ in record["pieces"]]
+        return MappedRows(pieces, places, str(self.folder))
+
+    def _copied(self, tensor: str) -> torch.Tensor:
+        found = map_tensor(self.manifest["tensors"][tensor], self._mappings)
+        return found[:] if isinstance(found, RowChunks) else found.clone()
+
+    def close(self) -> None:
+        """Lets go of the files; tensors over them keep what they need."""
+        super().close()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])

@@ -1,0 +1,446 @@
+"""``loads(path, mmap=True)``: opened at once, equal to a plain load, and the files never change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+    mapping,
+)
+from replaykit.checkpoint import MappedCheckpoint, MappedRows, chunks, save_checkpoint
+from replaykit.errors import CheckpointError
+
+CAPACITY = 6000
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few pages, so that a column is many pieces, of few rows."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
+    monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
+    monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
+    monkeypatch.setattr("replaykit.checkpoint.directory.chunk_bytes", chunks.chunk_bytes)
+
+
+def rows(start: int, count: int) -> TensorDict:
+    number = torch.arange(start, start + count)
+    done = (number % 7 == 6)[:, None]
+    return TensorDict(
+        {
+            "id": number,
+            "pixels": (number[:, None] + torch.arange(640)).to(torch.uint8),
+            "odd": (number[:, None] + torch.arange(601)).to(torch.uint8),  # cut inside of pages
+            ("nested", "half"): number[:, None].to(torch.bfloat16),
+            ("next", "reward"): number[:, None].double(),
+            ("next", "done"): done,
+        },
+        [count],
+    )
+
+
+def make(sampler: str = "random", capacity: int = CAPACITY, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyTensorStorage(capacity, **options),
+        sampler=SAMPLERS[sampler](),
+        batch_size=32,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def filled(sampler: str = "random", count: int = CAPACITY + 1234, **options: Any) -> ReplayBuffer:
+    buffer = make(sampler, **options)
+    for start in range(0, count, 500):
+        buffer.extend(rows(start, min(500, count - start)))
+    if buffer.sampler.prioritized:
+        buffer.update_priority(torch.arange(len(buffer)), torch.rand(len(buffer)))
+    buffer.sample()
+    return buffer
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    return set(a.keys(True, True)) == set(b.keys(True, True)) and bool((a == b).all())
+
+
+# -- the same buffer ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("count", [1, 2500, CAPACITY, CAPACITY + 1234])
+def test_it_is_the_buffer_that_a_plain_load_gives(sampler: str, count: int, tmp_path: Path):
+    if count == 1 and "slices" in sampler:
+        return
+    filled(sampler, count).dumps(tmp_path)
+    before = content(tmp_path)
+    mapped, plain = make(sampler), make(sampler)
+    mapped.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    for buffer in (mapped, plain):
+        assert len(buffer) == min(count, CAPACITY)
+    assert equal(mapped[:], plain[:])
+    for round_ in range(6):
+        batches = [buffer.sample() for buffer in (mapped, plain)]
+        assert equal(*batches)
+        for buffer, batch in zip((mapped, plain), batches, strict=True):
+            buffer.extend(rows(10**5 + 900 * round_, 900))
+            if buffer.sampler.prioritized:
+                buffer.update_priority(batch["index"], torch.linspace(0, 9, len(batch)))
+    assert equal(mapped[:], plain[:])
+    assert content(tmp_path) == before
+
+
+def test_a_column_of_many_files_is_one_tensor_and_nothing_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    buffer = filled()
+    buffer.dumps(tmp_path)
+    read = []
+    into = mapping._read_into
+    monkeypatch.setattr(
+        mapping, "_read_into", lambda view, *place: read.append(len(view)) or into(view, *place)
+    )
+    with MappedCheckpoint(tmp_path) as saved:
+        state = saved.part("storage", mapped=["groups"])
+        names = buffer.storage.schema.leaves
+        columns = dict(zip(names, state["groups"][0]["columns"], strict=True))
+        pixels = columns["pixels",]
+        assert isinstance(pixels, MappedRows)
+        assert len(pixels.pieces) > 40
+        whole = pixels.spanned(CAPACITY + 10)
+    # What does not fill a page, at the end of the last piece.
+    assert sum(read) < os.sysconf("SC_PAGE_SIZE")
+    assert whole.shape == (CAPACITY + 10, 640)
+    assert torch.equal(whole[:CAPACITY], buffer[:]["pixels"])
+    assert not whole[CAPACITY:].any()
+
+
+def test_rows_that_no_number_of_makes_whole_pages(tmp_path: Path):
+    wide = torch.arange(50 * 30_001).to(torch.uint8).view(50, 30_001)
+    save_checkpoint(tmp_path, {"part": {"wide": wide, "none": wide[:0], "empty": wide[:, :0]}}, {})
+    with MappedCheckpoint(tmp_path) as saved:
+        part = saved.part("part", mapped=["wide", "none", "empty"])
+        found = {name: saved_rows.spanned() for name, saved_rows in part.items()}
+    assert torch.equal(found["wide"], wide)
+    assert found["none"].shape == (0, 30_001)
+    assert found["empty"].shape == (50, 0)
+
+
+def test_lanes(tmp_path: Path):
+    def new() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(400, ndim=2), batch_size=8)
+
+    buffer = new()
+    buffer.extend(TensorDict({"x": torch.arange(4 * 130).view(4, 130)}, [4, 130]))
+    buffer.dumps(tmp_path)
+    mapped = new()
+    mapped.loads(tmp_path, mmap=True)
+    assert equal(mapped[:], buffer[:])
+    for other in (mapped, buffer):
+        other.extend(TensorDict({"x": -torch.arange(4 * 60).view(4, 60)}, [4, 60]))
+    assert equal(mapped[:], buffer[:])
+
+
+def test_an_empty_buffer_and_one_never_written_to(tmp_path: Path):
+    buffer = make()
+    buffer.dumps(tmp_path / "new")
+    buffer.extend(rows(0, 10))
+    buffer.empty()
+    buffer.dumps(tmp_path / "emptied")
+    for name in ("new", "emptied"):
+        mapped = make()
+        mapped.loads(tmp_path / name, mmap=True)
+        assert len(mapped) == 0
+        mapped.extend(rows(0, 10))
+        assert equal(mapped[:], rows(0, 10))
+
+
+@pytest.mark.parametrize("capacity", [3000, 2 * CAPACITY])
+def test_another_capacity_where_no_row_has_to_move(capacity: int, tmp_path: Path):
+    filled("prioritized", 2500).dumps(tmp_path)
+    mapped, plain = make("prioritized", capacity), make("prioritized", capacity)
+    mapped.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    for _ in range(3):
+        assert equal(mapped.sample(), plain.sample())
+        for buffer in (mapped, plain):
+            buffer.extend(rows(10**5, 400))
+
+
+def test_priorities_change_before_they_are_read(tmp_path: Path):
+    filled("prioritized").dumps(tmp_path)
+    results = []
+    for mmap in (True, False):
+        buffer = make("prioritized")
+        buffer.loads(tmp_path, mmap=mmap)
+        buffer.sampler.alpha = 0.3
+        buffer.update_priority(torch.tensor([5, 6]), torch.tensor([100.0, 0.1]))
+        saved = copy.deepcopy(buffer.sampler)
+        results.append((buffer.sample(), saved.state_dict()))
+    (a, first), (b, second) = results
+    assert equal(a, b)
+    assert torch.equal(first.pop("_priorities"), second.pop("_priorities"))
+    assert first == second
+
+
+# -- the files ------------------------------------------------------------------------------------
+
+
+def test_it_outlives_the_checkpoint(tmp_path: Path):
+    buffer = filled()
+    buffer.dumps(tmp_path / "saved")
+    mapped = make()
+    mapped.loads(tmp_path / "saved", mmap=True)
+    mapped.extend(rows(10**6, 100))
+    mapped.dumps(tmp_path / "saved")  # over the files that it reads from
+    plain = make()
+    plain.loads(tmp_path / "saved")
+    buffer.extend(rows(10**6, 100))
+    assert equal(plain[:], buffer[:])
+    shutil.rmtree(tmp_path / "saved")
+    assert equal(mapped[:], buffer[:])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_no_file_stays_open_and_memory_is_given_back(tmp_path: Path):
+    filled("prioritized").dumps(tmp_path)
+    opened = len(os.listdir("/proc/self/fd"))
+    mapped = make("prioritized")
+    mapped.loads(tmp_path, mmap=True)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    mapped.sample()
+    batch = mapped.sample()
+    del mapped
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert len(batch) == 32
+
+
+def test_a_torn_or_missing_file_is_named_and_nothing_changes(tmp_path: Path):
+    filled().dumps(tmp_path)
+    name = max(file.name for file in tmp_path.glob("data-*"))
+    file, whole = tmp_path / name, (tmp_path / name).read_bytes()
+    mapped = make()
+    for damaged in (whole[:-1], whole + b"x", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{name} is torn: expected {len(whole)} bytes"):
+            mapped.loads(tmp_path, mmap=True)
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        mapped.loads(tmp_path, mmap=True)
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link"):
+        mapped.loads(tmp_path, mmap=True)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is no file"):
+        mapped.loads(tmp_path, mmap=True)
+    with pytest.raises(FileNotFoundError):
+        mapped.loads(tmp_path / "nowhere", mmap=True)
+    assert not mapped.storage.initialized
+    file.rmdir()
+    file.write_bytes(whole)
+    mapped.loads(tmp_path, mmap=True)
+
+
+def test_checksums_on_request(tmp_path: Path):
+    filled().dumps(tmp_path)
+    file = max(tmp_path.glob("data-*"))
+    damaged = bytearray(file.read_bytes())
+    damaged[3] ^= 1
+    file.write_bytes(damaged)
+    buffer = make()
+    for options in ({}, {"verify": True}, {"mmap": True, "verify": True}):
+        with pytest.raises(CheckpointError, match=f"{file.name} is damaged: expected crc32"):
+            buffer.loads(tmp_path, **options)
+    make().loads(tmp_path, mmap=True)
+    buffer.loads(tmp_path, verify=False)
+    assert len(buffer) == CAPACITY
+
+
+def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
+    buffer = filled("prioritized")
+    buffer.dumps(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    name = manifest["parts"]["sampler"]["_priorities"]["name"]
+    file, offset, _ = manifest["tensors"][name]["pieces"][0]
+    with open(tmp_path / file, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(b"\xff" * 4)  # not a number
+    mapped = make("prioritized")
+    mapped.loads(tmp_path, mmap=True)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="the priorities of the checkpoint"):
+            mapped.sample()
+
+
+# -- what cannot be -------------------------------------------------------------------------------
+
+
+def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: Path):
+    filled(count=2500).dumps(tmp_path / "saved")
+
+    def refused(buffer: ReplayBuffer, match: str) -> None:
+        length = len(buffer)
+        with pytest.raises(ValueError, match=match):
+            buffer.loads(tmp_path / "saved", mmap=True)
+        assert len(buffer) == length
+
+    for storage in (
+        LazyMemmapStorage(CAPACITY),
+        ListStorage(CAPACITY),
+        TensorStorage(rows(0, CAPACITY)),
+    ):
+        refused(ReplayBuffer(storage=storage), f"got a {type(storage).__name__}, whose rows")
+    used = make()
+    used.extend(rows(0, 3))
+    refused(used, "got one that was written to, with 3 rows")
+    refused(make(dedup_next=True), "got dedup_next")
+    hooked = make()
+    hooked.register_load_hook(lambda data: data)
+    refused(hooked, "got load hooks")
+    refused(make(capacity=2000), "expected the capacity that was saved for mmap=True, got 2000")
+    refused(make("prioritized"), "expected the state of a 'prioritized' sampler")
+    ranked = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=TensorDictMaxValueWriter())
+    refused(ranked, "expected the state of a 'max_value' writer")
+    once = ReplayBuffer(storage=LazyTensorStorage(9, dedup_next=True))
+    x = torch.arange(6)
+    once.extend(TensorDict({"x": x[:5], "next": {"x": x[1:]}}, [5]))
+    once.dumps(tmp_path / "once")
+    plain = ReplayBuffer(storage=LazyTensorStorage(9))
+    with pytest.raises(ValueError, match=r"got .*next.*x.*, which was stored once"):
+        plain.loads(tmp_path / "once", mmap=True)
+    assert not plain.storage.initialized
+
+
+def test_on_a_system_that_cannot_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    filled().dumps(tmp_path)
+    monkeypatch.setattr(mapping, "_SYSTEM", None)
+    buffer = make()
+    with pytest.raises(NotImplementedError, match="mmap=True on a 64-bit POSIX system"):
+        buffer.loads(tmp_path, mmap=True)
+    assert not buffer.storage.initialized
+
+
+def test_what_the_system_refuses_to_map_is_an_error_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    filled("prioritized").dumps(tmp_path)
+    buffer = make("prioritized")
+    buffer.sampler.alpha = 0.9
+    map_, calls = mapping._map, []
+
+    def refuse(address: Any, *arguments: Any) -> int:
+        calls.extend([] if address is None else [address])  # of pieces of columns
+        if len(calls) == 5:
+            raise OSError(12, "Cannot allocate memory")
+        return map_(address, *arguments)
+
+    monkeypatch.setattr(mapping, "_map", refuse)
+    with pytest.raises(OSError, match=r"cannot map .*Cannot allocate") as caught:
+        buffer.loads(tmp_path, mmap=True)
+    assert caught.value.filename == str(tmp_path)
+    assert not buffer.storage.initialized
+    assert buffer.sampler.alpha == 0.9
+
+
+# -- its cost -------------------------------------------------------------------------------------
+
+
+def _grown(folder: Path, capacity: int, wide: int) -> Callable[[dict[str, Any]], None]:
+    """Turns a checkpoint of 8 rows into one of ``capacity``, in files of holes."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        priorities = manifest["parts"]["sampler"]["_priorities"]["name"]
+        for name, record in manifest["tensors"].items():
+            if record["shape"][:1] != [8]:
+                continue
+            record["shape"][0] = capacity
+            width = wide if len(record["shape"]) > 1 else 8 if record["dtype"] == "int64" else 4
+            record["pieces"] = []
+            for first in range(0, capacity, 16_384):
+                count = min(16_384, capacity - first)
+                file = f"data-{manifest['save']}-{len(manifest['files']):05d}.bin"
+                with open(folder / file, "wb") as opened:
+                    os.truncate(opened.fileno(), count * width)
+                    if name == priorities:
+                        opened.write(torch.ones(count).numpy().tobytes())
+                manifest["files"][file] = {"size": count * width, "crc32": 0}
+                record["pieces"].append([file, 0, count])
+        manifest["parts"]["writer"]["_ledger"] |= {
+            "slots": capacity, "length": capacity, "next_position": capacity, "cursor": 0,
+        }  # fmt: skip
+        manifest["parts"]["writer"]["_cursor"] = 0
+        manifest["parts"]["storage"]["rows"] = capacity
+
+    return change
+
+
+def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(
+    tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
+):
+    """Of 6 GB that take no room on the disk: what is sampled is all that is read."""
+    capacity, wide = 1_500_000, 4096
+
+    def new(capacity: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(capacity),
+            sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+            batch_size=16,
+        )
+
+    small = new(8)
+    small.extend(TensorDict({"id": torch.arange(8), "frame": torch.zeros(8, wide).byte()}, [8]))
+    small.dumps(tmp_path)
+    forge(tmp_path, _grown(tmp_path, capacity, wide))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 6 * 10**9
+    times = []
+    for _ in range(3):
+        buffer = new(capacity)
+        start = time.perf_counter()
+        buffer.loads(tmp_path, mmap=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.2
+    assert len(buffer) == capacity
+    ones = torch.ones(5, dtype=torch.int64)
+    buffer.extend(TensorDict({"id": ones, "frame": ones[:, None].expand(5, wide).byte()}, [5]))
+    buffer.update_priority(torch.arange(5), 10.0**9)
+    batch = buffer.sample(64)
+    written = (batch["index"] < 5).long()
+    assert 0 < written.sum() < 64
+    assert torch.equal(batch["id"], written)
+    assert torch.equal(batch["frame"].long().amax(-1), written)
+    assert torch.equal(batch["frame"].long().amin(-1), written)
