@@ -13,9 +13,17 @@ Example:
     (3, {'left': tensor([0, 1, 2])})
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from replaykit.checkpoint.chunks import RowChunks
 from replaykit.checkpoint.directory import FORMAT, FORMAT_VERSION, Checkpoint, save_checkpoint
 from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
+
+if TYPE_CHECKING:
+    from replaykit.buffer.torchrl import read_torchrl
 
 __all__ = [
     "FORMAT",
@@ -24,5 +32,14 @@ __all__ = [
     "MappedCheckpoint",
     "MappedRows",
     "RowChunks",
+    "read_torchrl",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # A public name of this room for what stands above it, since it makes a buffer; nothing in the
+    # room uses it.
+    if name == "read_torchrl":
+        return importlib.import_module("replaykit.buffer.torchrl").read_torchrl
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,78 @@
+"""Saves a buffer of TorchRL: ``python make_torchrl.py KIND FOLDER``. Needs torchrl, not replaykit.
+
+The directories ``fixtures/torchrl_*`` were made with it; see ``fixtures/README.md``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+)
+
+
+def rows(start: int, stop: int) -> TensorDict:
+    """Rows that tell their number in every column."""
+    number = torch.arange(start, stop)
+    return TensorDict(
+        {
+            "obs": torch.stack([number, number + 0.5], -1).float(),
+            "pixels": number[:, None].expand(-1, 4).to(torch.uint8),
+            "half": number.to(torch.bfloat16),
+            "next": {"reward": number[:, None].double(), "done": (number % 5 == 4)[:, None]},
+        },
+        [stop - start],
+    )
+
+
+def prioritized() -> TensorDictReplayBuffer:
+    """A ring of 10 slots after 13 rows, with a priority of (slot + 1) / 10 each."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(10),
+        sampler=PrioritizedSampler(10, alpha=0.7, beta=0.5),
+        batch_size=4,
+        generator=torch.Generator().manual_seed(0),
+    )
+    buffer.extend(rows(0, 7))
+    buffer.extend(rows(7, 13))
+    buffer.update_priority(torch.arange(10), torch.arange(1, 11) / 10)
+    return buffer
+
+
+def random() -> ReplayBuffer:
+    """7 rows in 10 slots."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=RandomSampler(),
+        writer=RoundRobinWriter(),
+        batch_size=3,
+    )
+    buffer.extend(rows(0, 7))
+    return buffer
+
+
+def lanes() -> ReplayBuffer:
+    """4 time steps of 3 lanes, in 5 slots."""
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(15, ndim=2), batch_size=3)
+    buffer.extend(rows(0, 12).reshape(4, 3))
+    return buffer
+
+
+def tensor() -> ReplayBuffer:
+    """Rows that are tensors."""
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(6), batch_size=3)
+    buffer.extend(torch.arange(8.0)[:, None].expand(8, 2).clone())
+    return buffer
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]().dumps(sys.argv[2])
