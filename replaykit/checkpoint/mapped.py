@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 from typing import Any
 
 import torch
 
 from replaykit.checkpoint.chunks import RowChunks, map_tensor
 from replaykit.checkpoint.directory import Checkpoint
-from replaykit.errors import CheckpointError
-from replaykit.filesystem import file_limit_errors
+from replaykit.checkpoint.files import open_file
 from replaykit.mapping import Span, can_map_spans, map_private, map_spans
 
 __all__ = ["MappedCheckpoint", "MappedRows"]
-
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 class MappedRows(RowChunks):
@@ -92,24 +87,11 @@ class MappedCheckpoint(Checkpoint):
             raise
 
     def _map(self, name: str, size: int) -> Any:
-        file = self.folder / name
-        try:
-            with file_limit_errors(self.folder):
-                # Neither through a link, which may lead anywhere, nor waiting for a pipe.
-                opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_LINK)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EMLINK):
-                raise
-            raise CheckpointError(f"{file} is damaged: it is a link") from None
+        opened = open_file(self.folder / name, size)
         # Of an attempt that a save overtook: names are not used twice, so it is the same file.
         with contextlib.suppress(KeyError):
             os.close(self._descriptors.pop(name))
         self._descriptors[name] = opened
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{file} is damaged: it is no file")
-        if found.st_size != size:
-            raise CheckpointError(f"{file} is torn: expected {size} bytes, got {found.st_size}")
         return map_private(opened, size) if size else None
 
     def _mapped(self, tensor: str) -> torch.Tensor | RowChunks:

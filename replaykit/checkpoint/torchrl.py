@@ -9,11 +9,9 @@ cannot be told from a whole one where all files have their size.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +21,12 @@ import numpy as np
 import torch
 
 from replaykit._compat import TensorDict, dtype_by_name
+from replaykit.checkpoint.files import open_file
 from replaykit.errors import CheckpointError
 from replaykit.mapping import map_private
 
 __all__ = ["TorchRLCheckpoint", "TorchRLPriorities", "open_torchrl"]
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _SINGLE = "_-single-tensor-_"
 _WRITER = {"cursor", "write_count", "generation_shape", "generation_dtype"}
 
@@ -239,29 +237,19 @@ def _values(file: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    opened = _opened(file)
+    opened = _opened(file, nbytes)
     try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{file} is damaged: it is no file")
-        if found.st_size != nbytes:
-            raise CheckpointError(f"{file} is torn: expected {nbytes} bytes, got {found.st_size}")
         memory = map_private(opened, nbytes)
     finally:
         os.close(opened)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def _opened(file: Path) -> int:
+def _opened(file: Path, size: int | None = None) -> int:
     try:
-        # Neither through a link, which may lead anywhere, nor waiting for a pipe.
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_LINK)
+        return open_file(file, size)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{file} is missing") from None
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK):
-            raise
-        raise CheckpointError(f"{file} is damaged: it is a link") from None
 
 
 def _first(stored: Any, length: int) -> Any:
