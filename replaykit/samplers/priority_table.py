@@ -16,6 +16,7 @@ from replaykit.storages.ledger import Ledger
 __all__ = ["PriorityTable"]
 
 _FIRST = 1024
+_BLOCK = 1 << 16
 
 
 class PriorityTable:
@@ -232,12 +233,16 @@ class PriorityTable:
 
     def _set_range(self, start: int, raw: torch.Tensor) -> None:
         """Brings the trees to raw priorities ``[K]``, K at least 1, from ``start`` on."""
-        values = self.law.values(raw)
-        self._sums.update_range(start, values)
-        if self._least is not None:
-            self._least.update_range(start, self._positive(values))
-        if self._most is not None:
-            self._most.update_range(start, raw)
+        # On the CPU block by block: what is in between stays in the cache, for a third of the time.
+        step = _BLOCK if raw.is_cpu else len(raw)
+        for at in range(0, len(raw), step):
+            block = raw[at : at + step]
+            values = self.law.values(block)
+            self._sums.update_range(start + at, values)
+            if self._least is not None:
+                self._least.update_range(start + at, self._positive(values))
+            if self._most is not None:
+                self._most.update_range(start + at, block)
         if self._changed is not None:
             self._note(torch.arange(start, start + len(raw), device=self.device))
 
