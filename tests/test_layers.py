@@ -22,7 +22,17 @@ ABOVE_ONE_ANOTHER = [
     {"transfer"},
     {"assembly", "leafwise", "trajectories"},
     {"structure"},
-    {"_compat", "_ray", "errors", "filesystem", "mapping", "native", "reductions", "ted", "_version"},
+    {
+        "_compat",
+        "_ray",
+        "errors",
+        "filesystem",
+        "mapping",
+        "native",
+        "reductions",
+        "ted",
+        "_version",
+    },
 ]
 """The rooms, from the top; those of one set do not know each other, but for the lowest."""
 

@@ -130,7 +130,8 @@ class Saving(BufferCore):
 
         Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
         are not used afterwards. With it, priorities are read at the first draw or update, and the
-        columns that bound episodes at the first question for episodes, in full: O(rows) then.
+        columns that bound episodes at the first write or question for episodes, in full: O(rows)
+        then.
 
         Cost: one pass over the files. With ``mmap``, what was saved beside rows and priorities:
         nothing that grows with the rows, unless they were placed by hand, cleared, ranked, or of

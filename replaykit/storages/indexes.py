@@ -210,6 +210,7 @@ class EpisodeIndexes:
             isinstance(heads, dict)
             and type(heads.get("oldest")) is int
             and _ints(heads.get("begin"))
+            and all(begin < max(heads["oldest"], 0) for begin in heads["begin"])
             and _ints(heads.get("head"))
             and len(heads["begin"]) == len(heads["head"])
             and all(1 <= kind <= 3 for kind in heads["head"])
@@ -276,4 +277,7 @@ class EpisodeIndexes:
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int for value in values)
+    """Whether it is a list of numbers that fit into int64, also a little later."""
+    return isinstance(values, list) and all(
+        type(value) is int and abs(value) <= 2**62 for value in values
+    )
