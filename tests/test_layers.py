@@ -17,7 +17,7 @@ ABOVE_ONE_ANOTHER = [
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"priorities", "storages"},
-    {"checkpoint", "episodes"},
+    {"checkpoint", "episodes", "recovery"},
     {"schema"},
     {"transfer"},
     {"assembly", "leafwise", "trajectories"},

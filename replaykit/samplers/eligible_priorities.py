@@ -12,6 +12,7 @@ from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.episodes.codes import GOES_ON
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.set_elements import SetElements
 
 __all__ = ["EligiblePriorities"]
 
@@ -58,6 +59,8 @@ class EligiblePriorities:
         self._sums: SumSegmentTree | None = None
         self._eligible = torch.empty(0, dtype=torch.bool, device="cpu")
         self._process = -1
+        self._watched: PriorityTable | None = None
+        self._watch = SetElements()
 
     def follow(self, table: PriorityTable, index: EpisodeIndex, law: CountLaw) -> SumSegmentTree:
         """Returns the tree of a table's elements, up to date.
@@ -68,7 +71,9 @@ class EligiblePriorities:
             law: how many windows an episode has; its first rows are their starts.
         """
         seen = self._seen
-        changed = table.take_changes()
+        if self._watched is not table:
+            self._watched, self._watch = table, table.watch()
+        changed = self._watch.take()
         known = (
             changed is not None
             and seen is not None

@@ -10,6 +10,7 @@ import torch
 
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers.priority_law import PriorityLaw
+from replaykit.samplers.set_elements import SetElements
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.ledger import Ledger
 
@@ -46,7 +47,7 @@ class PriorityTable:
         self.length = 0
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
-        self._changes = 0
+        self._watches: list[SetElements] = []
         self._allocate(1)
 
     # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
@@ -58,7 +59,7 @@ class PriorityTable:
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
         self.capacity, self._process = capacity, os.getpid()
-        self._changed: list[torch.Tensor] | None = None
+        self._all_changed()
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
     # -- setting ------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class PriorityTable:
             return
         self._raw[length : self.length] = -1.0
         self.length = length
-        self._changed = None
+        self._all_changed()
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
@@ -201,7 +202,7 @@ class PriorityTable:
         if self.length:
             law.check(0.0, self._raw[: self.length].amax().item())
         self.law = law
-        self._changed = None
+        self._all_changed()
         if self.length:
             self._set_range(0, self._raw[: self.length])
 
@@ -243,31 +244,35 @@ class PriorityTable:
                 self._least.update_range(start + at, self._positive(values))
             if self._most is not None:
                 self._most.update_range(start + at, block)
-        if self._changed is not None:
+        if any(not watch.everything for watch in self._watches):
             self._note(torch.arange(start, start + len(raw), device=self.device))
 
     # -- being followed -----------------------------------------------------------------------
 
-    def _note(self, index: torch.Tensor) -> None:
-        """Keeps in mind which elements were set, if anybody asks, and while they are few."""
-        if self._changed is None:
-            return
-        self._changes += index.numel()
-        if self._changes > max(self.length, _FIRST):
-            self._changed = None
-        else:
-            self._changed.append(index.clone())  # it may be the caller's
+    def watch(self) -> SetElements:
+        """Returns what notes which elements are set from now on: at first it may be all of them."""
+        watch = SetElements()
+        self._watches.append(watch)
+        return watch
 
-    def take_changes(self) -> list[torch.Tensor] | None:
-        """Returns which elements were set since the last call; None: it may be all of them."""
-        taken, self._changed, self._changes = self._changed, [], 0
-        return taken
+    def _note(self, index: torch.Tensor) -> None:
+        for watch in self._watches:
+            watch.note(index, max(self.length, _FIRST))
+
+    def _all_changed(self) -> None:
+        for watch in self._watches:
+            watch.everything = True
 
     def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
         """``v`` as it is in the tree, of elements ``[K]`` or of all stored ones: a copy."""
         return self._sums[: self.length] if index is None else self._sums[index]
 
     # -- asking -------------------------------------------------------------------------------
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """Raw priorities of the stored elements, to look at: ``[length]``."""
+        return self._raw[: self.length]
 
     @property
     def priorities(self) -> torch.Tensor:
@@ -387,7 +392,7 @@ class PriorityTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
-        self._models, self._changes = _outputs(0, self.law.dtype), 0
+        self._models, self._watches = _outputs(0, self.law.dtype), []
         self.load(raw)
 
 

@@ -26,7 +26,9 @@ from replaykit.samplers.priority_arguments import (
 from replaykit.samplers.priority_law import PriorityLaw, checked_number, importance_weights
 from replaykit.samplers.priority_state import SavedPriorities
 from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.set_elements import FollowedTable
 from replaykit.storages import Storage
+from replaykit.storages.recoverable import Changed
 
 __all__ = ["WithPriorities"]
 
@@ -102,6 +104,7 @@ class WithPriorities(Sampler):
         self._unread: SavedPriorities | None = None
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
+        self._kept = FollowedTable()
 
     # -- what it draws by ---------------------------------------------------------------------
 
@@ -264,6 +267,26 @@ class WithPriorities(Sampler):
         self._attached, self._table, self._chosen = weakref.ref(storage), None, None
         if len(storage):
             self._following(storage)
+        if storage.recovery is not None:
+            storage.recovery.adopt_sampler(self)
+
+    # -- being kept in files ------------------------------------------------------------------
+
+    def priorities_changed(self) -> Changed | None:
+        """What has become of the priorities since the last call; see ``storages.recoverable``."""
+        table = self._table
+        if table is None:
+            return None
+        return self._kept.changed(table, self._max_priority, self.dropped_updates)
+
+    def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
+        """Takes over what a sampler in this one's place had; ValueError where the exponents do not
+        allow it."""
+        self._law.check(0.0, most)
+        storage = self._home(None)
+        table = self._new_table(storage, self._law)
+        table.load(priorities.to(self.dtype))
+        self._table, self._max_priority, self.dropped_updates = table, most, dropped
 
     # -- being told of writes -----------------------------------------------------------------
 
@@ -425,4 +448,5 @@ class WithPriorities(Sampler):
                 "have priorities of its own; make one there"
             )
         _ = self._table  # a copy does not share the file
-        return {**super().__getstate__(), "_attached": None, "_chosen": None}
+        state = {**super().__getstate__(), "_attached": None, "_chosen": None}
+        return {**state, "_kept": FollowedTable()}

@@ -71,6 +71,8 @@ class Storage(ABC):
         self._locks: dict[int, Any] = {}
         # Grows whenever stored rows are changed where they are: what is derived from them is old.
         self.edits = 0
+        # What keeps ledger, counts and priorities in files; None: they go with the process.
+        self.recovery: Any = None
         self._listeners: list[weakref.ref[Listener]] = []
         self.save_hooks: list[Hook] = []
         self.load_hooks: list[Hook] = []
@@ -83,7 +85,10 @@ class Storage(ABC):
         """
         process = os.getpid()
         lock = self._locks.get(process)
-        return self._locks.setdefault(process, threading.RLock()) if lock is None else lock
+        return self._locks.setdefault(process, self._new_lock()) if lock is None else lock
+
+    def _new_lock(self) -> Any:
+        return threading.RLock()
 
     # -- what a storage brings ----------------------------------------------------------------
 
@@ -397,7 +402,7 @@ class Storage(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_locks"], state["_listeners"] = {}, []
+        state["_locks"], state["_listeners"], state["recovery"] = {}, [], None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

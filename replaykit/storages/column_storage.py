@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
@@ -129,12 +130,16 @@ class ColumnStorage(SequencedStorage):
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
             self.indexes.settle()
+        if self.recovery is not None and not self._at_cursor:
+            self.recovery.note(slots.numpy())
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
         large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
         if large or self.indexes.stale:
             self.indexes.settle()
+        if self.recovery is not None:
+            self.recovery.note_ring(first + skipped, len(rows) - skipped)
         # A storage that defines `write` anew means every write. Addresses are in the order of the
         # schema that they were found by; the rows may have been prepared for another storage.
         if type(self).write is ColumnStorage.write:
@@ -245,6 +250,8 @@ class ColumnStorage(SequencedStorage):
             return
         columns = self.require()
         columns.check_writable()
+        if self.recovery is not None:
+            self.recovery.note(_slots_of(at, self.ledger.length, self.ndim))
         self.edits += 1
         self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
@@ -256,6 +263,8 @@ class ColumnStorage(SequencedStorage):
             cells: int64 ``[K]`` for each dimension of the rows.
             leaves: ``[K, *F]`` by path.
         """
+        if self.recovery is not None:
+            self.recovery.note(np.unique(cells[0].numpy()))
         self.edits += 1
         self.indexes.edited(leaves)
         self.require().put(cells, leaves)
@@ -423,6 +432,14 @@ class ColumnStorage(SequencedStorage):
             limits = torch.tensor(self.visible_shape(), device=item.device)
             return ((item >= 0) & (item < limits)).all(-1)
         return (item >= 0) & (item < length)
+
+
+def _slots_of(at: Any, length: int, ndim: int) -> np.ndarray[Any, Any] | range:
+    """The slots that an index of stored rows names; all of them where there are lanes."""
+    if ndim > 1:
+        return range(length)
+    slots = np.arange(length)[at.numpy() if isinstance(at, torch.Tensor) else at]
+    return np.unique(slots)
 
 
 def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

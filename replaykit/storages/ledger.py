@@ -44,6 +44,9 @@ class Ledger:
         self.by_stream = False
         self._positions: torch.Tensor | None = None
         self._generations: torch.Tensor | None = None
+        # Slots whose entries in the tables have changed, None for all, where somebody wants to
+        # know.
+        self.touched: list[torch.Tensor | None] | None = None
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -108,6 +111,12 @@ class Ledger:
         """Whether no row is gone that is newer than a stored one, of all or of its stream."""
         return self.in_order or self.by_stream
 
+    def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Positions ``[length]`` and generations, to look at; None where they follow from the
+        counters."""
+        positions = self._positions
+        return positions if positions is None else positions[: self.length], self._generations
+
     # -- writing ------------------------------------------------------------------------------
 
     def advance(self, count: int) -> None:
@@ -117,11 +126,13 @@ class Ledger:
             self._grow_generations(min(self.slots, self.cursor + count))
             self._generations += laps
             self._generations[self.next_slots(rest)] += 1
+            self._touch(None if laps else self.next_slots(rest))
         if self._positions is not None:
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
             self._positions[last] = arange(kept) + self.next_position + count - kept
+            self._touch(last)
         # Not length + count: records placed elsewhere may lie beyond the cursor.
         self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
@@ -164,6 +175,7 @@ class Ledger:
         at = slots.numpy()
         self._positions.numpy()[at] = np.arange(len(at)) + self.next_position
         np.add.at(self._generations.numpy(), at, 1)
+        self._touch(slots)
         self.length = top
         self.next_position += len(slots)
 
@@ -173,6 +185,7 @@ class Ledger:
             self._make_generations(self.length)
             assert self._generations is not None
             self._generations[self._generations >= 0] += 1
+        self._touch(None)
         self._positions, self.by_stream = None, False
         self.cursor = 0
         self.length = 0
@@ -243,6 +256,7 @@ class Ledger:
         no slot and generation that it gave out name another record now.
         """
         self.changes += 1
+        self._touch(None)
         used, old = self.next_position, self._generation_table()
         source = Ledger(state["slots"])
         source.cursor, source.length = state["cursor"], state["length"]
@@ -282,6 +296,10 @@ class Ledger:
 
     # -- tables -------------------------------------------------------------------------------
 
+    def _touch(self, slots: torch.Tensor | None) -> None:
+        if self.touched is not None:
+            self.touched.append(slots)
+
     def _generation_table(self) -> torch.Tensor:
         if self._generations is not None:
             return self._generations.clone()
@@ -291,6 +309,7 @@ class Ledger:
     def _make_positions(self, size: int) -> None:
         if self._positions is None:
             self._positions = self.positions(arange(self.length))
+            self._touch(None)
         self._grow_positions(size)
 
     def _grow_positions(self, size: int) -> None:
@@ -301,6 +320,7 @@ class Ledger:
     def _make_generations(self, size: int) -> None:
         if self._generations is None:
             self._generations = self._generation_table()
+            self._touch(None)
         self._grow_generations(size)
 
     def _grow_generations(self, size: int) -> None:

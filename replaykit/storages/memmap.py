@@ -13,11 +13,13 @@ import unicodedata
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from replaykit.errors import CheckpointError
 from replaykit.filesystem import reserve_blocks
+from replaykit.recovery import CommitLock
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import (
     as_device,
@@ -28,7 +30,8 @@ from replaykit.storages.allocation import (
 from replaykit.storages.beside import Grow
 from replaykit.storages.columns import Columns
 from replaykit.storages.pairs import DedupNext, Mismatch
-from replaykit.storages.records import plan_records
+from replaykit.storages.records import RecordLayout, plan_records
+from replaykit.storages.recoverable import Recovery, check_files
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
 
@@ -67,9 +70,20 @@ class LazyMemmapStorage(LazyTensorStorage):
         dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
             in the folder ``%beside``.
         lane_key: as for LazyTensorStorage.
+        recover: rows, ledger, episodes and the priorities of the buffer's sampler outlive the
+            process. A storage made with the same ``scratch_dir`` and arguments holds every record
+            that was committed and no other: what a write that was cut off had overwritten is put
+            back. A write is committed when the call that made it returns. Bookkeeping lies in the
+            folder ``%recovery``; the episodes that were open end there, since nothing spans a
+            restart. One process at a time has it open; a forked one may read.
+        durable: with ``recover``: commits hold across a loss of power too, and wait for the disk.
 
     Raises:
-        ValueError: another device, or ``lane_key`` with ``ndim > 1``.
+        ValueError: another device, or ``lane_key`` with ``ndim > 1``; ``recover`` without a
+            ``scratch_dir`` or with ``dedup_next``, ``durable`` without ``recover``; with
+            ``recover`` what is there was made with another ``max_size``, ``ndim`` or ``lane_key``.
+        CheckpointError: with ``recover`` a file is damaged, missing or of another size.
+        RuntimeError: with ``recover`` another process, or another storage, has it open.
         KeyError: at the first write, where the data has no column ``lane_key``.
         RuntimeError: at the first write, where the files exist and ``existsok`` is false.
         OSError: at the first write, where the disk has too little room.
@@ -82,6 +96,19 @@ class LazyMemmapStorage(LazyTensorStorage):
         ...     _ = rb.extend(torch.arange(3))
         ...     os.listdir(folder), rb[:]
         (['data.memmap'], tensor([0, 1, 2]))
+
+        A buffer that goes on where a process that was killed had come to:
+
+        >>> def opened():
+        ...     storage = LazyMemmapStorage(10, scratch_dir=folder, recover=True)
+        ...     return ReplayBuffer(storage=storage)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rb = opened()
+        ...     _ = rb.extend(torch.arange(3))
+        ...     del rb
+        ...     again = opened()
+        ...     again[:], again.extend(torch.arange(3, 5)), again.write_count
+        (tensor([0, 1, 2]), tensor([3, 4]), 5)
     """
 
     def __init__(
@@ -96,7 +123,15 @@ class LazyMemmapStorage(LazyTensorStorage):
         on_mismatch: Mismatch = "error",
         compilable: bool = False,
         lane_key: Any = None,
+        recover: bool = False,
+        durable: bool = False,
     ) -> None:
+        if recover and scratch_dir is None:
+            raise ValueError("recover=True needs a scratch_dir, where the rows are found again")
+        if recover and dedup_next:
+            raise ValueError(f"expected recover=True without dedup_next, got {dedup_next!r}")
+        if durable and not recover:
+            raise ValueError("durable=True is for rows that are recovered: it needs recover=True")
         if as_device(device).type != "cpu":
             raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
         super().__init__(
@@ -109,15 +144,54 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._made_in: FilePath | None = None
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok
+        if recover:
+            assert self.scratch_dir is not None
+            self.recovery = Recovery(self, self.scratch_dir, durable=durable)
+            self._resume(self.scratch_dir)
+
+    def _new_lock(self) -> Any:
+        recovery = self.recovery
+        return super()._new_lock() if recovery is None else CommitLock(recovery.settle)
+
+    def _resume(self, folder: FilePath) -> None:
+        """Takes over what is in a folder, if a storage of the same arguments left it there."""
+        found = self.recovery.known()
+        if found is None:
+            return
+        try:
+            schema = Schema.from_json(found.get("schema"))
+        except ValueError as error:
+            raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
+        lanes = torch.Size(found["lanes"])
+        plan = _Plan.of(folder, schema, self._slots_for(lanes), lanes)
+        check_files({file: plan.nbytes(path) for path, file in plan.files.items()})
+        columns = plan.opened(self.ndim)
+        with self.lock:
+            self._columns, self._made_in = columns, folder
+            self._adopt(columns)
+            self.recovery.resume(columns, list(plan.files.values()))
 
     def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
+        if self.recovery is not None:
+            return self._take_files_to_keep(schema, slots, lanes)
         with self._folder() as folder:
             taken = sorted((folder / _BESIDE).rglob("*.memmap")) if self.dedup_next else []
             columns = _in_files(
                 folder, schema, slots, lanes, existsok=self.existsok, taken=taken, ndim=self.ndim
             )
         self._made_in = folder
+        return columns
+
+    def _take_files_to_keep(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
+        existsok = self.existsok or self.recovery.home.half_made
+        with self._folder() as folder, self.recovery.home.making():
+            columns = _in_files(
+                folder, schema, slots, lanes, existsok=existsok, taken=[], ndim=self.ndim
+            )
+            self._made_in = folder
+            plan = _Plan.of(folder, schema, slots, lanes)
+            self.recovery.begin(columns, list(plan.files.values()))
         return columns
 
     def _grow(self, device: torch.device) -> Grow:
@@ -164,16 +238,9 @@ def _in_files(
     Files that are there are used again with ``existsok``, with what they hold, and else refused, as
     are the ``taken`` ones.
     """
-    layout = plan_records(schema)
-    shapes = column_shapes(schema, slots, lanes, layout)
-    dtypes = {path: schema.leaves[path].dtype for path in shapes}
-    names = _file_names(list(shapes))
-    if layout is not None:
-        shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
-        dtypes[_RECORDS] = torch.uint8
-        names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
-    needed = storage_bytes(schema, slots, lanes, layout)
-    files = {path: folder / name for path, name in names.items()}
+    plan = _Plan.of(folder, schema, slots, lanes)
+    files = plan.files
+    needed = storage_bytes(schema, slots, lanes, plan.layout)
     present = {file for file in files.values() if file.exists()}
     if (present or taken) and not existsok:
         raise RuntimeError(
@@ -181,20 +248,51 @@ def _in_files(
             "existsok=True to use its space and lose what it holds"
         )
     _check_disk(folder, needed, present)
-    tensors = {}
     inner = {file.parent for file in files.values() if not file.parent.exists()}
     inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
     try:
-        for path, file in files.items():
-            tensors[path] = map_file(file, shapes[path], dtypes[path], create=True)
+        return plan.opened(ndim, create=True)
     except BaseException:
         for file in files.values():
             if file not in present:
                 file.unlink(missing_ok=True)
         _remove_empty(inner)
         raise
-    records = tensors.pop(_RECORDS, None)
-    return Columns(schema, tensors, ndim, layout=layout, records=records, mapped=True)
+
+
+class _Plan(NamedTuple):
+    """Which files hold the rows of a schema, by path; the records under ``_RECORDS``."""
+
+    schema: Schema
+    layout: RecordLayout | None
+    files: dict[Path, FilePath]
+    shapes: dict[Path, torch.Size]
+    dtypes: dict[Path, torch.dtype]
+
+    @classmethod
+    def of(cls, folder: FilePath, schema: Schema, slots: int, lanes: torch.Size) -> _Plan:
+        layout = plan_records(schema)
+        shapes = column_shapes(schema, slots, lanes, layout)
+        dtypes = {path: schema.leaves[path].dtype for path in shapes}
+        names = _file_names(list(shapes))
+        if layout is not None:
+            shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
+            dtypes[_RECORDS] = torch.uint8
+            names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
+        files = {path: folder / name for path, name in names.items()}
+        return cls(schema, layout, files, shapes, dtypes)
+
+    def nbytes(self, path: Path) -> int:
+        return self.shapes[path].numel() * self.dtypes[path].itemsize
+
+    def opened(self, ndim: int, *, create: bool = False) -> Columns:
+        """Columns over the files, which are made, or are there."""
+        tensors = {
+            path: map_file(file, self.shapes[path], self.dtypes[path], create=create)
+            for path, file in self.files.items()
+        }
+        records = tensors.pop(_RECORDS, None)
+        return Columns(self.schema, tensors, ndim, layout=self.layout, records=records, mapped=True)
 
 
 def _grow_in_files(folder: FilePath) -> Grow:

@@ -95,6 +95,8 @@ class RestorableStorage(ColumnStorage):
         if columns is None:
             first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
             columns = self._allocate(group.schema, content.lanes, first)
+        if self.recovery is not None:
+            self.recovery.note(range(self.ledger.length))
         _fill(columns, leaves, content.rows, rows)
         self._columns = columns
         self._adopt(columns)

@@ -97,6 +97,8 @@ class Writer(ABC):
     def register_storage(self, storage: Storage) -> None:
         """Takes the storage to write to; called by the buffer."""
         self._storage = storage
+        if storage.recovery is not None:
+            storage.recovery.adopt_writer(self)
 
     @property
     def storage(self) -> Storage:

@@ -1,0 +1,255 @@
+"""The folder beside the rows of a storage that says which of them count."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaykit._version import __version__
+from replaykit.errors import CheckpointError
+from replaykit.filesystem import make_directory, sync_directory
+from replaykit.recovery.exclusive import Exclusive
+from replaykit.recovery.files import MappedFile
+from replaykit.recovery.journal import Journal
+from replaykit.recovery.states import States
+
+__all__ = ["FORMAT", "Home"]
+
+Array = np.ndarray[Any, Any]
+
+FORMAT = "replaykit-recovery"
+FORMAT_VERSION = 1
+
+_NAME = "%recovery"
+_MANIFEST = "manifest.json"
+_LOCK = "lock"
+_JOURNAL_BYTES = 1 << 16
+
+
+class Home:
+    """Manifest, journal, states and tables of one storage, for one process at a time.
+
+    A table is an array of rows in a file of its own, by number. Rows of the storage's own files are
+    given as targets too: the journal takes them back as it does those of tables. Nothing that was
+    changed counts before ``commit``, which is one store of 8 bytes; what was changed and noted
+    since the last one is taken back by ``roll_back``, or by who opens the folder next.
+
+    Args:
+        scratch_dir: the folder of the storage's files.
+        durable: commits hold across a loss of power too.
+
+    Raises:
+        RuntimeError: another process, or another storage of this one, has it open.
+        OSError: the folder cannot be made or opened.
+    """
+
+    def __init__(self, scratch_dir: Path, *, durable: bool = False) -> None:
+        self.folder, self.durable = scratch_dir / _NAME, durable
+        make_directory(self.folder)
+        try:
+            self._lock = Exclusive(self.folder / _LOCK)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"{scratch_dir} is in use by another process, or by another storage of this one; "
+                "one at a time can recover it"
+            ) from None
+        self.process = os.getpid()
+        self._targets: dict[int, Array] = {}
+        self._tables: dict[int, tuple[MappedFile, Array]] = {}
+        self._more: list[Path] = []
+
+    # -- manifest -----------------------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any] | None:
+        """What ``publish`` has written; None: it has not come to that.
+
+        Raises:
+            CheckpointError: it is damaged, or of a newer version; names the file.
+        """
+        file = self.folder / _MANIFEST
+        try:
+            text = file.read_text("utf-8")
+            record = json.loads(text)
+        except FileNotFoundError:
+            return None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise CheckpointError(f"{file} is not that of a storage that can be recovered")
+        if type(record.get("format_version")) is not int or record["format_version"] < 1:
+            raise CheckpointError(f"{file} has no version")
+        if record["format_version"] > FORMAT_VERSION:
+            raise CheckpointError(
+                f"expected {file} of version {FORMAT_VERSION} or older, got "
+                f"{record['format_version']}"
+            )
+        content = record.get("content")
+        if not isinstance(content, dict) or record.get("crc32") != _checksum(content):
+            raise CheckpointError(f"{file} is damaged: its checksum is another one")
+        return content
+
+    def publish(self, content: Mapping[str, Any]) -> None:
+        """Writes the manifest in one step: from now on there is a storage to recover.
+
+        Raises:
+            OSError: the disk refused; there is none then.
+        """
+        record = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "library_version": __version__,
+            "content": dict(content),
+            "crc32": _checksum(content),
+        }
+        draft = self.folder / f".{_MANIFEST}"
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.folder / _MANIFEST)
+        sync_directory(self.folder)
+
+    @property
+    def half_made(self) -> bool:
+        """Whether somebody began to make a storage here and did not come to publish it."""
+        return (self.folder / "making").exists()
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """While the files are made of which the manifest will tell: what they hold is nobody's."""
+        mark = self.folder / "making"
+        fresh = not mark.exists()
+        mark.touch()
+        sync_directory(self.folder)
+        try:
+            yield
+        except BaseException:
+            if fresh:
+                mark.unlink()
+            raise
+        mark.unlink()
+
+    # -- open ---------------------------------------------------------------------------------
+
+    def open(self, targets: Mapping[int, Array]) -> Array:
+        """Opens journal and states, takes back what was not committed, and returns the state.
+
+        Args:
+            targets: the rows of the storage's files by number, uint8 ``[N, bytes]``.
+
+        Raises:
+            CheckpointError: files do not fit each other; nothing was changed.
+        """
+        self._targets.update(targets)
+        self.states = States(self.folder, durable=self.durable)
+        self.journal = Journal(
+            MappedFile(self.folder / "journal.bin", _JOURNAL_BYTES), durable=self.durable
+        )
+        for file in sorted(self.folder.glob("table-*.bin")):
+            number, width = (int(part) for part in file.stem.split("-")[1:])
+            self._map_table(number, width, 0)
+        try:
+            if self.journal.undo(self._next, self._targets):
+                self._sync_rows()
+                self.journal.forget(self._next)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        return self.states.latest()
+
+    def sync_with(self, files: list[Path]) -> None:
+        """Says which files hold the rows, for commits that hold across a loss of power."""
+        self._more = files
+
+    @property
+    def _next(self) -> int:
+        return self.states.sequence + 1
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def note(self, target: int, at: Array | range) -> None:
+        """Notes rows of a target that are about to be overwritten.
+
+        Raises:
+            OSError: no room; nothing may be overwritten. RuntimeError: in a forked process.
+        """
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"the rows in {self.folder.parent} are those of process {self.process}; a forked "
+                "process reads them only"
+            )
+        self.journal.save(self._next, target, self._targets[target], at)
+
+    def table(self, number: int, dtype: Any, rows: int) -> Array:
+        """Rows of a table, ``[N]`` with N at least ``rows``; made of zeros."""
+        width = np.dtype(dtype).itemsize
+        known = self._tables.get(number)
+        if known is None or len(known[1]) < rows:
+            self._map_table(number, width, rows)
+        return self._tables[number][1].view(dtype)[:, 0]
+
+    def _map_table(self, number: int, width: int, rows: int) -> None:
+        known = self._tables.get(number)
+        if known is None:
+            file = MappedFile(self.folder / f"table-{number}-{width}.bin", rows * width)
+        else:
+            file = known[0]
+            file.grow(rows * width)
+        whole = len(file.bytes) // width * width
+        cells = file.bytes[:whole].reshape(-1, width)
+        self._tables[number], self._targets[number] = (file, cells), cells
+
+    def set(self, number: int, values: Array, at: Array | range, *, fresh: bool = False) -> None:
+        """Changes rows of a table, ``values`` ``[K]`` at ``at``.
+
+        Args:
+            fresh: nothing that was committed counts on what is there now.
+        """
+        top = (max(at) if isinstance(at, range) else int(at.max())) + 1 if len(at) else 0
+        cells = self.table(number, values.dtype, top)
+        if not fresh:
+            self.note(number, at)
+        if isinstance(at, range):
+            cells[at.start : at.stop] = values
+        else:
+            cells[at] = values
+
+    @property
+    def pending(self) -> bool:
+        """Whether rows were noted that are not committed."""
+        return self.journal.pending(self._next)
+
+    def commit(self, numbers: Array) -> None:
+        """Has everything that was changed count, with these int64 numbers as the state.
+
+        Raises:
+            OSError: no room, or the disk failed; nothing of it counts yet.
+        """
+        if self.durable:
+            self._sync_rows()
+        self.states.commit(numbers)
+
+    def roll_back(self) -> None:
+        """Takes back what was noted since the last commit."""
+        self.journal.undo(self._next, self._targets)
+        self.journal.forget(self._next)
+
+    def _sync_rows(self) -> None:
+        for file, _ in self._tables.values():
+            file.sync()
+        for path in self._more:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

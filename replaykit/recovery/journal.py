@@ -1,0 +1,169 @@
+"""What an operation is about to overwrite, so that it can be taken back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from replaykit.recovery.files import MappedFile
+
+__all__ = ["Journal"]
+
+Array = np.ndarray[Any, Any]
+
+_HEADER = 64
+_SEQUENCE, _USED = range(2)
+_ENTRY = 6
+"""Numbers before an entry: target, bytes a row, rows, the first one (-1: listed), all bytes of what
+follows, checksum."""
+
+
+class Journal:
+    """Rows of arrays as they were before an operation that has not been committed.
+
+    The operation has a number. Entries are appended to a mapped file, each whole before it counts;
+    those of another operation than the one that was under way mean nothing, so that a commit, which
+    moves the number on, forgets them.
+
+    Args:
+        file: where it lies.
+        durable: entries are on the disk before ``save`` returns, with checksums by which those are
+            told that a loss of power has cut off.
+
+    Cost: a copy of the rows.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.recovery import Journal, MappedFile
+        >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     journal = Journal(MappedFile(Path(folder) / "journal", 4096))
+        ...     journal.save(1, target=0, rows=rows, at=np.array([2]))
+        ...     rows[2] = 99
+        ...     journal.undo(1, {0: rows})
+        True
+        >>> rows[2].tolist()
+        [4, 5]
+    """
+
+    def __init__(self, file: MappedFile, *, durable: bool = False) -> None:
+        self._file, self._durable = file, durable
+        self._look()
+
+    def _look(self) -> None:
+        self._bytes = self._file.bytes
+        self._head = self._bytes[:_HEADER].view(np.int64)
+
+    def save(self, sequence: int, target: int, rows: Array, at: Array | range) -> None:
+        """Notes rows of an array as they are now.
+
+        Args:
+            sequence: number of the operation.
+            target: number of the array.
+            rows: uint8 ``[N, bytes]``.
+            at: which, int64 ``[K]``, or a range of steps of 1.
+
+        Raises:
+            OSError: no room; nothing has changed, and nothing may be overwritten.
+        """
+        head = self._head
+        if head[_SEQUENCE] != sequence:
+            head[_USED] = 0
+            head[_SEQUENCE] = sequence
+        count, width = len(at), rows.shape[1]
+        listed = 0 if isinstance(at, range) else 8 * count
+        nbytes = listed + -(-count * width // 8) * 8
+        start = _HEADER + int(head[_USED])
+        stop = start + 8 * _ENTRY + nbytes
+        if stop > len(self._bytes):
+            self._file.grow(stop)
+            self._look()
+            head = self._head
+        body = start + 8 * _ENTRY
+        to = self._bytes[body + listed : body + listed + count * width].reshape(count, width)
+        if isinstance(at, range):
+            to[...] = rows[at.start : at.stop]
+        else:
+            self._bytes[body : body + listed].view(np.int64)[...] = at
+            np.take(rows, at, axis=0, out=to)
+        first = at.start if isinstance(at, range) else -1
+        entry = self._bytes[start:body].view(np.int64)
+        entry[:-1] = target, width, count, first, nbytes
+        entry[-1] = _checksum(self._bytes[start : body - 8], self._bytes[body:stop], self._durable)
+        head[_USED] = stop - _HEADER
+        if self._durable:
+            self._file.sync()
+
+    def pending(self, sequence: int) -> bool:
+        """Whether an operation has noted anything."""
+        return bool(self._head[_SEQUENCE] == sequence and self._head[_USED] > 0)
+
+    def undo(self, sequence: int, targets: Mapping[int, Array]) -> bool:
+        """Puts back what an operation has noted, the latest first; whether there was anything.
+
+        Can be interrupted and run again.
+
+        Raises:
+            ValueError: it names an array or rows that there are not; nothing has changed.
+        """
+        if not self.pending(sequence):
+            return False
+        entries = self._entries(targets)
+        for rows, at, values in reversed(entries):
+            if isinstance(at, range):
+                rows[at.start : at.stop] = values
+            else:
+                rows[at] = values
+        return bool(entries)
+
+    def forget(self, sequence: int) -> None:
+        """Lets go of what an operation has noted, after it was taken back."""
+        if self._head[_SEQUENCE] == sequence:
+            self._head[_USED] = 0
+            if self._durable:
+                self._file.sync()
+
+    def _entries(self, targets: Mapping[int, Array]) -> list[tuple[Array, Array | range, Array]]:
+        found: list[tuple[Array, Array | range, Array]] = []
+        start, end = _HEADER, _HEADER + int(self._head[_USED])
+        while start < end:
+            body = start + 8 * _ENTRY
+            if body > len(self._bytes):
+                break
+            target, width, count, first, nbytes, checksum = (
+                int(number) for number in self._bytes[start:body].view(np.int64)
+            )
+            stop = body + nbytes
+            whole = nbytes >= 0 and stop <= min(end, len(self._bytes))
+            if self._durable and not (
+                whole
+                and checksum
+                == _checksum(self._bytes[start : body - 8], self._bytes[body:stop], True)
+            ):
+                break  # cut off by a loss of power: what it was noted for has not begun
+            rows = targets.get(target)
+            listed = 0 if first >= 0 else 8 * count
+            if (
+                not whole
+                or rows is None
+                or rows.shape[1] != width
+                or nbytes != listed + -(-count * width // 8) * 8
+            ):
+                raise ValueError(f"{self._file.path} does not fit the files beside it")
+            at: Array | range = range(first, first + count)
+            if first < 0:
+                at = self._bytes[body : body + listed].view(np.int64)
+            if count and not (min(at) >= 0 and max(at) < len(rows)):
+                raise ValueError(f"{self._file.path} names rows that there are not")
+            values = self._bytes[body + listed : body + listed + count * width]
+            found.append((rows, at, values.reshape(count, width)))
+            start = stop
+        return found
+
+
+def _checksum(head: Array, body: Array, durable: bool) -> int:
+    return zlib.crc32(body.data, zlib.crc32(head.data)) if durable else 0

@@ -1,0 +1,73 @@
+"""Elements of a table that were set, for those who follow it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replaykit.storages.recoverable import Changed
+
+if TYPE_CHECKING:
+    from replaykit.samplers.priority_table import PriorityTable
+
+__all__ = ["FollowedTable", "SetElements"]
+
+
+class SetElements:
+    """Which elements of a table were set since somebody asked, while they are few."""
+
+    def __init__(self) -> None:
+        self.everything = True
+        self._index: list[torch.Tensor] = []
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self._index)
+
+    def note(self, index: torch.Tensor, most: int) -> None:
+        """Keeps elements in mind; of more than ``most`` that it may be all."""
+        if self.everything:
+            return
+        self._count += index.numel()
+        if self._count > most:
+            self.everything = True
+            self._index = []
+        else:
+            self._index.append(index.clone())  # it may be the caller's
+
+    def take(self) -> list[torch.Tensor] | None:
+        """Returns which elements were set since the last call; None: it may be all of them."""
+        taken = None if self.everything else self._index
+        self._index, self._count, self.everything = [], 0, False
+        return taken
+
+
+class FollowedTable:
+    """What becomes of priorities, for who keeps them somewhere else too."""
+
+    def __init__(self) -> None:
+        self._table: PriorityTable | None = None
+        self._watch = SetElements()
+        self._numbers: tuple[Any, ...] = ()
+
+    def changed(self, table: PriorityTable, most: float, dropped: int) -> Changed | None:
+        """Returns what has changed since the last call; None: nothing.
+
+        Args:
+            most: the largest priority ever set. dropped: updates that came too late.
+
+        Cost: O(1), or that of what was set.
+        """
+        if self._table is not table:
+            self._table, self._watch, self._numbers = table, table.watch(), ()
+        numbers = table.length, most, dropped
+        if not self._watch and numbers == self._numbers:
+            return None
+        self._numbers = numbers
+        index, raw = self._watch.take(), table.raw
+        if index is None:
+            return Changed(None, raw.double().cpu().numpy(), *numbers)
+        elements = torch.cat(index).unique() if index else raw[:0].long()
+        elements = elements[elements < table.length]
+        return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)

@@ -1,0 +1,177 @@
+"""What tells which rows of a storage count, as numbers."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from replaykit.storages.ledger import Ledger
+
+__all__ = ["KeptState", "KeptTable"]
+
+Array = np.ndarray[Any, Any]
+
+_FIXED = 16
+_STREAM = 4
+
+
+class KeptTable(NamedTuple):
+    """A sampler's priorities: how many, the largest ever set, updates that came too late."""
+
+    length: int
+    most: float
+    dropped: int
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """One committed state of a storage and its parts.
+
+    Attributes:
+        cursor, length, next_position, cleared, by_stream: of the ledger.
+        positions, generations: lengths of its tables; -1: they follow from the counters.
+        marks, codes: where streams were severed.
+        oldest, begin, head: position of the oldest row, and how the first episodes of the lanes
+            began; ``oldest`` -1 with ``begin`` empty: nothing is known; None: no episodes.
+        streams: of interleaved streams, four numbers each.
+        priorities, counts: of the samplers and writers, in the order in which they came.
+    """
+
+    cursor: int
+    length: int
+    next_position: int
+    cleared: int
+    by_stream: bool
+    positions: int
+    generations: int
+    marks: Array
+    codes: Array
+    oldest: int | None = None
+    begin: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    head: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    streams: Array = field(default_factory=lambda: np.zeros((0, _STREAM), np.int64))
+    priorities: list[KeptTable] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        episodes: dict[str, Any] | None,
+        *,
+        positions: int,
+        generations: int,
+        priorities: list[KeptTable],
+        counts: list[int],
+    ) -> KeptState:
+        """Takes the state of a ledger and of an episode index (``EpisodeIndexes.state``)."""
+        state = episodes or {"marks": [], "codes": [], "heads": None}
+        heads = state["heads"]
+        known: dict[str, Any] = {}
+        if heads is not None:
+            known = {
+                "oldest": heads["oldest"],
+                "begin": np.array(heads["begin"], np.int64),
+                "head": np.array(heads["head"], np.int64),
+                "streams": np.array(heads.get("streams", []), np.int64).reshape(-1, _STREAM),
+            }
+        return cls(
+            ledger.cursor,
+            ledger.length,
+            ledger.next_position,
+            ledger.cleared,
+            ledger.by_stream,
+            positions,
+            generations,
+            np.array(state["marks"], np.int64),
+            np.array(state["codes"], np.int64),
+            priorities=priorities,
+            counts=counts,
+            **known,
+        )
+
+    def episodes(self) -> dict[str, Any]:
+        """As ``EpisodeIndexes.state`` gave it."""
+        heads = None
+        if self.oldest is not None:
+            heads = {
+                "oldest": self.oldest,
+                "begin": self.begin.tolist(),
+                "head": self.head.tolist(),
+                "streams": self.streams.tolist(),
+            }
+        return {"marks": self.marks.tolist(), "codes": self.codes.tolist(), "heads": heads}
+
+    def encode(self) -> Array:
+        """Returns it as int64 numbers."""
+        fixed = np.zeros(_FIXED, np.int64)
+        fixed[:14] = (
+            self.cursor,
+            self.length,
+            self.next_position,
+            self.cleared,
+            self.by_stream,
+            self.positions,
+            self.generations,
+            len(self.marks),
+            self.oldest is not None,
+            0 if self.oldest is None else self.oldest,
+            len(self.begin),
+            len(self.streams),
+            len(self.priorities),
+            len(self.counts),
+        )
+        tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
+        return np.concatenate(
+            [
+                fixed,
+                self.marks,
+                self.codes,
+                self.begin,
+                self.head,
+                self.streams.reshape(-1),
+                np.array(tables, np.int64),
+                np.array(self.counts, np.int64),
+            ]
+        )
+
+    @classmethod
+    def decode(cls, numbers: Array) -> KeptState:
+        """Reads what ``encode`` gave; ValueError where it cannot have."""
+        if len(numbers) < _FIXED:
+            raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
+        fixed = numbers[:_FIXED].tolist()
+        marks, heads, streams, tables, counts = (fixed[at] for at in (7, 10, 11, 12, 13))
+        sizes = [marks, marks, heads, heads, streams * _STREAM, tables * 3, counts]
+        if min(sizes) < 0 or sum(sizes) != len(numbers) - _FIXED:
+            raise ValueError(f"expected {sizes} numbers, got {len(numbers) - _FIXED}")
+        parts = np.split(numbers[_FIXED:], np.cumsum(sizes)[:-1])
+        rows = parts[5].reshape(-1, 3).tolist()
+        return cls(
+            cursor=fixed[0],
+            length=fixed[1],
+            next_position=fixed[2],
+            cleared=fixed[3],
+            by_stream=bool(fixed[4]),
+            positions=fixed[5],
+            generations=fixed[6],
+            marks=parts[0],
+            codes=parts[1],
+            oldest=fixed[9] if fixed[8] else None,
+            begin=parts[2],
+            head=parts[3],
+            streams=parts[4].reshape(-1, _STREAM),
+            priorities=[KeptTable(length, _float(most), late) for length, most, late in rows],
+            counts=parts[6].tolist(),
+        )
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

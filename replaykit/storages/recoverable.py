@@ -1,0 +1,376 @@
+"""A storage in files that is there again after its process was killed."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from replaykit.errors import CheckpointError
+from replaykit.recovery import Home
+from replaykit.schema import Schema
+from replaykit.storages.columns import Columns
+from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.kept_state import KeptState, KeptTable
+from replaykit.storages.ledger import Ledger
+from replaykit.ted import format_key
+
+if TYPE_CHECKING:
+    from replaykit.storages.memmap import LazyMemmapStorage
+
+__all__ = ["Changed", "KeptCount", "KeptPriorities", "Recovery"]
+
+Array = np.ndarray[Any, Any]
+
+_POSITIONS, _GENERATIONS = 0, 1
+_PRIORITIES = 8
+_ROWS = 1000
+"""Numbers of tables; from the last on those of the files of the rows."""
+
+
+class Changed(NamedTuple):
+    """What has become of a sampler's priorities since somebody asked.
+
+    Attributes:
+        elements: which were set, int64 ``[K]`` without repeats; None: all.
+        values: their raw priorities, float64 ``[K]``; of all ``[length]``.
+        length: how many there are.
+        most: the largest one ever set.
+        dropped: updates that came too late.
+    """
+
+    elements: Array | None
+    values: Array
+    length: int
+    most: float
+    dropped: int
+
+
+class KeptPriorities(Protocol):
+    """A sampler whose priorities are to be there again."""
+
+    def priorities_changed(self) -> Changed | None:
+        """What has changed since the last call; None: nothing."""
+
+    def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
+        """Takes priorities over that it had, float64 ``[length]``."""
+
+
+class KeptCount(Protocol):
+    """A writer whose count is to be there again."""
+
+    _write_count: int
+
+
+class Recovery:
+    """Keeps in files what tells which rows of a memory-mapped storage count.
+
+    The lock of the storage is its clock: what was changed while it was held is committed when it is
+    let go, all at once. Rows are noted in a journal before they are overwritten, so that a write
+    that was cut off, by a kill or by an error before the ledger knew of it, is taken back.
+
+    Args:
+        storage: whose.
+        scratch_dir: the folder of its files.
+        durable: commits hold across a loss of power.
+
+    Raises:
+        As ``Home``.
+    """
+
+    def __init__(
+        self, storage: LazyMemmapStorage, scratch_dir: FilePath, *, durable: bool = False
+    ) -> None:
+        self._storage = weakref.ref(storage)
+        self.home = Home(scratch_dir, durable=durable)
+        self.active = False
+        """Whether there are rows: from the first write on, or what was recovered."""
+        self._rows: list[int] = []
+        self._noted = False
+        self._seen: Any = None
+        self._marks: Any = None
+        self._committed: KeptState | None = None
+        self._samplers: list[weakref.ref[Any]] = []
+        self._writers: list[weakref.ref[Any]] = []
+        self._saved_at = -1
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def describe(self, schema: Schema, slots: int, lanes: torch.Size) -> dict[str, Any]:
+        """What has to be the same when the storage is opened again."""
+        storage = self._storage()
+        assert storage is not None
+        key = storage.lane_key
+        return {
+            "slots": slots,
+            "ndim": storage.ndim,
+            "lanes": list(lanes),
+            "lane_key": None if key is None else list(key),
+            "schema": schema.to_json(),
+        }
+
+    def known(self) -> dict[str, Any] | None:
+        """The description of what is there; None: nothing.
+
+        Raises:
+            CheckpointError: it is damaged. ValueError: it is that of a storage with other
+                arguments; says which.
+        """
+        found, storage = self.home.manifest(), self._storage()
+        assert storage is not None
+        if found is None:
+            return None
+        folder = self.home.folder.parent
+        for name, own in (("ndim", storage.ndim), ("lane_key", storage.lane_key)):
+            there = found.get(name)
+            there = tuple(there) if isinstance(there, list) else there
+            if there != own:
+                shown = format_key(there) if isinstance(there, tuple) else there
+                raise ValueError(f"expected {name}={own!r}, got {shown!r} in {folder}")
+        sizes = found.get("lanes")
+        if not isinstance(sizes, list) or not all(type(n) is int and n > 0 for n in sizes):
+            raise CheckpointError(f"{folder} has no sizes of lanes")
+        slots = storage._slots_for(torch.Size(sizes))
+        if found.get("slots") != slots:
+            raise ValueError(
+                f"expected a max_size of {slots} time steps, got {found.get('slots')} in {folder}: "
+                "another capacity takes dumps and loads"
+            )
+        return found
+
+    def begin(self, columns: Columns, files: list[FilePath]) -> None:
+        """Has the rows of fresh files count as none, and opens them for noting."""
+        self._open(columns, files)
+        self.home.publish(self.describe(columns.schema, columns.slots, columns.lanes))
+        self.active = True
+
+    def resume(self, columns: Columns, files: list[FilePath]) -> None:
+        """Takes over what was committed: ledger, cuts and begins of episodes.
+
+        Raises:
+            CheckpointError: what is there contradicts itself.
+        """
+        storage = self._storage()
+        assert storage is not None
+        numbers = self._open(columns, files)
+        self.active = True
+        if not len(numbers):
+            return
+        try:
+            state = KeptState.decode(numbers)
+            positions = self._table(_POSITIONS, state.positions)
+            generations = self._table(_GENERATIONS, state.generations)
+            ledger = Ledger.check(
+                {
+                    "slots": columns.slots,
+                    "cursor": state.cursor,
+                    "length": state.length,
+                    "next_position": state.next_position,
+                    "positions": positions,
+                    "generations": generations,
+                    "by_stream": state.by_stream,
+                }
+            )
+            episodes = EpisodeIndexes.check(state.episodes())
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.home.folder} contradicts itself: {error}") from None
+        storage.ledger.restore(ledger, None)
+        storage.ledger.cleared = state.cleared
+        self._committed, self._saved_at = state, state.next_position
+        saved = Ledger(columns.slots)
+        saved.restore(ledger, None)
+        storage.indexes.restore(episodes, saved, None)
+
+    def _open(self, columns: Columns, files: list[FilePath]) -> Array:
+        rows = rows_as_bytes(columns)
+        targets = {_ROWS + number: cells for number, cells in enumerate(rows)}
+        self._rows = list(targets)
+        self.home.sync_with(files)
+        storage = self._storage()
+        assert storage is not None
+        storage.ledger.touched = []
+        return self.home.open(targets)
+
+    def _table(self, number: int, length: int) -> torch.Tensor | None:
+        if length < 0:
+            return None
+        cells = self.home.table(number, np.int64, length)
+        return torch.from_numpy(cells[:length].copy())
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def adopt_sampler(self, sampler: KeptPriorities) -> None:
+        """Keeps a sampler's priorities; gives it those that the one in its place had."""
+        if any(known() is sampler for known in self._samplers):
+            return
+        place, saved = len(self._samplers), self._still_saved()
+        self._samplers.append(weakref.ref(sampler))
+        if saved is not None and place < len(saved.priorities):
+            table = saved.priorities[place]
+            cells = self.home.table(_PRIORITIES + place, np.float64, table.length)
+            raw = torch.from_numpy(cells[: table.length].copy())
+            sampler.take_kept(raw, table.most, table.dropped)
+
+    def adopt_writer(self, writer: KeptCount) -> None:
+        """The same for the count of a writer."""
+        if any(known() is writer for known in self._writers):
+            return
+        place, saved = len(self._writers), self._still_saved()
+        self._writers.append(weakref.ref(writer))
+        if saved is not None and place < len(saved.counts):
+            writer._write_count = saved.counts[place]
+
+    def _still_saved(self) -> KeptState | None:
+        """The state that parts can take over: nothing was written since it was opened."""
+        storage = self._storage()
+        if storage is None or storage.ledger.next_position != self._saved_at:
+            return None
+        return self._committed
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def note(self, at: Array | range) -> None:
+        """Notes stored rows that are about to be overwritten, by slot. The lock is held.
+
+        Raises:
+            OSError: there is no room for a copy of them; nothing has changed.
+            RuntimeError: in a forked process.
+        """
+        storage = self._storage()
+        assert storage is not None
+        stored = storage.ledger.length
+        if isinstance(at, range):
+            at = range(at.start, min(at.stop, stored))
+        elif len(at) and int(at.max()) >= stored:
+            at = at[at < stored]
+        self._noted = True
+        for target in self._rows:
+            self.home.note(target, at)
+
+    def note_ring(self, first: int, count: int) -> None:
+        """Notes the stored ones of ``count`` slots from ``first`` on, round the ring."""
+        storage = self._storage()
+        assert storage is not None
+        slots = storage.ledger.slots
+        first %= slots
+        until = min(slots, first + count)
+        self.note(range(first, until))
+        if first + count > slots:
+            self.note(range(first + count - slots))
+
+    def settle(self) -> None:
+        """Commits what was changed since the last time; called when the lock is let go.
+
+        Raises:
+            OSError: no room for it; nothing of it counts yet, the next time tries again.
+        """
+        storage = self._storage()
+        if storage is None or not self.active or os.getpid() != self.home.process:
+            return
+        ledger, marks = storage.ledger, storage.indexes.marks
+        seen = ledger.cursor, ledger.length, ledger.next_position, ledger.changes, storage.edits
+        moved = seen != self._seen or marks.numbers is not self._marks
+        changed = [
+            None if sampler is None else sampler.priorities_changed()
+            for sampler in (known() for known in self._samplers)
+        ]
+        if not moved and all(one is None for one in changed):
+            if self._noted:  # a write that was given up before anybody knew of it
+                self.home.roll_back()
+                self._noted = False
+            return
+        state = self._state(storage, changed)
+        self.home.commit(state.encode())
+        self._noted, self._committed = False, state
+        self._seen, self._marks = seen, marks.numbers
+
+    def _state(self, storage: LazyMemmapStorage, changed: list[Changed | None]) -> KeptState:
+        before, ledger = self._committed, storage.ledger
+        positions, generations = self._tables(ledger, before)
+        saved = self._still_saved()
+        priorities = [self._priorities(place, one, before) for place, one in enumerate(changed)]
+        counts = [getattr(known(), "_write_count", 0) for known in self._writers]
+        if saved is not None:  # until their parts are there
+            priorities += saved.priorities[len(priorities) :]
+            counts += saved.counts[len(counts) :]
+        return KeptState.of(
+            ledger,
+            storage.indexes.state() if ledger.length else None,
+            positions=positions,
+            generations=generations,
+            priorities=priorities,
+            counts=counts,
+        )
+
+    def _tables(self, ledger: Ledger, before: KeptState | None) -> tuple[int, int]:
+        """Brings the tables of the ledger to the files; returns their lengths, -1 for none."""
+        touched, ledger.touched = ledger.touched or [], []
+        lengths = (-1, -1) if before is None else (before.positions, before.generations)
+        positions, generations = ledger.tables()
+        return (
+            self._table_set(_POSITIONS, positions, touched, lengths[0]),
+            self._table_set(_GENERATIONS, generations, touched, lengths[1]),
+        )
+
+    def _table_set(
+        self,
+        number: int,
+        table: torch.Tensor | None,
+        touched: list[torch.Tensor | None],
+        known: int,
+    ) -> int:
+        if table is None:
+            return -1
+        values, some = table.numpy(), [slots.numpy() for slots in touched if slots is not None]
+        if known < 0 or len(some) < len(touched):
+            at: Array | range = range(len(values))
+        else:
+            at = np.unique(np.concatenate([*some, np.arange(known, len(values))]))
+            at = at[at < len(values)]
+        if len(at):
+            of = slice(at.start, at.stop) if isinstance(at, range) else at
+            self.home.set(number, values[of], at, fresh=known < 0)
+        return len(values)
+
+    def _priorities(
+        self, place: int, changed: Changed | None, before: KeptState | None
+    ) -> KeptTable:
+        known = None
+        if before is not None and place < len(before.priorities):
+            known = before.priorities[place]
+        if changed is None:
+            return KeptTable(0, 1.0, 0) if known is None else known
+        index = range(changed.length) if changed.elements is None else changed.elements
+        if len(index):
+            fresh = known is None or not known.length
+            self.home.set(_PRIORITIES + place, changed.values, index, fresh=fresh)
+        return KeptTable(changed.length, changed.most, changed.dropped)
+
+
+def rows_as_bytes(columns: Columns) -> list[Array]:
+    """The memory of columns by slot, uint8 ``[slots, bytes]`` each, without a copy."""
+    packed = {} if columns.layout is None else columns.layout.offsets
+    alone = [tensor for path, tensor in columns.tensors.items() if path not in packed]
+    if columns.records is not None:
+        alone.insert(0, columns.records)
+    return [
+        tensor.reshape(-1).view(torch.uint8).reshape(columns.slots, -1).numpy()
+        for tensor in alone
+        if tensor.numel()
+    ]
+
+
+def check_files(expected: Mapping[FilePath, int]) -> None:
+    """Raises CheckpointError where a file is missing or of another size; names it."""
+    for file, nbytes in expected.items():
+        try:
+            found = file.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"expected {nbytes} bytes in {file}, which is gone") from None
+        if found != nbytes:
+            raise CheckpointError(f"expected {nbytes} bytes in {file}, got {found}")

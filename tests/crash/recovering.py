@@ -1,0 +1,160 @@
+"""What a child does to a buffer that lives on disk, and the same in memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictMaxValueWriter,
+)
+from replaykit.episodes.codes import RESTORED
+
+SLOTS = 24
+
+KINDS = ("ring", "lanes", "streams", "best")
+
+
+def _rows(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
+    lanes = [3] if kind == "lanes" else []
+    shape = [count, *lanes]
+    number = torch.arange(first, first + count).reshape([count] + [1] * len(lanes)).expand(shape)
+    seed = draw.randrange(2**31)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    rows = TensorDict(
+        {
+            "number": number.contiguous(),
+            "lane": number % 3,
+            "pixels": number.unsqueeze(-1).expand(*shape, 5000).to(torch.uint8).contiguous(),
+            "next": {"reward": noise, "done": noise < 0.15},
+        },
+        shape,
+    )
+    return rows.transpose(0, 1) if lanes else rows
+
+
+def new_buffer(kind: str, folder: Path | None) -> ReplayBuffer:
+    """The buffer of a kind: in files that are recovered, or in memory."""
+    options: dict[str, Any] = {"ndim": 2} if kind == "lanes" else {}
+    if kind == "streams":
+        options["lane_key"] = "lane"
+    size = SLOTS * 3 if kind == "lanes" else SLOTS
+    if folder is None:
+        storage: Any = LazyTensorStorage(size, **options)
+    else:
+        storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+    return ReplayBuffer(
+        storage=storage,
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+        writer=TensorDictMaxValueWriter() if kind == "best" else None,
+    )
+
+
+def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
+    """One operation, which follows from its number."""
+    draw = random.Random(step)
+    what, stored = draw.random(), len(buffer)
+    if stored and what < 0.25:
+        some = torch.tensor(draw.choices(range(stored), k=5))
+        if kind == "lanes":
+            some = torch.stack([some // 3, some % 3], -1)
+        values = torch.tensor([draw.random() * 3 for _ in range(5)])
+        buffer.update_priority(some, values)
+    elif stored and what < 0.33 and kind != "lanes":
+        at = sorted(draw.sample(range(stored), min(3, stored)))
+        new = buffer[torch.tensor(at)]
+        new["pixels"] = (255 - new["pixels"]).contiguous()
+        buffer[torch.tensor(at)] = new
+    elif stored and what < 0.37 and kind == "ring":
+        buffer.cut()
+    elif what < 0.39:
+        buffer.empty()
+    else:
+        count = draw.choice([1, 2, 5, 9, SLOTS + 5])
+        buffer.extend(_rows(draw, kind, 1000 * step, count))
+
+
+def restart(buffer: ReplayBuffer) -> None:
+    """What opening again does: nothing spans a restart."""
+    with buffer.storage.lock:
+        buffer.storage.indexes.cut(code=RESTORED)
+
+
+def shown(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Everything that is to be there again."""
+    storage = buffer.storage
+    ledger = storage.ledger
+    found: dict[str, Any] = {
+        "len": len(buffer),
+        "cursor": ledger.cursor,
+        "position": ledger.next_position,
+        "count": buffer.write_count,
+        "order": ledger.write_order().tolist(),
+        "generations": ledger.generations(torch.arange(SLOTS)).tolist(),
+    }
+    if len(buffer):
+        rows = buffer[:]
+        for key in (("number",), ("pixels",), ("next", "reward"), ("next", "done")):
+            found[str(key)] = rows[key].clone()
+        found["priorities"] = buffer.sampler.state_dict()["_priorities"]
+        found["default"] = buffer.sampler.default_priority
+        table = storage.episodes.table()
+        found["episodes"] = [column.tolist() for column in (table.code, table.head)]
+        spans = zip(table.first, table.last, strict=True)
+        found["lengths"] = [int(last - first) for first, last in spans]
+        before = zip(table.first, table.begin, strict=True)
+        found["gone"] = [int(first - begin) for first, begin in before]
+    return found
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """The names of what differs."""
+    names = []
+    for name in sorted(found.keys() | wanted.keys()):
+        one, other = found.get(name), wanted.get(name)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            same = one.shape == other.shape and bool((one == other).all())
+        else:
+            same = one == other
+        if not same:
+            names.append(name)
+    return names
+
+
+def child(kind: str, folder: Path, steps: range, said: Any, die_at: int) -> None:
+    """Works until it is done, saying after every step which one that was.
+
+    Args:
+        said: end of a pipe to say it on.
+        die_at: the call of a function of the package at which it is killed; 0: none.
+    """
+    said.send("ready")
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        if event in ("call", "return", "c_call", "c_return"):
+            if "replaykit" not in frame.f_code.co_filename:
+                return
+            calls += 1
+            if calls == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if die_at:
+        sys.setprofile(count)
+    buffer = new_buffer(kind, folder)
+    for step in steps:
+        apply(buffer, kind, step)
+        said.send(step)
+    sys.setprofile(None)

@@ -1,0 +1,102 @@
+"""Children that are killed while they work on a buffer that lives on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.recovering import KINDS, apply, child, differences, new_buffer, restart, shown
+
+STEPS = 14
+
+# A server that has imported everything and nothing else forks the children.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.crash.recovering"])
+
+
+def _forked(kind: str, folder: Path, steps: range, die_at: int, after: float | None) -> int:
+    """Has a child work on a folder; returns the last step that it said was done, -1 for none."""
+    reading, said = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=child, args=(kind, folder, steps, said, die_at))
+    process.start()
+    said.close()
+    done = -1
+    with contextlib.suppress(EOFError):
+        assert reading.recv() == "ready"
+        if after is not None:
+            time.sleep(after)
+            process.kill()
+        while True:
+            done = reading.recv()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return done
+
+
+class _Model:
+    """The same buffer in memory, which is never killed."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.buffer, self.step = kind, new_buffer(kind, None), 0
+
+    def come_to(self, step: int) -> None:
+        while self.step < step:
+            apply(self.buffer, self.kind, self.step)
+            self.step += 1
+
+
+def _check(kind: str, folder: Path, done: int, history: list[int]) -> int:
+    """Opens what a killed child left: it is what was done, or one step more. Returns the next."""
+    wanted: list[Any] = []
+    for steps in (done + 1, done + 2):
+        model = _Model(kind)
+        for stop in history:
+            model.come_to(stop)
+            restart(model.buffer)
+        model.come_to(steps)
+        restart(model.buffer)
+        wanted.append(shown(model.buffer))
+    found = shown(new_buffer(kind, folder))
+    gc.collect()  # the next one to open it is another process
+    off = [differences(found, one) for one in wanted]
+    assert [] in off, (done, history, off)
+    return done + 1 + off.index([])
+
+
+def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> None:
+    draw = random.Random(seed)
+    history: list[int] = []
+    step = 0
+    for _ in range(kills):
+        steps = range(step, step + STEPS)
+        if draw.random() < 0.3:
+            done = _forked(kind, folder, steps, 0, draw.random() * 0.06)
+        else:
+            done = _forked(kind, folder, steps, draw.randrange(1, 9000), None)
+        step = _check(kind, folder, max(done, step - 1), history)
+        # A child that was killed before it had opened the folder has restarted nothing; but the
+        # check has.
+        history.append(step)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_committed_is_there_and_nothing_else(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 20))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_for_long(kind: str, seed: int, tmp_path: Path) -> None:
+    _killed_again_and_again(kind, tmp_path / "rows", 8, seed)
