@@ -1,0 +1,109 @@
+"""Rows are put back as they were before an operation, whatever it did and however it was noted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replaykit.recovery import Journal, MappedFile
+
+
+def new(folder: Path, *, durable: bool = False) -> Journal:
+    return Journal(MappedFile(folder / "journal", 64), durable=durable)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 20), st.booleans())
+def test_what_was_noted_comes_back(
+    tmp_path: Path, data: st.DataObject, width: int, rows: int, durable: bool
+) -> None:
+    (tmp_path / "journal").unlink(missing_ok=True)
+    journal = new(tmp_path, durable=durable)
+    arrays = {
+        n: np.arange(rows * width, dtype=np.uint8).reshape(rows, width) + n for n in range(2)
+    }
+    for sequence in range(1, data.draw(st.integers(2, 4))):
+        before = {n: array.copy() for n, array in arrays.items()}
+        for _ in range(data.draw(st.integers(0, 4))):
+            target = data.draw(st.integers(0, 1))
+            if data.draw(st.booleans()):
+                first = data.draw(st.integers(0, rows))
+                at = range(first, data.draw(st.integers(first, rows)))
+                journal.save(sequence, target, arrays[target], at)
+                arrays[target][at.start : at.stop] = data.draw(st.integers(0, 255))
+            else:
+                some = data.draw(st.lists(st.integers(0, rows - 1), max_size=rows, unique=True))
+                journal.save(sequence, target, arrays[target], np.array(some, np.int64))
+                arrays[target][some] = data.draw(st.integers(0, 255))
+        if data.draw(st.booleans()):
+            continue  # committed: the next operation has another number
+        again = new(tmp_path, durable=durable)
+        again.undo(sequence, arrays)
+        again.undo(sequence, arrays)  # an undo that was cut off is done again
+        for n, array in arrays.items():
+            assert array.tolist() == before[n].tolist()
+        again.forget(sequence)
+        assert not again.pending(sequence)
+        journal = again
+
+
+def test_entries_of_another_operation_mean_nothing(tmp_path: Path) -> None:
+    rows = np.zeros((3, 4), np.uint8)
+    journal = new(tmp_path)
+    journal.save(5, 0, rows, range(3))
+    rows[:] = 1
+    for other in (4, 6):
+        assert not journal.undo(other, {0: rows})
+    assert rows.all()
+
+
+def test_an_entry_that_a_loss_of_power_cut_off_is_left_out(tmp_path: Path) -> None:
+    rows = np.arange(4, dtype=np.uint8).reshape(2, 2)
+    journal = new(tmp_path, durable=True)
+    journal.save(1, 0, rows, range(1))
+    whole = (tmp_path / "journal").stat().st_size
+    used = int(journal._head[1])
+    journal.save(1, 0, rows, range(1, 2))
+    rows[0] = 9  # noted and on the disk; the second row has not been touched
+    file = MappedFile(tmp_path / "journal", whole)
+    file.bytes[64 + used + 48] ^= 1
+    again = Journal(file, durable=True)
+    assert again.undo(1, {0: rows})
+    assert rows.tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_journal_of_other_files_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    rows = np.zeros((2, 8), np.uint8)
+    journal = new(tmp_path)
+    journal.save(1, 0, rows, range(2))
+    rows[:] = 1
+    journal.save(1, 7, rows, np.array([1]))
+    other = np.ones((2, 4), np.uint8)
+    for targets in ({0: rows}, {0: other, 7: rows}, {0: rows[:1], 7: rows}):
+        with pytest.raises(ValueError, match="journal"):
+            journal.undo(1, targets)
+    assert rows.all()
+
+
+def test_a_full_disk_is_said_before_anything_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    rows = np.zeros((2, 1 << 20), np.uint8)
+    journal = new(tmp_path)
+    journal.save(1, 0, rows[:, :8], range(1))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("replaykit.recovery.files.reserve_blocks", full)
+    with pytest.raises(OSError, match="journal"):
+        journal.save(1, 0, rows, range(2))
+    monkeypatch.undo()
+    assert journal.undo(1, {0: rows[:, :8]})

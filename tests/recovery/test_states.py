@@ -1,0 +1,59 @@
+"""A state is there whole, or the one before it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replaykit.recovery import CommitLock, Exclusive, States
+
+
+def test_the_latest_state_is_found_again(tmp_path: Path) -> None:
+    states = States(tmp_path)
+    assert states.sequence == 0
+    assert not len(states.latest())
+    for number in range(1, 6):
+        numbers = np.arange(number * 200)
+        states.commit(numbers)
+        again = States(tmp_path)
+        assert again.sequence == number
+        assert again.latest().tolist() == numbers.tolist()
+
+
+@pytest.mark.parametrize("damage", range(24, 24 + 8 * 3))
+def test_of_a_torn_state_the_one_before_counts(tmp_path: Path, damage: int) -> None:
+    states = States(tmp_path, durable=True)
+    states.commit(np.array([1, 2, 3]))
+    states.commit(np.array([4, 5, 6]))
+    with open(tmp_path / "state-0.bin", "r+b") as file:
+        file.seek(damage)
+        byte = file.read(1)
+        file.seek(damage)
+        file.write(bytes([byte[0] ^ 1]))
+    again = States(tmp_path)
+    assert (again.sequence, again.latest().tolist()) == (1, [1, 2, 3])
+
+
+def test_a_lock_settles_once_and_is_given_back_if_that_fails() -> None:
+    settled = []
+    lock = CommitLock(lambda: settled.append(1) if len(settled) < 2 else 1 / 0)
+    with lock:
+        with lock:
+            pass
+        assert not settled
+    assert len(settled) == 1
+    with lock:
+        pass
+    with pytest.raises(ZeroDivisionError), lock:
+        pass
+    assert lock.acquire(blocking=False)
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    held = Exclusive(tmp_path / "lock")
+    with pytest.raises(BlockingIOError, match="lock"):
+        Exclusive(tmp_path / "lock")
+    del held
+    Exclusive(tmp_path / "lock")

@@ -1,0 +1,276 @@
+"""Storages in files that are opened again: what they hold, what they refuse."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit.errors import CheckpointError, SchemaError
+
+
+def opened(folder: Path, size: int = 10, **options: Any) -> ReplayBuffer:
+    gc.collect()
+    return ReplayBuffer(
+        storage=LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+    )
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    wide = number[:, None].expand(count, 3000).to(torch.uint8).contiguous()
+    return TensorDict({"number": number, "wide": wide, "next": {"done": number % 4 == 3}}, [count])
+
+
+def test_rows_and_counters_are_there_again(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    for first in range(0, 24, 3):
+        rb.extend(rows(first, 3))
+    kept = rb[:]
+    del rb
+    again = opened(tmp_path)
+    assert again["number"].tolist() == kept["number"].tolist()
+    assert (again["wide"] == kept["wide"]).all()
+    assert (len(again), again.write_count, again.storage.ledger.cursor) == (10, 24, 4)
+    assert again.extend(rows(24, 2)).tolist() == [4, 5]
+    assert again.storage.ledger.positions(torch.arange(10)).tolist() == [
+        *range(20, 26), *range(16, 20),
+    ]  # fmt: skip
+
+
+def test_nothing_spans_the_restart(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 6))
+    del rb
+    again = opened(tmp_path)
+    again.extend(rows(6, 1))
+    lengths = [len(episode.index) for episode in again.episodes]
+    assert lengths == [4, 2, 1]
+
+
+def test_a_write_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 14))
+    before = rb[:].clone()
+    commit = type(rb.storage).commit
+
+    def refuse(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(rb.storage), "commit", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(rows(50, 5))
+    assert (rb[:] == before).all()
+    monkeypatch.setattr(type(rb.storage), "commit", commit)
+    rb.extend(rows(14, 1))
+    assert rb["number"].tolist() == [10, 11, 12, 13, 14, *range(5, 10)]
+
+
+def test_priorities_follow_the_sampler_of_the_same_place(tmp_path: Path) -> None:
+    def made(**options: Any) -> ReplayBuffer:
+        gc.collect()
+        return ReplayBuffer(
+            storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True),
+            sampler=PrioritizedSampler(alpha=1.0, beta=1.0, **options),
+        )
+
+    rb = made()
+    rb.extend(rows(0, 8))
+    rb.update_priority(torch.tensor([1, 5]), torch.tensor([7.0, 0.25]))
+    del rb
+    # An exponent is not kept, it is given; priorities are those that were set.
+    rb = made(dtype=torch.float64)
+    raw = rb.sampler.state_dict()["_priorities"]
+    assert raw.tolist() == [1, 7, 1, 1, 1, 0.25, 1, 1]
+    assert rb.sampler.default_priority == 7.0
+    del rb
+    plain = opened(tmp_path)  # without one they are kept as long as nothing is written
+    del plain
+    rb = made()
+    assert rb.sampler.state_dict()["_priorities"].tolist() == raw.tolist()
+    del rb
+    plain = opened(tmp_path)
+    plain.extend(rows(8, 1))
+    del plain
+    assert made().sampler.state_dict()["_priorities"].tolist() == [1.0] * 9
+
+
+def test_a_load_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    other.extend(rows(100, 13))
+    rb = opened(tmp_path / "rows")
+    rb.extend(rows(0, 9))
+    other.dumps(tmp_path / "saved")
+    rb.loads(tmp_path / "saved")
+    del rb
+    again = opened(tmp_path / "rows")
+    assert again["number"].tolist() == other["number"].tolist()
+    assert again.storage.ledger.cursor == other.storage.ledger.cursor
+
+
+def test_commits_of_a_durable_storage_wait_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path, durable=True)
+    rb.extend(rows(0, 10))
+    rb.extend(rows(10, 1))
+    synced: list[str] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        # Rows are as they were until what they were is on the disk.
+        synced.append(f"{name} {int(rb['number'][1])}")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    rb.extend(rows(11, 1))
+    journal = [at for at, one in enumerate(synced) if one.startswith("journal")]
+    data = [at for at, one in enumerate(synced) if one.startswith(("records", "wide"))]
+    state = [at for at, one in enumerate(synced) if one.startswith("state")]
+    assert journal
+    assert max(journal) < min(data) <= max(data) < state[0]
+    assert {synced[at].split()[1] for at in journal} == {"1"}
+    assert len(state) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 11}, "max_size"),
+        ({"ndim": 2}, "ndim"),
+        ({"lane_key": "number"}, "lane_key"),
+    ],
+)
+def test_another_storage_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **options)
+    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
+
+
+def test_other_rows_are_refused(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    rb = opened(tmp_path)
+    with pytest.raises(SchemaError, match="wide"):
+        rb.extend(rows(3, 1).exclude("wide"))
+
+
+@pytest.mark.parametrize("file", ["records.memmap", "wide.memmap"])
+@pytest.mark.parametrize("harm", ["gone", "short", "long"])
+def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, harm: str) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    gc.collect()
+    if harm == "gone":
+        (tmp_path / file).unlink()
+    else:
+        with open(tmp_path / file, "r+b") as there:
+            there.truncate((tmp_path / file).stat().st_size + (1 if harm == "long" else -1))
+    with pytest.raises(CheckpointError, match=file):
+        opened(tmp_path)
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    other.extend(rows(0, 3))
+    rb = opened(tmp_path)
+    with pytest.raises(RuntimeError, match="records.memmap"):
+        rb.extend(rows(0, 3))
+    assert other["number"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-5],
+        lambda text: text.replace('"slots": 10', '"slots": 12'),
+        lambda text: text.replace("replaykit-recovery", "something-else"),
+        lambda text: text.replace('"format_version": 1', '"format_version": 99'),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path: Path, change: Any) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    file = tmp_path / "%recovery" / "manifest.json"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        opened(tmp_path)
+
+
+def test_a_manifest_tells_no_names_of_files(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
+    assert set(record["content"]) == {"slots", "ndim", "lanes", "lane_key", "schema"}
+
+
+def test_one_storage_at_a_time(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    with pytest.raises(RuntimeError, match="in use"):
+        opened(tmp_path)
+
+
+def test_a_copy_has_files_of_its_own(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    copied = pickle.loads(pickle.dumps(rb))
+    copied.extend(rows(3, 3))
+    assert len(rb) == 3
+    assert copied.storage.recovery is None
+    rb.extend(rows(3, 1))
+    assert len(rb) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recover": True}, "scratch_dir"),
+        ({"recover": True, "scratch_dir": "x", "dedup_next": True}, "dedup_next"),
+        ({"durable": True, "scratch_dir": "x"}, "recover"),
+    ],
+)
+def test_arguments_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LazyMemmapStorage(10, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_and_is_refused_writes(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 12))
+    reading, said = os.pipe()
+    child = os.fork()
+    if not child:
+        answer = b"wrote"
+        try:
+            assert rb["number"].tolist()[0] == 10
+            rb.extend(rows(12, 1))
+        except RuntimeError:
+            answer = b"refused"
+        finally:
+            os.write(said, answer)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 100) == b"refused"
+    rb.extend(rows(12, 1))
+    assert rb["number"].tolist() == [10, 11, 12, *range(3, 10)]
