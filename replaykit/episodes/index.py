@@ -25,6 +25,7 @@ __all__ = ["EpisodeIndex", "Windows"]
 Array = np.ndarray[Any, Any]
 
 _ALL_ROWS = CountLaw(1, 0)
+_EVICTED, _RESET = int(Head.EVICTED), int(Head.RESET)
 
 
 Windows = Found
@@ -75,6 +76,7 @@ class EpisodeIndex:
         self.lanes = columns.lanes.numel()
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
+        self._lane_numbers = np.arange(self.lanes)
         # Up to which record, and of which state of the ledger, rows have been noted.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
@@ -259,12 +261,17 @@ class EpisodeIndex:
     def _heads(self, slot: int, position: int) -> tuple[Array, Array] | None:
         """Where the episodes of the row in a slot began, as positions, -1 where with itself; and
         how those that begin with it do. None: nothing was ever noted of that row."""
-        ring, lane = self._ring, np.arange(self.lanes)
-        time = ring.hi - 1 - (ring.hi - 1 - slot) % self.slots
+        ring = self._ring
+        newest = ring.hi - 1
+        time = newest - (newest - slot) % self.slots
         if position < self._noted and time >= ring.lo:
-            begin, _, _, head = ring.lookup(np.full(self.lanes, time), lane)
-            begin = np.where(begin < time, position - (time - begin), -1)
-            return begin, np.where(head == int(Head.EVICTED), int(Head.RESET), head)
+            asked = np.empty((2, self.lanes), np.int64)
+            asked[0], asked[1] = time, self._lane_numbers
+            begin, _, _, head = ring.lookup(*asked)
+            begin[begin == time] = -1
+            begin[begin >= 0] += position - time
+            head[head == _EVICTED] = _RESET
+            return begin, head
         saved = self._storage.indexes.take_heads()
         if saved is None or saved["oldest"] != position:
             return None
@@ -289,7 +296,7 @@ class EpisodeIndex:
             slot, oldest = int(kept[first]), int(positions[first])
         known = self._heads(slot, oldest)
         assert known is not None  # the ring has a row
-        return {"oldest": oldest, "begin": known[0].tolist(), "head": known[1].tolist()}
+        return {"oldest": oldest, "begin": known[0], "head": known[1]}
 
     # -- rows -----------------------------------------------------------------------------------
 

@@ -45,13 +45,13 @@ class States:
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
         self._durable = durable
         self._files = [MappedFile(folder / f"state-{turn}.bin", 8 * _HEAD) for turn in (0, 1)]
-        numbers = [self._number_of(turn) for turn in (0, 1)]
-        self.sequence = max(numbers)
+        self._numbers = [file.bytes.view(np.int64) for file in self._files]
+        self.sequence = max(self._number_of(turn) for turn in (0, 1))
         """Number of the latest state; 0 where there is none."""
 
     def _number_of(self, turn: int) -> int:
         """The number of a file's state; 0 where it is none, or not a whole one."""
-        numbers = self._files[turn].bytes.view(np.int64)
+        numbers = self._numbers[turn]
         sequence, count = int(numbers[_SEQUENCE]), int(numbers[_COUNT])
         if sequence <= 0 or sequence % 2 != turn or not 0 <= count <= len(numbers) - _HEAD:
             return _NONE
@@ -62,7 +62,7 @@ class States:
         """The numbers that were committed last, a copy."""
         if not self.sequence:
             return np.zeros(0, np.int64)
-        numbers = self._files[self.sequence % 2].bytes.view(np.int64)
+        numbers = self._numbers[self.sequence % 2]
         return numbers[_HEAD : _HEAD + int(numbers[_COUNT])].copy()
 
     def commit(self, numbers: Array) -> None:
@@ -71,17 +71,19 @@ class States:
         Raises:
             OSError: no room; the state is the one of before.
         """
-        sequence = self.sequence + 1
-        file = self._files[sequence % 2]
-        file.grow(8 * (_HEAD + len(numbers)))
-        to = file.bytes.view(np.int64)
+        sequence, count = self.sequence + 1, len(numbers)
+        to = self._numbers[sequence % 2]
+        if _HEAD + count > len(to):
+            file = self._files[sequence % 2]
+            file.grow(8 * (_HEAD + count))
+            to = self._numbers[sequence % 2] = file.bytes.view(np.int64)
         to[_SEQUENCE] = _NONE
-        to[_HEAD : _HEAD + len(numbers)] = numbers
-        to[_COUNT] = len(numbers)
-        to[_CHECKSUM] = _checksum(sequence, to[_HEAD : _HEAD + len(numbers)])
+        to[_HEAD : _HEAD + count] = numbers
+        to[_COUNT] = count
+        to[_CHECKSUM] = _checksum(sequence, numbers)
         to[_SEQUENCE] = sequence
         if self._durable:
-            file.sync()
+            self._files[sequence % 2].sync()
         self.sequence = sequence
 
 

@@ -178,12 +178,21 @@ class EpisodeIndexes:
 
     def state(self) -> dict[str, Any]:
         """Returns what does not follow from rows and ledger, as plain values."""
+        known = self.known()
+        heads = known["heads"]
+        if heads is not None:
+            heads = {name: _plain(value) for name, value in heads.items()}
+        marks, codes = known["marks"].tolist(), known["codes"].tolist()
+        return {"marks": marks, "codes": codes, "heads": heads}
+
+    def known(self) -> dict[str, Any]:
+        """The same as arrays, to look at."""
         main, storage = self._main, self.storage
         if main is None and storage.ledger.length and self._is_kept():
             main = self.of()  # rows that were loaded, and saved again before anybody asked
         return {
-            "marks": self.marks.numbers.tolist(),
-            "codes": self.marks.codes.tolist(),
+            "marks": self.marks.numbers,
+            "codes": self.marks.codes,
             "heads": None if main is None else main.state(),
         }
 
@@ -274,6 +283,10 @@ class EpisodeIndexes:
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""
         return [] if self._saved is None else self._saved.get("streams", [])
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

@@ -17,6 +17,9 @@ Array = np.ndarray[Any, Any]
 _FIXED = 16
 _STREAM = 4
 
+_NO_NUMBERS = np.zeros(0, np.int64)
+_NO_STREAMS = np.zeros((0, _STREAM), np.int64)
+
 
 class KeptTable(NamedTuple):
     """A sampler's priorities: how many, the largest ever set, updates that came too late."""
@@ -50,9 +53,9 @@ class KeptState:
     marks: Array
     codes: Array
     oldest: int | None = None
-    begin: Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    head: Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    streams: Array = field(default_factory=lambda: np.zeros((0, _STREAM), np.int64))
+    begin: Array = field(default_factory=lambda: _NO_NUMBERS)
+    head: Array = field(default_factory=lambda: _NO_NUMBERS)
+    streams: Array = field(default_factory=lambda: _NO_STREAMS)
     priorities: list[KeptTable] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
@@ -67,17 +70,18 @@ class KeptState:
         priorities: list[KeptTable],
         counts: list[int],
     ) -> KeptState:
-        """Takes the state of a ledger and of an episode index (``EpisodeIndexes.state``)."""
-        state = episodes or {"marks": [], "codes": [], "heads": None}
-        heads = state["heads"]
+        """Takes the state of a ledger and of an episode index (``EpisodeIndexes.known``)."""
+        heads = None if episodes is None else episodes["heads"]
         known: dict[str, Any] = {}
         if heads is not None:
             known = {
                 "oldest": heads["oldest"],
-                "begin": np.array(heads["begin"], np.int64),
-                "head": np.array(heads["head"], np.int64),
-                "streams": np.array(heads.get("streams", []), np.int64).reshape(-1, _STREAM),
+                "begin": np.asarray(heads["begin"], np.int64),
+                "head": np.asarray(heads["head"], np.int64),
             }
+            if "streams" in heads:
+                streams = np.asarray(heads["streams"], np.int64)
+                known["streams"] = streams.reshape(-1, _STREAM)
         return cls(
             ledger.cursor,
             ledger.length,
@@ -86,8 +90,8 @@ class KeptState:
             ledger.by_stream,
             positions,
             generations,
-            np.array(state["marks"], np.int64),
-            np.array(state["codes"], np.int64),
+            _NO_NUMBERS if episodes is None else episodes["marks"],
+            _NO_NUMBERS if episodes is None else episodes["codes"],
             priorities=priorities,
             counts=counts,
             **known,
@@ -107,8 +111,8 @@ class KeptState:
 
     def encode(self) -> Array:
         """Returns it as int64 numbers."""
-        fixed = np.zeros(_FIXED, np.int64)
-        fixed[:14] = (
+        tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
+        fixed = (
             self.cursor,
             self.length,
             self.next_position,
@@ -123,20 +127,16 @@ class KeptState:
             len(self.streams),
             len(self.priorities),
             len(self.counts),
+            0,
+            0,
         )
-        tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
-        return np.concatenate(
-            [
-                fixed,
-                self.marks,
-                self.codes,
-                self.begin,
-                self.head,
-                self.streams.reshape(-1),
-                np.array(tables, np.int64),
-                np.array(self.counts, np.int64),
-            ]
-        )
+        numbers = np.array([*fixed, *tables, *self.counts], np.int64)
+        lists = [self.begin, self.head]
+        if len(self.marks):
+            lists += self.marks, self.codes.astype(np.int64)
+        if len(self.streams):
+            lists.append(self.streams.reshape(-1))
+        return np.concatenate([numbers, *lists])
 
     @classmethod
     def decode(cls, numbers: Array) -> KeptState:
@@ -145,11 +145,11 @@ class KeptState:
             raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
         fixed = numbers[:_FIXED].tolist()
         marks, heads, streams, tables, counts = (fixed[at] for at in (7, 10, 11, 12, 13))
-        sizes = [marks, marks, heads, heads, streams * _STREAM, tables * 3, counts]
+        sizes = [tables * 3, counts, heads, heads, marks, marks, streams * _STREAM]
         if min(sizes) < 0 or sum(sizes) != len(numbers) - _FIXED:
             raise ValueError(f"expected {sizes} numbers, got {len(numbers) - _FIXED}")
         parts = np.split(numbers[_FIXED:], np.cumsum(sizes)[:-1])
-        rows = parts[5].reshape(-1, 3).tolist()
+        rows = parts[0].reshape(-1, 3).tolist()
         return cls(
             cursor=fixed[0],
             length=fixed[1],
@@ -158,14 +158,14 @@ class KeptState:
             by_stream=bool(fixed[4]),
             positions=fixed[5],
             generations=fixed[6],
-            marks=parts[0],
-            codes=parts[1],
+            marks=parts[4],
+            codes=parts[5],
             oldest=fixed[9] if fixed[8] else None,
             begin=parts[2],
             head=parts[3],
-            streams=parts[4].reshape(-1, _STREAM),
+            streams=parts[6].reshape(-1, _STREAM),
             priorities=[KeptTable(length, _float(most), late) for length, most, late in rows],
-            counts=parts[6].tolist(),
+            counts=parts[1].tolist(),
         )
 
 

@@ -300,7 +300,7 @@ class Recovery:
             counts += saved.counts[len(counts) :]
         return KeptState.of(
             ledger,
-            storage.indexes.state() if ledger.length else None,
+            storage.indexes.known() if ledger.length else None,
             positions=positions,
             generations=generations,
             priorities=priorities,

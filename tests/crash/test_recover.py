@@ -89,9 +89,7 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_committed_is_there_and_nothing_else(
-    kind: str, seed: int, tmp_path: Path
-) -> None:
+def test_what_was_committed_is_there_and_nothing_else(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
 
 

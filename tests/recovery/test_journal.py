@@ -23,9 +23,7 @@ def test_what_was_noted_comes_back(
 ) -> None:
     (tmp_path / "journal").unlink(missing_ok=True)
     journal = new(tmp_path, durable=durable)
-    arrays = {
-        n: np.arange(rows * width, dtype=np.uint8).reshape(rows, width) + n for n in range(2)
-    }
+    arrays = {n: np.arange(rows * width, dtype=np.uint8).reshape(rows, width) + n for n in range(2)}
     for sequence in range(1, data.draw(st.integers(2, 4))):
         before = {n: array.copy() for n, array in arrays.items()}
         for _ in range(data.draw(st.integers(0, 4))):

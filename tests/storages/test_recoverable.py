@@ -192,7 +192,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     other.extend(rows(0, 3))
     rb = opened(tmp_path)
-    with pytest.raises(RuntimeError, match="records.memmap"):
+    with pytest.raises(RuntimeError, match=r"records\.memmap"):
         rb.extend(rows(0, 3))
     assert other["number"].tolist() == [0, 1, 2]
 
