@@ -75,7 +75,7 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     plain: dict[str, torch.Tensor] = {}
     nested: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in info.items():
-        if type(value) is not torch.Tensor or not value.ndim or len(value) != rows:
+        if type(value) is not torch.Tensor or not value.ndim or value.shape[0] != rows:
             return False
         if not (on_cpu and value.is_cpu) and value.device != device:
             return False

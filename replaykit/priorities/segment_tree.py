@@ -182,7 +182,7 @@ class SegmentTree:
             if self._torch is not None:
                 self._torch.update(index, value)
                 return
-            at, count = index.data_ptr(), len(index)
+            at, count = index.data_ptr(), index.shape[0]
             if isinstance(value, float):
                 code = self._view.update_to(at, value, count)
             else:

@@ -100,7 +100,7 @@ class Markers:
         """Adds the flags of rows ``[B]`` to ``info``, and blanks padding; returns the rows."""
         window = info[SEQUENCE_ID]
         plain = type(rows) is TensorDict or is_tensordict(rows)
-        if not plain or rows.batch_size != window.shape or not len(window):
+        if not plain or rows.batch_size != window.shape or not window.numel():
             return rows
         mask = info.get(MASK)
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
@@ -138,7 +138,7 @@ class Markers:
         """Adds the flags of rows by one call of the core; False where that cannot read them."""
         if self._keys is None or not window.is_contiguous():
             return self._keys is None
-        count = len(window)
+        count = window.shape[0]
         flags: list[int] = []
         for container, names in self._read.items():
             inner = lookup(rows, container) if container else rows
@@ -157,7 +157,7 @@ class Markers:
                     return False
                 flags += (leaf.data_ptr(), leaf.stride(0), meaning)
         model = self._model
-        if model is None or len(model) != 3 * count:
+        if model is None or model.shape[0] != 3 * count:
             model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
         made = torch.empty_like(model)
         core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())

@@ -346,7 +346,7 @@ class PriorityTable:
         if view is None or (generator is not None and generator.device.type != "cpu"):
             return None
         models = self._models
-        if len(models[0]) != batch_size:
+        if models[0].numel() != batch_size:
             models = self._models = _outputs(batch_size, dtype)
         # Half of the time of describing it anew.
         index, weight = torch.empty_like(models[0]), torch.empty_like(models[1])

@@ -276,7 +276,7 @@ class NativeRows:
 
     def _fresh_leaves(self, paths: tuple[Path, ...], count: int) -> list[torch.Tensor]:
         models = self._models.get(paths)  # another thread may exchange them
-        if models is None or len(models[0]) != count:
+        if models is None or models[0].shape[0] != count:
             models = [self._fresh(path, count) for path in paths]
             if sum(model.nbytes for model in models) <= _MODEL_BYTES:
                 self._models[paths] = models

@@ -108,7 +108,7 @@ class RecordLayout:
     def new_block(self, rows: int) -> torch.Tensor:
         """Returns uninitialised records for ``split``, on the CPU."""
         model = self._model  # another thread may exchange it
-        if model is not None and len(model) == rows:
+        if model is not None and model.shape[0] == rows:
             return torch.empty_like(model)
         # A default device of the caller's, which torch.empty would follow, has no say here.
         block = torch.empty((rows, self._width), dtype=self._first, device="cpu")
