@@ -1,0 +1,244 @@
+"""Save after some batches, kill, load elsewhere, go on: the batches that come are those of a run that
+was not interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    HindsightGoal,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    LinearScheduler,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SchedulerList,
+    Sequence,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    StackFrames,
+    StepScheduler,
+    Transform,
+)
+
+SLOTS, BATCH, BEFORE, AFTER = 60, 12, 7, 9
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.buffer.test_resume"])
+
+
+class Counting(Transform):
+    """A transform whose output depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, data: Any) -> Any:
+        self.calls += 1
+        return data.set("call", torch.full(data.batch_size, self.calls))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def _prioritized(**options: Any) -> PrioritizedSampler:
+    return PrioritizedSampler(alpha=0.6, beta=0.4, **options)
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "without, rest dropped": lambda: SamplerWithoutReplacement(drop_last=True),
+    "without, in order": lambda: SamplerWithoutReplacement(shuffle=False),
+    "prioritized": _prioritized,
+    "stratified": lambda: _prioritized(stratified=True),
+    "largest stored": lambda: _prioritized(max_priority_within_buffer=True),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "slices by trajectory": lambda: SliceSampler(slice_len=4, measure="trajectory"),
+    "stratified slices": lambda: SliceSampler(slice_len=4, draw="stratified"),
+    "distinct slices": lambda: SliceSampler(slice_len=4, draw="without_replacement"),
+    "slices in order": lambda: SliceSampler(slice_len=4, draw="sequential"),
+    "padded slices": lambda: SliceSampler(slice_len=4, pad="both"),
+    "recent slices": lambda: SliceSampler(slice_len=4, recent=(0.5, 9)),
+    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=4),
+}
+
+TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "one with state": Counting,
+    "n-step": lambda: NStep(3, 0.9),
+    "frames": lambda: StackFrames(["observation"], 3),
+    "hindsight": lambda: HindsightGoal(0.8, "future", achieved="place", goal="goal"),
+}
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    x = number[:, None].float()
+    done = (number % 13 == 12)[:, None]
+    following = {"observation": x + 1, "place": x + 1, "goal": -x, "reward": x / 7, "done": done}
+    leaves = {"number": number, "observation": x, "place": x, "goal": -x, "next": following}
+    return TensorDict(leaves, [count])
+
+
+def made(sampler: str, transform: str = "none", **options: Any) -> ReplayBuffer:
+    storage = options.pop("storage", None) or LazyTensorStorage(SLOTS)
+    return ReplayBuffer(
+        storage=storage,
+        sampler=SAMPLERS[sampler](),
+        transform=TRANSFORMS[transform](),
+        batch_size=BATCH,
+        generator=torch.Generator().manual_seed(5),
+        **options,
+    )
+
+
+def schedulers(rb: ReplayBuffer) -> SchedulerList:
+    if not isinstance(rb.sampler, (PrioritizedSampler, PrioritizedSliceSampler)):
+        return SchedulerList([])
+    return SchedulerList(
+        [
+            LinearScheduler(rb, "beta", final_value=1.0, num_steps=20),
+            StepScheduler(rb, "alpha", gamma=0.9, n_steps=3),
+        ]
+    )
+
+
+def train(
+    rb: ReplayBuffer, plan: SchedulerList, first: int, count: int, *, alone: bool
+) -> Iterator[TensorDict]:
+    """Batches, each followed by what a learner does: priorities of the rows, and new ones."""
+    for step in range(first, first + count):
+        batch = rb.sample()
+        yield batch
+        plan.step()
+        if alone:
+            continue
+        if batch.get("priority_weight", None) is not None:
+            batch["td_error"] = (batch["number"] % 7).float() / 3
+            rb.update_tensordict_priority(batch)
+        # Whole episodes, so that none is open where the run may be interrupted.
+        rb.extend(rows(52 + 26 * step, 26))
+
+
+def begin(rb: ReplayBuffer) -> None:
+    rb.extend(rows(0, 52))
+
+
+def save_and_die(arguments: dict[str, Any], folder: Path, alone: bool, said: Any) -> None:
+    """A child that trains, saves, and is killed at once."""
+    rb = made(**arguments)
+    begin(rb)
+    plan = schedulers(rb)
+    for _ in train(rb, plan, 0, BEFORE, alone=alone):
+        pass
+    rb.dumps(folder)
+    said.send(plan.state_dict())
+    signal.raise_signal(signal.SIGKILL)
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    keys = set(one.keys(True, True))
+    return keys == set(other.keys(True, True)) and all(
+        torch.equal(one[key], other[key]) for key in keys
+    )
+
+
+def check(folder: Path, storage: Any = None, *, alone: bool, **arguments: Any) -> None:
+    reading, said = CONTEXT.Pipe(duplex=False)
+    child = CONTEXT.Process(target=save_and_die, args=(arguments, folder, alone, said))
+    child.start()
+    said.close()
+    state = reading.recv()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+
+    whole = made(**arguments)
+    begin(whole)
+    plan = schedulers(whole)
+    wanted = [batch.clone() for batch in train(whole, plan, 0, BEFORE + AFTER, alone=alone)]
+
+    rb = made(**arguments, storage=storage)
+    rb.loads(folder)
+    again = schedulers(rb)
+    again.load_state_dict(state)
+    found = [batch.clone() for batch in train(rb, again, BEFORE, AFTER, alone=alone)]
+    assert [same(*pair) for pair in zip(found, wanted[BEFORE:], strict=True)] == [True] * AFTER
+    for one in (whole, rb):
+        one.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_learner_goes_on(sampler: str, tmp_path: Path) -> None:
+    check(tmp_path / "saved", sampler=sampler, alone=False)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_made_ahead_come_first(sampler: str, tmp_path: Path) -> None:
+    check(tmp_path / "saved", sampler=sampler, prefetch=3, alone=True)
+
+
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "none"])
+@pytest.mark.parametrize("sampler", ["random", "prioritized", "without replacement"])
+def test_transforms_go_on(sampler: str, transform: str, tmp_path: Path) -> None:
+    check(tmp_path / "saved", sampler=sampler, transform=transform, alone=False)
+
+
+@pytest.mark.parametrize(
+    "sampler", ["random", "prioritized", "slices", "slices without replacement"]
+)
+def test_into_another_kind_of_storage(sampler: str, tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(SLOTS, scratch_dir=tmp_path / "rows")
+    check(tmp_path / "saved", storage, sampler=sampler, alone=False)
+
+
+@pytest.mark.parametrize("sampler", ["slices", "prioritized slices", "random"])
+def test_an_open_episode_ends_at_the_save(sampler: str, tmp_path: Path) -> None:
+    """A restart cuts what was open: the run that goes on without one is one that cuts there."""
+    runs = []
+    for interrupted in (False, True):
+        rb = made(sampler, "n-step")
+        rb.extend(rows(0, 45))
+        for _ in range(3):
+            rb.sample()
+        if interrupted:
+            rb.dumps(tmp_path / "saved")
+            rb = made(sampler, "n-step")
+            rb.loads(tmp_path / "saved")
+        else:
+            rb.cut()
+        rb.extend(rows(45, 9))
+        runs.append([rb.sample().clone() for _ in range(6)])
+    assert all(same(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_sequences_go_on(tmp_path: Path) -> None:
+    check(
+        tmp_path / "saved",
+        sampler="prioritized",
+        sample_unit=Sequence(3),
+        alone=False,
+    )
