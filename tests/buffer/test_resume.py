@@ -1,5 +1,5 @@
-"""Save after some batches, kill, load elsewhere, go on: the batches that come are those of a run that
-was not interrupted, bit for bit."""
+"""Save after some batches, kill, load elsewhere, go on: the batches that come are those of a run
+that was not interrupted, bit for bit."""
 
 from __future__ import annotations
 
