@@ -9,11 +9,38 @@
 
 namespace nb = nanobind;
 using replaykit::FlagOfRows;
+using replaykit::OwnFlag;
 
 namespace {
 
 // Up to so many rows the work is shorter than handing the interpreter lock over and back.
 constexpr std::int64_t kReleaseAbove = 4096;
+
+std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
+  if (flags.size() % 3 != 0) {
+    throw nb::value_error("expected address, stride and meaning of every flag");
+  }
+  std::vector<FlagOfRows> own;
+  own.reserve(flags.size() / 3);
+  for (std::size_t i = 0; i < flags.size(); i += 3) {
+    if (flags[i + 2] < 0 || flags[i + 2] > 2) throw nb::value_error("expected meanings of 0, 1 or 2");
+    own.push_back({reinterpret_cast<const std::uint8_t*>(flags[i]), flags[i + 1],
+                   static_cast<int>(flags[i + 2])});
+  }
+  return own;
+}
+
+template <typename Work>
+void unlocked(std::int64_t rows, const Work& work) {
+  if (rows <= kReleaseAbove) return work();
+  nb::gil_scoped_release release;
+  work();
+}
+
+OwnFlag as_own(const std::vector<std::int64_t>& places, std::size_t flag) {
+  return {reinterpret_cast<std::uint8_t*>(places[3 * flag]), places[3 * flag + 1],
+          places[3 * flag + 2] != 0};
+}
 
 }  // namespace
 
@@ -21,26 +48,28 @@ void replaykit::bind_marks(nb::module_& m) {
   m.def("mark_windows",
         [](const std::vector<std::int64_t>& flags, std::uintptr_t window, std::int64_t n,
            std::uintptr_t out) {
-          if (flags.size() % 3 != 0 || n < 0) {
-            throw nb::value_error("expected address, stride and meaning of every flag, and rows");
-          }
-          std::vector<FlagOfRows> own;
-          own.reserve(flags.size() / 3);
-          for (std::size_t i = 0; i < flags.size(); i += 3) {
-            if (flags[i + 2] < 0 || flags[i + 2] > 2) {
-              throw nb::value_error("expected meanings of 0, 1 or 2");
-            }
-            own.push_back({reinterpret_cast<const std::uint8_t*>(flags[i]), flags[i + 1],
-                           static_cast<int>(flags[i + 2])});
-          }
+          if (n < 0) throw nb::value_error("expected a number of rows");
+          const std::vector<FlagOfRows> own = as_flags(flags);
           const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
           auto* done = reinterpret_cast<std::uint8_t*>(out);
-          const auto run = [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); };
-          if (n <= kReleaseAbove) return run();
-          nb::gil_scoped_release release;
-          run();
+          unlocked(n, [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); });
         },
         nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("out"),
         "Writes done, truncated and terminated of n rows, one after the other; flags are given as "
         "address, stride and meaning, one after the other.");
+
+  m.def("mark_own",
+        [](const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& more,
+           std::uintptr_t window, std::int64_t n) {
+          if (n < 0 || places.size() != 9) {
+            throw nb::value_error("expected address, stride and whether it is known of three flags");
+          }
+          const std::vector<FlagOfRows> others = as_flags(more);
+          const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
+          const OwnFlag done = as_own(places, 0), truncated = as_own(places, 1);
+          const OwnFlag terminated = as_own(places, 2);
+          unlocked(n, [&] { mark_own(done, truncated, terminated, others, numbers, n); });
+        },
+        nb::arg("places"), nb::arg("more"), nb::arg("window"), nb::arg("n"),
+        "Marks the ends of windows in done, truncated and terminated of the rows themselves.");
 }

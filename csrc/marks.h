@@ -44,4 +44,34 @@ inline void mark_windows(const std::vector<FlagOfRows>& flags, const std::int64_
   }
 }
 
+// A flag of a batch that is marked where it is, a byte a row; without `known` it only gets values.
+struct OwnFlag {
+  std::uint8_t* base;
+  std::int64_t stride;
+  bool known;
+  bool at(std::int64_t row) const { return known && base[row * stride] != 0; }
+  void set(std::int64_t row, bool value) const { base[row * stride] = value; }
+};
+
+// The same where done, truncated and terminated are flags of the rows themselves. `more` are others
+// that end an episode.
+inline void mark_own(const OwnFlag& done, const OwnFlag& truncated, const OwnFlag& terminated,
+                     const std::vector<FlagOfRows>& more, const std::int64_t* window,
+                     std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    bool cut = truncated.at(i), over = terminated.at(i), end = done.at(i);
+    for (const FlagOfRows& flag : more) {
+      const bool set = flag.base[i * flag.stride] != 0;
+      cut |= set && flag.meaning == FlagOfRows::kTruncated;
+      over |= set && flag.meaning == FlagOfRows::kTerminated;
+      end |= set;
+    }
+    end |= cut || over;
+    const bool last = i + 1 == n || window[i + 1] != window[i];
+    done.set(i, end || last);
+    truncated.set(i, cut || (last && !end));
+    terminated.set(i, over);
+  }
+}
+
 }  // namespace replaykit

@@ -74,20 +74,26 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     on_cpu = device is not None and device.type == "cpu"
     plain: dict[str, torch.Tensor] = {}
     nested: dict[str, dict[str, torch.Tensor]] = {}
+    fields = fields_of(data)
     for key, value in info.items():
+        within = type(key) is tuple and len(key) == 2
+        if within:
+            found = fields.get(key[0])
+            if type(found) is TensorDict and fields_of(found).get(key[1]) is value:
+                continue  # marked where it is
         if type(value) is not torch.Tensor or not value.ndim or value.shape[0] != rows:
             return False
         if not (on_cpu and value.is_cpu) and value.device != device:
             return False
         if type(key) is str:
             plain[key] = value
-        elif type(key) is tuple and len(key) == 2:
+        elif within:
             nested.setdefault(key[0], {})[key[1]] = value
         else:
             return False
     inner = []
     for name, values in nested.items():
-        part: Any = fields_of(data).get(name)
+        part: Any = fields.get(name)
         if type(part) is not TensorDict or part.is_locked or part.batch_size != (rows,):
             return False
         inner.append((part, values))

@@ -40,7 +40,8 @@ class Drawn:
     ``stack_dim`` belong to the storage that the rows were read from. ``sampler`` is who drew it;
     ``fetched`` is what the transforms have read besides. ``size``: the batch size asked for.
     ``written``: the storage's next position at the draw. ``random``: the state of the buffer's
-    generator before the transforms drew from it; None where nobody may ask for it.
+    generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
+    rows were read for this draw alone, and go to who asked for them as they are.
     """
 
     index: torch.Tensor
@@ -56,6 +57,7 @@ class Drawn:
     size: int = 0
     written: int = 0
     random: torch.Tensor | None = None
+    fresh: bool = False
 
     def kept(self) -> Drawn:
         """The draw alone, to be delivered later."""

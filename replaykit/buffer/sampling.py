@@ -269,6 +269,7 @@ class Sampling(BufferCore):
             drawn.rows = storage.read(drawn.index, own=own)
         drawn.sampler = self._sampler
         chain = self._chain
+        drawn.fresh = held and not len(chain)
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # Nobody looks at the rows before the first transform does.
@@ -328,8 +329,9 @@ class Sampling(BufferCore):
         """Collates, transforms and pins; no lock is held."""
         data, drawn.rows = drawn.rows, None
         info = {**drawn.info, "index": drawn.index}
-        if drawn.sampler is not None:
-            data = drawn.sampler.complete(data, info)
+        sampler = drawn.sampler
+        if sampler is not None:
+            data = (sampler.complete_fresh if drawn.fresh else sampler.complete)(data, info)
         if drawn.collate is not None:
             data = drawn.collate(data)
         marked = len(info) > 1

@@ -411,6 +411,14 @@ class EpisodeIndex:
         of each one's window among the numbers: ``find`` and ``element`` in one."""
         return self._ring.slices(law, number, length)
 
+    def runs(self, start: Array, length: int) -> Array:
+        """Elements of ``length`` rows of a lane from stored elements ``[K]`` on, one run after
+        another."""
+        steps = np.arange(0, length * self.lanes, self.lanes)
+        element = (start[:, None] + steps).reshape(-1)
+        element %= self.slots * self.lanes
+        return element
+
     def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
         """Bool ``[K]``: whether windows of a law may start with these stored rows.
 

@@ -241,6 +241,13 @@ class InterleavedIndex(StreamWrites):
         window = np.repeat(np.arange(len(number)), length)
         return self.element(time.reshape(-1), lane), window
 
+    def runs(self, start: Array, length: int) -> Array:
+        """Elements of ``length`` rows of a stream from stored elements ``[K]`` on, one run after
+        another."""
+        time, lane = self.place(start)
+        every = (time[:, None] + np.arange(length)).reshape(-1)
+        return self.element(every, np.repeat(lane, length))
+
     def table(self) -> Any:
         """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
         return self._streams.table()

@@ -117,6 +117,11 @@ class Sampler(ABC):
         """
         return rows
 
+    def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
+        """``complete`` of rows that nobody else has or will see as they were stored: what it adds
+        may take the place of what is there."""
+        return self.complete(rows, info)
+
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
         """Batch shape in which ``rows`` rows are delivered; None: flat."""
         return None

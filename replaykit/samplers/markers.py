@@ -53,6 +53,8 @@ class Markers:
         self._read: dict[Path, list[tuple[str, int]]] = {}
         self._keys: tuple[Any, Any, Any] | None = None
         self._model: torch.Tensor | None = None
+        # Where the flags lie side by side, and no others end episodes.
+        self._siblings: tuple[str, tuple[str, ...]] | None = None
         if truncated_key is None:
             return
         truncated = unravel(truncated_key)
@@ -75,6 +77,10 @@ class Markers:
         for path in dict.fromkeys((*_NEXT, *named, *(flags or ()))):
             meaning = named.get(path, _END)
             self._read.setdefault(path[:-1], []).append((path[-1], meaning))
+        if list(self._read) == [truncated[:-1]] and len(truncated) == 2:
+            names = tuple(path[-1] for path in paths)
+            if {name for name, _ in self._read[truncated[:-1]]} == set(names):
+                self._siblings = truncated[0], names
 
     def check(self, schema: Schema) -> None:
         """Raises KeyError, ValueError where values of padding are not for stored keys."""
@@ -133,6 +139,49 @@ class Markers:
         if self.pad_value is not None and mask is not None:
             self._blank(rows, ~mask)
         return rows
+
+    def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
+        """``complete`` of rows that nobody else has: where the flags are among them they are marked
+        where they are, and ``info`` names them."""
+        window = info[SEQUENCE_ID]
+        core = None if MASK in info or not window.is_cpu else native.core()
+        if core is not None and type(rows) is TensorDict and rows.batch_size == window.shape:
+            leaves = fields_of(rows)
+            if "is_init" not in leaves and self._in_place(core, leaves, window, info):
+                return rows
+        return self.complete(rows, info)
+
+    def _in_place(
+        self, core: Any, leaves: dict[str, Any], window: torch.Tensor, info: dict[Any, Any]
+    ) -> bool:
+        if self._siblings is None:
+            return False
+        container, names = self._siblings
+        inner = leaves.get(container)
+        if type(inner) is not TensorDict or not window.is_contiguous():
+            return False
+        known, count = fields_of(inner), window.shape[0]
+        places: list[int] = []
+        flags: list[torch.Tensor] = []
+        for name in names:
+            leaf = known.get(name)
+            if leaf is None:
+                leaf = torch.empty((count, 1), dtype=torch.bool, device=_CPU)
+                places += (leaf.data_ptr(), 1, 0)
+            elif (
+                type(leaf) is not torch.Tensor
+                or leaf.dtype is not torch.bool
+                or leaf.numel() != count
+                or leaf.ndim != 2
+                or not leaf.is_cpu
+            ):
+                return False
+            else:
+                places += (leaf.data_ptr(), leaf.stride(0), 1)
+            flags.append(leaf)
+        core.mark_own(places, (), window.data_ptr(), count)
+        info |= zip(self._keys, flags, strict=True)  # type: ignore[arg-type]
+        return True
 
     def _by_core(self, core: Any, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
         """Adds the flags of rows by one call of the core; False where that cannot read them."""

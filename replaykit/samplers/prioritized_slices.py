@@ -215,10 +215,9 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
                 weight = self._weights(table, value)
             else:
                 start, weight = self._drawn_starts(storage, request, table, sums)
-            cut = self._cut(request, start)
-            index, info = self._slicing.deliver(storage, request, cut)
+            index, info = self._delivered(storage, request, start)
             window = info[SEQUENCE_ID]
-            info["priority_weight"] = weight.to(window.device)[window]
+            info["priority_weight"] = weight.to(window.device).index_select(0, window)
             slots = index[:, 0] if storage.ndim > 1 else index
             info["index_generation"] = storage.ledger.generations(slots)
             if self.unit == "slice":
@@ -261,6 +260,16 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
             more = 1 + newest / (count - newest) * float(sums.total) / total
             value = torch.where(among.among(start), value * more, value)
         return start, self._weights(table, value)
+
+    def _delivered(
+        self, storage: Storage, request: Request, start: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """The rows of the windows that start with elements ``[K]``, and which each belongs to."""
+        window = request.window
+        if not window.whole:
+            return self._slicing.deliver(storage, request, self._cut(request, start))
+        rows = request.episodes.runs(start.cpu().numpy(), window.length)
+        return self._slicing.hand_out(storage, rows, window.numbers(start.numel()))
 
     def _cut(self, request: Request, start: torch.Tensor) -> Cut:
         """The rows of the windows that start with elements ``[K]``."""

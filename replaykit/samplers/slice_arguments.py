@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch
 from replaykit.episodes import BoundaryRule, EpisodeIndex
 from replaykit.episodes.static import StaticEpisodes
 from replaykit.samplers.windows import ALIGNS, PADS, SHORTS, WindowForm
+from replaykit.schema import Schema
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
@@ -112,6 +113,8 @@ class Boundaries:
         self._index: EpisodeIndex | None = None
         self._pinned: tuple[int, int] | None = None
         self._home: weakref.ref[Storage] | None = None
+        # Of records that were found to be TensorDicts.
+        self._schema: Schema | None = None
 
     def attach(self, storage: Storage) -> None:
         """Told which storage it is about; what was given describes the rows stored now."""
@@ -128,7 +131,11 @@ class Boundaries:
             RuntimeError: records that are no TensorDicts, or no longer those that ends were given
                 for. KeyError: columns that were asked for are not stored.
         """
-        columns = _require_tensordicts(storage)
+        schema = storage.schema
+        if schema is None or schema is not self._schema:
+            _require_tensordicts(storage)
+            self._schema = schema
+        columns = cast(ColumnStorage, storage)
         if self._ends is not None:
             return self._static(columns)
         index = columns.episodes if self._plain else columns.indexes.of(self.rule)

@@ -166,6 +166,11 @@ class Sliced(Sampler):
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         return self._slicing.markers.complete(rows, info)
 
+    def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
+        if type(self).complete is not Sliced.complete:
+            return self.complete(rows, info)
+        return self._slicing.markers.complete_fresh(rows, info)
+
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
         return self._slicing.shape_of(rows)
 

@@ -125,11 +125,16 @@ class Window:
         return Layout(index.element(time, np.repeat(cut.lane, count)), window, None)
 
     def _rows(self, index: EpisodeIndex, cut: Cut, time: Array, mask: Array | None) -> Layout:
-        if len(self._numbers) != time.size:
-            self._numbers = np.repeat(np.arange(len(time), dtype=np.int64), self.length)
-            self._one_lane = np.zeros(time.size, np.int64)
+        numbers = self.numbers(len(time))
         lane = self._one_lane if index.lanes == 1 else np.repeat(cut.lane, self.length)
-        return Layout(index.element(time.reshape(-1), lane), self._numbers.copy(), mask)
+        return Layout(index.element(time.reshape(-1), lane), numbers, mask)
+
+    def numbers(self, count: int) -> Array:
+        """Of ``count`` full windows one after another which window each row belongs to."""
+        if len(self._numbers) != count * self.length:
+            self._numbers = np.repeat(np.arange(count, dtype=np.int64), self.length)
+            self._one_lane = np.zeros(count * self.length, np.int64)
+        return self._numbers.copy()
 
 
 @dataclass(frozen=True)

@@ -477,7 +477,7 @@ def test_lanes_update_by_row() -> None:
     "where",
     [
         "replaykit.samplers.prioritized_slices.PrioritizedSliceSampler._drawn",
-        "replaykit.samplers.windows.Window.lay_out",
+        "replaykit.samplers.windows.Window.numbers",
         "replaykit.samplers.eligible_priorities.EligiblePriorities._derive_all",
         "replaykit.samplers.eligible_priorities.EligiblePriorities._derive",
     ],
