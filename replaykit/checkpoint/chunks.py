@@ -18,7 +18,15 @@ from replaykit.filesystem import disk_errors
 from replaykit.leafwise import raw_bytes
 from replaykit.native import crc32
 
-__all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "copied", "map_tensor", "naming"]
+__all__ = [
+    "ChunkWriter",
+    "RowChunks",
+    "chunk_bytes",
+    "copied",
+    "map_tensor",
+    "naming",
+    "rows_of_pages",
+]
 
 _CHUNK_BYTES = 64 * 2**20
 _MOST_FILES = 128
@@ -102,11 +110,13 @@ class ChunkWriter:
             offset = self._room_for((stop - start) * row_bytes, phase)
             taken = stop - start
             if row_bytes:
-                if taken * row_bytes > self.limit - offset:
-                    taken = max(1, (self.limit - offset) // (row_bytes * granule)) * granule
-                    taken = min(taken, stop - start)
-                    if paged and granule == 1:
-                        taken = _whole_pages(taken, row_bytes)
+                room = (self.limit - offset) // row_bytes
+                if taken > room:
+                    unit = math.lcm(granule, rows_of_pages(row_bytes)) if paged else granule
+                    end = (start + room) // unit * unit
+                    if end <= start:  # not even one: of what must not be divided, one anyway
+                        end = max((start + room) // granule * granule, start + granule)
+                    taken = min(taken, end - start)
                 for block in blocks(start, start + taken):
                     self._append(block)
             pieces.append(Piece(start, taken, self._name, offset))
@@ -183,10 +193,9 @@ def chunk_bytes(total: int) -> int:
     return max(_CHUNK_BYTES, -(-total // _MOST_FILES))
 
 
-def _whole_pages(rows: int, row_bytes: int) -> int:
-    """Returns the most rows, not above ``rows``, that are whole pages; ``rows`` if none are."""
-    unit = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
-    return rows // unit * unit or rows
+def rows_of_pages(row_bytes: int) -> int:
+    """Returns the fewest rows that are whole pages: a power of two."""
+    return PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
 
 
 def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[memoryview]:

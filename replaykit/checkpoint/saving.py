@@ -17,11 +17,11 @@ from replaykit._compat import dtype_name
 from replaykit._version import __version__
 from replaykit.checkpoint.changes import FrozenRows, SavedRows
 from replaykit.checkpoint.chunks import (
-    PAGE_BYTES,
     PAGED_BYTES,
     ChunkWriter,
     chunk_bytes,
     naming,
+    rows_of_pages,
 )
 from replaykit.checkpoint.manifests import (
     FORMAT,
@@ -39,6 +39,7 @@ __all__ = ["save_checkpoint", "save_snapshot"]
 _BLOCK_BYTES = 8 * 2**20
 """How much is copied at a time while writers wait."""
 _MOST_BLOCKS = 256
+_MOST_BLOCK_BYTES = 64 * 2**20
 _SYNC_THREADS = 8
 
 
@@ -217,9 +218,11 @@ def _write_rows(
     """
     size, width = frozen.changes.chunk, sum(frozen.row_bytes.values())
     block = max(_BLOCK_BYTES, frozen.rows * width // _MOST_BLOCKS) // max(width, 1)
-    block = max(1, block // size) * size
-    if block > PAGE_BYTES:  # rows of whole pages, of whatever size they are
-        block -= block % max(PAGE_BYTES, size)
+    # Rows of whole pages, where that is not too many; chunks and pages are powers of two.
+    paged = {n: frozen.rows * row_bytes >= PAGED_BYTES for n, row_bytes in frozen.row_bytes.items()}
+    pages = [size, *(rows_of_pages(frozen.row_bytes[n]) for n in frozen.names if paged[n])]
+    unit = max(pages) if max(pages) * width <= _MOST_BLOCK_BYTES else size
+    block = max(1, block // unit) * unit
     steps = []
     for number, name in enumerate(frozen.names):
         for first, stop in runs(frozen.wanted(name)):
@@ -250,8 +253,7 @@ def _write_rows(
                 frozen.read(name, low, high, out)
                 yield staging[:nbytes].numpy().data
 
-        paged = frozen.rows * row_bytes >= PAGED_BYTES
-        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, paged)
+        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, paged[name])
     return {name: _record(writer, frozen, name, pieces[name]) for name in frozen.names}
 
 
