@@ -17,6 +17,7 @@ from replaykit._compat import dtype_name
 from replaykit._version import __version__
 from replaykit.checkpoint.changes import FrozenRows, SavedRows
 from replaykit.checkpoint.chunks import (
+    PAGE_BYTES,
     PAGED_BYTES,
     ChunkWriter,
     chunk_bytes,
@@ -253,7 +254,9 @@ def _write_rows(
                 frozen.read(name, low, high, out)
                 yield staging[:nbytes].numpy().data
 
-        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, paged[name])
+        # A few rows are not worth the gap before them: whoever maps the tensor copies them.
+        large = paged[name] and (stop - first) * row_bytes >= 4 * PAGE_BYTES
+        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, large)
     return {name: _record(writer, frozen, name, pieces[name]) for name in frozen.names}
 
 
