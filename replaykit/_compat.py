@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "is_non_tensor",
     "is_tensordict",
     "lookup",
+    "memory_users",
     "new_tensorclass",
     "new_tensordict",
     "put_all",
@@ -171,6 +173,14 @@ def lookup(data: Any, key: tuple[str, ...]) -> Any:
 def new_tensorclass(cls: type, tensordict: TensorDictBase, constants: Mapping[str, Any]) -> Any:
     """Returns an instance of tensorclass ``cls`` over ``tensordict`` and non-tensor fields."""
     return cls.from_tensordict(tensordict, dict(constants) or None)  # type: ignore[attr-defined]
+
+
+def memory_users(tensor: torch.Tensor) -> int | None:
+    """Returns a count that grows with whoever holds the tensor's memory: views, arrays, the memory
+    itself; None where this version of torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    memory = tensor.untyped_storage()
+    return None if count is None else int(count(memory._cdata)) + sys.getrefcount(memory)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

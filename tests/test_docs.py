@@ -112,3 +112,18 @@ def test_rooms_of_the_design_are_those_on_disk() -> None:
         or (path / "__init__.py").exists()
     }
     assert listed == there
+
+
+def test_every_guarantee_names_a_test_that_is_there() -> None:
+    named, file = 0, ""
+    for found in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", text_of("docs/guarantees.md")):
+        file, function = found[0] or file, found[1]
+        if not (found[0] or function):
+            continue
+        text = (ROOT / file).read_text("utf-8")
+        assert not function or f"\ndef {function}(" in text, (file, function)
+        named += 1
+    rows = [row for row in text_of("docs/guarantees.md").splitlines() if row.startswith("| ")]
+    assert len(rows) > 5
+    assert named >= len(rows) - 1
+    assert all("`tests/" in row for row in rows[1:])

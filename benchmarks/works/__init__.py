@@ -9,6 +9,7 @@ from benchmarks.contender import Unavailable
 from benchmarks.report import Line, Target, missing_lines
 from benchmarks.setting import Setting
 from benchmarks.works import (
+    checkpoints,
     images,
     memmap_cold,
     memmap_warm,
@@ -43,6 +44,7 @@ WORKS = {
         memmap_cold,
         memory,
         sequences,
+        checkpoints,
     )
 }
 

@@ -213,7 +213,7 @@ def _newer(
     require_newer: bool,
 ) -> torch.Tensor:
     """Which live records have a stored version that the given one may replace: bool ``[K]``."""
-    column = storage.column(path)
+    column = storage.require().column(path, storage.ledger.length)
     stored = column[tuple(handles[live].to(column.device).unbind(-1))].reshape(-1).cpu()
     given = versions[live]
     accepted = torch.zeros_like(live)

@@ -270,7 +270,8 @@ class Episodes(EpisodeLookup):
         with storage.lock:
             if not storage.initialized:
                 return torch.zeros(0, dtype=torch.float64, device="cpu")
-            column = storage.column(key).detach()
+            storage.leaf(key)
+            column = storage.require().column(key, storage.ledger.length).detach()
             features = column.shape[storage.ndim :]
             values = column.flatten(0, storage.ndim - 1)
             sums = np.zeros((len(self), features.numel()))

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from replaykit.buffer.core import BufferCore
@@ -23,7 +24,7 @@ from replaykit.buffer.state import (
     saved_generator,
     saved_sampler,
 )
-from replaykit.checkpoint import Checkpoint, MappedCheckpoint, save_checkpoint
+from replaykit.checkpoint import Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
 from replaykit.storages.base import Hook
 from replaykit.storages.by_value import by_value, from_value
@@ -36,22 +37,33 @@ __all__ = ["Saving"]
 class Saving(BufferCore):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, hooks, pickling."""
 
-    def dumps(self, path: str | os.PathLike[str]) -> None:
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
         """Saves the buffer into a directory: all of it, or what was there stays.
 
         Rows that are in use, cursor, write count, generations, the sampler's state, transforms
         with state, the generator, and batches drawn ahead. Raw arrays and JSON, no pickle.
 
+        What is saved is the buffer at the instant of the call. Other threads go on sampling and
+        writing meanwhile; they wait for copies of 8 MiB, and before what is not saved yet is
+        overwritten, for a copy of that.
+
         Args:
             path: the directory; made with its parents, replaced atomically if it holds a
                 checkpoint.
+            keep: how many checkpoints the directory holds afterwards, at most: this one and those
+                before it, which ``loads(path, version=...)`` reads.
 
         Raises:
             TypeError: something that cannot be represented; names it, nothing was written.
+            ValueError: ``keep`` is below 1.
             CheckpointError: the directory has a ``manifest.json`` of something else; other files
-                in it are left alone. OSError: the disk refused.
+                in it are left alone. OSError: the disk refused; names the file.
 
-        Cost: one pass over the bytes of the stored rows.
+        Cost: of the first save one pass over the bytes of the stored rows. Of a save into the
+        directory of one of this buffer's last four: the rows and priorities written since, in
+        chunks of 1/4096 of the capacity; all of it where somebody outside may have changed rows: a
+        TensorStorage, or while a view of rows (``rb[a:b]``) is held, and once after that. Rows of
+        lists, and what passed through a hook, are always written.
 
         Example:
             >>> import tempfile, torch
@@ -66,13 +78,16 @@ class Saving(BufferCore):
             >>> [bool((rb.sample() == other.sample()).all()) for _ in range(3)]
             [True, True, True]
         """
+        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+
+    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
         with self._locked() as storage:
             content = content_to_save(storage, path)
             writer = self._writer.state_dict()
             parts = {
-                "storage": content.to_state(),
+                "storage": content.to_state(tracked=True),
                 "writer": writer,
-                "sampler": saved_sampler(self._sampler),
+                "sampler": saved_sampler(self._sampler, tracked=storage),
                 "transforms": self._chain.state_dict(),
                 "generator": generator_state(self._generator),
                 "prepared": prepared_state(self),
@@ -94,10 +109,15 @@ class Saving(BufferCore):
                 "batch_size": self._batch_size,
                 "consume_after_n_samples": None,
             }
-            save_checkpoint(path, parts, document)
+            return Snapshot(parts, document, storage.lock)
 
     def loads(
-        self, path: str | os.PathLike[str], *, mmap: bool = False, verify: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        mmap: bool = False,
+        verify: bool | None = None,
     ) -> None:
         """Takes over a buffer that ``dumps`` saved; afterwards both draw the same batches.
 
@@ -112,6 +132,8 @@ class Saving(BufferCore):
 
         Args:
             path: the directory.
+            version: which of the checkpoints that ``dumps(path, keep=...)`` left there, as
+                ``replaykit.checkpoint.checkpoint_versions`` lists them; None: the newest.
             mmap: whether the rows stay in the files, to be read page by page as they are sampled: a
                 checkpoint of any size is open in milliseconds. The files are mapped copy-on-write:
                 what is written afterwards lies in memory, page by page, and never reaches them.
@@ -122,11 +144,11 @@ class Saving(BufferCore):
                 Sizes, and the manifest's own checksum, are always compared.
 
         Raises:
-            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a
-                newer version; names the file. ValueError: other keys, shapes, dtypes, lanes, or
-                kinds of sampler or writer, or with ``mmap`` a storage that cannot have its rows in
-                these files. NotImplementedError: ``mmap`` elsewhere than on a 64-bit POSIX system.
-                OSError: the system does not map the files.
+            FileNotFoundError: there is no checkpoint, or not of that version. CheckpointError: it
+                is damaged, or of a newer format; names the file. ValueError: other keys, shapes,
+                dtypes, lanes, or kinds of sampler or writer, or with ``mmap`` a storage that cannot
+                have its rows in these files. NotImplementedError: ``mmap`` elsewhere than on a
+                64-bit POSIX system. OSError: the system does not map the files.
 
         Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
         are not used afterwards. With it, priorities are read at the first draw or update, and the
@@ -155,9 +177,10 @@ class Saving(BufferCore):
         self._ready()
         if mmap:
             check_mappable(self.storage)
-        with (MappedCheckpoint if mmap else Checkpoint)(path) as saved:
-            if verify or (verify is None and not mmap):
-                saved.verify()
+        checked = verify or (verify is None and not mmap)
+        with (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+            if checked:
+                saved.verify(wait=mmap)
             head = saved.part("storage", mapped=["groups"])
             late = self._sampler.mapped_entries if mmap else ()
             with self._locked() as storage:
@@ -165,6 +188,12 @@ class Saving(BufferCore):
                     content = Content.from_state(head)
                 except ValueError as error:
                     raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+                if checked and not mmap:
+                    # Fresh memory, which nobody sees before it is whole, is filled meanwhile.
+                    if storage.takes_over_whole:
+                        content = replace(content, check=saved.verify)
+                    else:
+                        saved.verify()
                 apply_state(
                     self,
                     BufferState(

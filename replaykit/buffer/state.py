@@ -52,9 +52,12 @@ class BufferState:
     mapped: bool = False
 
 
-def saved_sampler(sampler: Sampler) -> dict[str, Any]:
-    """Returns a sampler's state with its kind, which a sampler of one's own need not know of."""
-    state = sampler.state_dict()
+def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
+    """Returns a sampler's state with its kind, which a sampler of one's own need not know of.
+
+    ``tracked``: for a save of that storage, which writes what has changed. Its lock is held.
+    """
+    state = sampler.state_dict() if tracked is None else sampler.state_to_save(tracked)
     if isinstance(state, Mapping) and state.get("_kind") == sampler.kind:
         return dict(state)
     return {"_kind": sampler.kind, "_state": state}

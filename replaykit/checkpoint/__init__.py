@@ -19,8 +19,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from replaykit.checkpoint.chunks import RowChunks
-from replaykit.checkpoint.directory import FORMAT, FORMAT_VERSION, Checkpoint, save_checkpoint
+from replaykit.checkpoint.directory import Checkpoint
+from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
+from replaykit.checkpoint.saving import save_checkpoint, save_snapshot
+from replaykit.checkpoint.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from replaykit.buffer.torchrl import read_torchrl
@@ -32,8 +35,11 @@ __all__ = [
     "MappedCheckpoint",
     "MappedRows",
     "RowChunks",
+    "Snapshot",
+    "checkpoint_versions",
     "read_torchrl",
     "save_checkpoint",
+    "save_snapshot",
 ]
 
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
-import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from replaykit._compat import arange, dtype_by_name, dtype_name
+from replaykit.checkpoint.pieces import Piece
+from replaykit.filesystem import disk_errors
 from replaykit.leafwise import raw_bytes
+from replaykit.native import crc32
 
-__all__ = ["ChunkWriter", "RowChunks", "chunk_bytes", "map_tensor"]
+__all__ = [
+    "ChunkWriter",
+    "RowChunks",
+    "chunk_bytes",
+    "copied",
+    "map_tensor",
+    "naming",
+    "rows_of_pages",
+]
 
 _CHUNK_BYTES = 64 * 2**20
-_MOST_FILES = 256
+_MOST_FILES = 128
 ALIGNMENT = 64
 PAGE_BYTES = 16 * 2**10
 """Pages of all processors that matter are this or a part of it."""
@@ -30,55 +38,92 @@ PAGED_BYTES = 2**20
 _BLOCK_BYTES = 8 * 2**20
 
 
-@dataclass
 class ChunkWriter:
-    """Writes tensors into ``<folder>/data-<token>-<number>.bin`` and notes what lies where.
+    """Writes rows of tensors into ``<folder>/data-<token>-<number>.bin`` and notes what lies where.
 
     Small tensors share a file; large ones are cut into files of whole rows. Of a large one every
     piece lies in its file as it does in the tensor, modulo a page, so that the pieces can be mapped
-    one after the other as one range of memory; where rows allow it, pieces are whole pages. Every
-    file is synced when it is full, or by ``finish``.
+    one after the other as one range of memory; where rows allow it, pieces are whole pages. Nothing
+    is synced.
+
+    Args:
+        folder: where the files go.
+        token: what the names of the files have that no others have.
+        limit: size from which on a file is full.
+        wrote: told of every file how many bytes more were written to it.
 
     Attributes:
-        limit: size from which on a file is full.
         files: per file its size in bytes and its crc32.
-        tensors: per tensor dtype, shape and pieces ``[file, offset, rows]``.
     """
 
-    folder: Path
-    token: str
-    limit: int = _CHUNK_BYTES
-    files: dict[str, dict[str, int]] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _open: BinaryIO | None = None
-    _name: str = ""
+    def __init__(
+        self,
+        folder: Path,
+        token: str,
+        limit: int = _CHUNK_BYTES,
+        wrote: Callable[[Path, int], None] | None = None,
+    ) -> None:
+        self.folder, self.token, self.limit = folder, token, limit
+        self.files: dict[str, dict[str, int]] = {}
+        self._wrote = wrote
+        self._open: BinaryIO | None = None
+        self._name = ""
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends a tensor. Cost: one pass over its bytes; memory for one block of rows."""
+    def write(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Appends a tensor; returns its record: dtype, shape, and pieces ``[file, offset, rows]``.
+
+        Cost: one pass over its bytes; memory for one block of rows where they are no plain memory.
+        """
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
+        row_bytes = rows[:1].nbytes if len(rows) else 0
         paged = len(rows) * row_bytes >= PAGED_BYTES
-        pieces: list[list[Any]] = []
-        start = 0
-        while start < len(rows) or not pieces:
-            count = len(rows) - start
-            phase = start * row_bytes % PAGE_BYTES if paged else None
-            offset = self._room_for(row_bytes, count * row_bytes, phase)
-            if row_bytes and count * row_bytes > self.limit - offset:
-                count = max(1, (self.limit - offset) // row_bytes)
-                if paged:
-                    count = _whole_pages(count, row_bytes)
-            for block in _blocks(rows[start : start + count], row_bytes):
-                self._append(block)
-            pieces.append([self._name, offset, count])
-            start += count
-        self.tensors[name] = {
+        pieces = self.append(
+            len(rows), row_bytes, lambda a, b: _blocks(rows[a:b], row_bytes), paged=paged
+        )
+        return {
             "dtype": dtype_name(tensor.dtype),
             "shape": list(tensor.shape),
-            "pieces": pieces,
+            "pieces": [[piece.file, piece.offset, piece.rows] for piece in pieces],
         }
 
-    def _room_for(self, row_bytes: int, nbytes: int, phase: int | None) -> int:
+    def append(
+        self,
+        count: int,
+        row_bytes: int,
+        blocks: Callable[[int, int], Iterable[memoryview]],
+        first: int = 0,
+        granule: int = 1,
+        paged: bool = False,
+    ) -> list[Piece]:
+        """Appends rows; returns where they lie: at least one piece.
+
+        Args:
+            blocks: gives the bytes of the rows from one to before another, in turn.
+            first: number of the first row.
+            granule: rows that are not divided between two files, counted from the first one.
+            paged: whether they lie in files as in the tensor, modulo a page.
+        """
+        pieces: list[Piece] = []
+        start, stop = first, first + count
+        while start < stop or not pieces:
+            phase = start * row_bytes % PAGE_BYTES if paged else None
+            offset = self._room_for((stop - start) * row_bytes, phase)
+            taken = stop - start
+            if row_bytes:
+                room = (self.limit - offset) // row_bytes
+                if taken > room:
+                    unit = math.lcm(granule, rows_of_pages(row_bytes)) if paged else granule
+                    end = (start + room) // unit * unit
+                    if end <= start:  # not even one: of what must not be divided, one anyway
+                        end = max((start + room) // granule * granule, start + granule)
+                    taken = min(taken, end - start)
+                for block in blocks(start, start + taken):
+                    self._append(block)
+            pieces.append(Piece(start, taken, self._name, offset))
+            start += taken
+        return pieces
+
+    def _room_for(self, nbytes: int, phase: int | None) -> int:
         """Opens a file with room for a row, a small tensor whole; returns the offset in it.
 
         ``phase``: what the offset is modulo a page; None: any multiple of ``ALIGNMENT``.
@@ -90,40 +135,54 @@ class ChunkWriter:
             if offset + min(nbytes, self.limit) <= self.limit or offset == 0:
                 self._append(bytes(offset - size))
                 return offset
-            self._close()
+            self.finish()
         self._name = f"data-{self.token}-{len(self.files):05d}.bin"
-        self._open = open(self.folder / self._name, "xb")  # noqa: SIM115 - closed by finish
+        with naming(self.folder / self._name):
+            # Unbuffered: what was written is the kernel's, whatever happens to this process.
+            self._open = open(self.folder / self._name, "xb", buffering=0)  # noqa: SIM115
         self.files[self._name] = {"size": 0, "crc32": 0}
         self._append(bytes(at))
         return at
 
     def _append(self, data: Any) -> None:
         assert self._open is not None
-        record = self.files[self._name]
-        self._open.write(data)
-        record["crc32"] = zlib.crc32(data, record["crc32"])
+        record, file = self.files[self._name], self.folder / self._name
+        left = memoryview(data).cast("B")
+        with naming(file):
+            while len(left):
+                left = left[self._open.write(left) :]
+        record["crc32"] = crc32(data, record["crc32"])
         record["size"] += len(data)
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.flush()
-            os.fsync(self._open.fileno())
-            self._open.close()
-            self._open = None
+        if self._wrote is not None:
+            self._wrote(file, len(data))
 
     def finish(self) -> None:
-        """Syncs and closes the last file."""
-        self._close()
+        """Closes the file that is being written: what comes next goes into another one."""
+        if self._open is not None:
+            with naming(self.folder / self._name):
+                self._open.close()
+            self._open = None
 
     def discard(self) -> None:
         """Removes every file that was written."""
-        if self._open is not None:
-            with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk
-                self._open.close()
-            self._open = None
+        with contextlib.suppress(OSError):
+            self.finish()
+        self._open = None
         for name in self.files:
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Has every refusal of the disk name the file."""
+    try:
+        with disk_errors(file, 0):
+            yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+        raise
 
 
 def chunk_bytes(total: int) -> int:
@@ -134,15 +193,12 @@ def chunk_bytes(total: int) -> int:
     return max(_CHUNK_BYTES, -(-total // _MOST_FILES))
 
 
-def _whole_pages(rows: int, row_bytes: int) -> int:
-    """Returns the most rows, not above ``rows``, that are whole pages; ``rows`` if none are."""
-    unit = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
-    return rows // unit * unit or rows
+def rows_of_pages(row_bytes: int) -> int:
+    """Returns the fewest rows that are whole pages: a power of two."""
+    return PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
 
 
 def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[memoryview]:
-    if not row_bytes:
-        return
     step = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, len(rows), step):
         yield raw_bytes(rows[start : start + step]).numpy().data
@@ -152,14 +208,24 @@ class RowChunks:
     """The rows of one tensor in several mapped files, read piece by piece.
 
     Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, ``device``, and indexing
-    by int, slice (forward) and int64 ``[K]``, which copies just those rows.
+    by int, slice (forward) and int64 ``[K]``, which copies just those rows. A slice of rows that
+    lie in one piece is a view.
+
+    Args:
+        pieces: the rows, in order.
+        checks: called before the rows of a piece are read, one for each; raises where the file that
+            they lie in is damaged.
     """
 
-    def __init__(self, pieces: list[torch.Tensor]) -> None:
+    def __init__(
+        self, pieces: list[torch.Tensor], checks: Sequence[Callable[[], object]] | None = None
+    ) -> None:
         self.pieces = pieces
+        self._checks = checks
         self.starts = [0]
         for piece in pieces:
             self.starts.append(self.starts[-1] + len(piece))
+        self._starts = torch.tensor(self.starts, device="cpu")
         self.shape = torch.Size([self.starts[-1], *pieces[0].shape[1:]])
         self.dtype = pieces[0].dtype
         self.device = pieces[0].device
@@ -170,24 +236,41 @@ class RowChunks:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, int):
             number = bisect_right(self.starts, index) - 1
-            return self.pieces[number][index - self.starts[number]]
+            return self._piece(number)[index - self.starts[number]]
         if isinstance(index, slice):
             return self._span(*index.indices(len(self)))
         rows = torch.empty((len(index), *self.shape[1:]), dtype=self.dtype, device="cpu")
-        for piece, start in zip(self.pieces, self.starts, strict=False):
-            here = ((index >= start) & (index < start + len(piece))).nonzero().flatten()
-            if len(here):
-                _raw(rows)[here] = _raw(piece)[index[here] - start]
+        numbers = torch.searchsorted(self._starts, index, right=True) - 1
+        for number in numbers.unique().tolist():
+            here = (numbers == number).nonzero().flatten()
+            start, piece = self.starts[number], self._piece(number)
+            _raw(rows)[here] = _raw(piece)[index[here] - start]
         return rows
+
+    def _piece(self, number: int) -> torch.Tensor:
+        if self._checks is not None:
+            self._checks[number]()
+        return self.pieces[number]
+
+    def border(self, row: int) -> int:
+        """Returns the first row after the piece in which a row lies."""
+        number = bisect_right(self.starts, row) - 1
+        return self.starts[number] + len(self.pieces[number])
 
     def _span(self, start: int, stop: int, step: int) -> torch.Tensor:
         if step != 1:
             return self[arange(start, max(start, stop), step)]
+        number = max(bisect_right(self.starts, start) - 1, 0)
+        if start < stop <= self.starts[number] + len(self.pieces[number]):
+            piece, first = self._piece(number), self.starts[number]
+            return piece[start - first : stop - first]
         rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype, device="cpu")
-        for piece, first in zip(self.pieces, self.starts, strict=False):
+        while number < len(self.pieces) and self.starts[number] < stop:
+            piece, first = self._piece(number), self.starts[number]
             low, high = max(start, first), min(stop, first + len(piece))
             if low < high:
                 rows[low - start : high - start].copy_(piece[low - first : high - first])
+            number += 1
         return rows
 
 
@@ -197,9 +280,15 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def map_tensor(
-    record: dict[str, Any], mappings: dict[str, mmap.mmap | None]
+    record: dict[str, Any],
+    mappings: dict[str, mmap.mmap | None],
+    checks: Mapping[str, Callable[[], object]] | None = None,
 ) -> torch.Tensor | RowChunks:
     """Returns a tensor, or its rows in chunks, over mapped files; nothing is read yet.
+
+    Args:
+        checks: by file, what says whether it is as it was written. They are called before rows are
+            read, which then are chunks, or at once for a single number.
 
     Raises:
         ValueError: the record contradicts the files.
@@ -226,6 +315,17 @@ def map_tensor(
     total = sum(len(piece) for piece in pieces)
     if not pieces or total != (shape[0] if shape else 1):
         raise ValueError(f"expected {shape[:1] or 1} rows, got {total}")
+    if checks is not None:
+        found = RowChunks(pieces, [checks[piece[0]] for piece in record["pieces"]])
+        return found if shape else found[0].reshape(())
     if len(pieces) > 1:
         return RowChunks(pieces)
     return pieces[0] if shape else pieces[0].reshape(())
+
+
+def copied(found: torch.Tensor | RowChunks) -> torch.Tensor:
+    """Returns what ``map_tensor`` gave in memory of its own."""
+    if not isinstance(found, RowChunks):
+        return found.clone()
+    rows = found[:]  # a copy of several pieces, unless all but one are empty
+    return rows.clone() if any(len(piece) == len(found) for piece in found.pieces) else rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replaykit.checkpoint.chunks import RowChunks, map_tensor
+from replaykit.checkpoint.chunks import RowChunks, copied, map_tensor
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.files import open_file
 from replaykit.mapping import Span, can_map_spans, map_private, map_spans
@@ -73,7 +73,7 @@ class MappedCheckpoint(Checkpoint):
         NotImplementedError: a system on which parts of files cannot be mapped in a row.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], version: int | None = None) -> None:
         if not can_map_spans():
             raise NotImplementedError(
                 "a checkpoint can only be opened with mmap=True on a 64-bit POSIX system; "
@@ -81,7 +81,7 @@ class MappedCheckpoint(Checkpoint):
             )
         self._descriptors: dict[str, int] = {}
         try:
-            super().__init__(path)
+            super().__init__(path, version)
         except BaseException:
             self.close()
             raise
@@ -104,8 +104,7 @@ class MappedCheckpoint(Checkpoint):
         return MappedRows(pieces, places, str(self.folder))
 
     def _copied(self, tensor: str) -> torch.Tensor:
-        found = map_tensor(self.manifest["tensors"][tensor], self._mappings)
-        return found[:] if isinstance(found, RowChunks) else found.clone()
+        return copied(map_tensor(self.manifest["tensors"][tensor], self._mappings))
 
     def close(self) -> None:
         """Lets go of the files; tensors over them keep what they need."""

@@ -26,20 +26,23 @@ from replaykit._compat import (
     is_non_tensor,
     is_tensordict,
 )
+from replaykit.checkpoint.changes import TrackedTensor
 from replaykit.structure import Path, build, flatten, from_json, leaf_paths
 
-__all__ = ["decode", "encode"]
+__all__ = ["Tensors", "decode", "encode"]
+
+Tensors = dict[str, torch.Tensor | TrackedTensor]
 
 _DEEPEST = 120
 _INT64 = 2**63
 
 
-def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+def encode(value: Any, where: str, tensors: Tensors, depth: int = 0) -> Any:
     """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
 
-    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, TensorDicts (also
-    with values that are no tensors), tensorclasses, torch sizes, dtypes and devices, and lists,
-    tuples and dicts of these, up to 120 levels deep.
+    Takes None, bool, int, float, str, bytes, tensors, tracked ones, NumPy arrays and numbers,
+    TensorDicts (also with values that are no tensors), tensorclasses, torch sizes, dtypes and
+    devices, and lists, tuples and dicts of these, up to 120 levels deep.
 
     Args:
         where: what the value is, for error messages.
@@ -64,6 +67,9 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int 
         return _encode_mapping(value, where, tensors, depth)
     if isinstance(value, torch.Tensor):
         return {"$": "tensor", "name": _name(_dense(value, where), tensors)}
+    if isinstance(value, TrackedTensor):
+        _dense(value.tensor, where)
+        return {"$": "tensor", "name": _name(value, tensors)}
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "ndarray" if isinstance(value, np.ndarray) else "number"
         return {"$": kind, "name": _name(_from_numpy(np.asarray(value), where), tensors)}
@@ -86,9 +92,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int 
     )
 
 
-def _encode_mapping(
-    value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor], depth: int
-) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], where: str, tensors: Tensors, depth: int) -> Any:
     for key in value:
         if not isinstance(key, (str, int)):
             raise TypeError(f"{where}: expected str keys, got {type(key).__name__} {key!r}")
@@ -100,7 +104,7 @@ def _encode_mapping(
     return {"$": "dict", "items": [[key, item] for key, item in encoded.items()]}
 
 
-def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _encode_container(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
     try:
         node, leaves = flatten(value, 0)
     except TypeError as error:
@@ -110,7 +114,7 @@ def _encode_container(value: Any, where: str, tensors: dict[str, torch.Tensor], 
     return {"$": "container", "node": layout, "leaves": names}
 
 
-def _encode_object(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _encode_object(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
     """Encodes what a TensorDict holds beside tensors: one value for all rows, or one for each."""
     one = isinstance(value, NonTensorData)
     found = encode(value.data if one else value.tolist(), where, tensors, depth + 1)
@@ -121,7 +125,7 @@ def _encode_object(value: Any, where: str, tensors: dict[str, torch.Tensor], dep
     return {"$": "object" if one else "objects", "batch": list(value.batch_size), "value": found}
 
 
-def _name(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+def _name(tensor: torch.Tensor | TrackedTensor, tensors: Tensors) -> str:
     name = f"t{len(tensors)}"
     tensors[name] = tensor
     return name

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = [
     "Table",
     "ask_for_large_pages",
     "core",
+    "crc32",
     "join_rows",
     "power",
 ]
@@ -82,6 +84,31 @@ def ask_for_large_pages(address: int, nbytes: int) -> None:
     """Asks the kernel for large pages for fresh memory. A hint; nothing without the core."""
     if _core is not None:
         _core.ask_for_large_pages(address, nbytes)
+
+
+_LEAST_FOLDED = 1024
+
+
+def crc32(data: Any, value: int = 0) -> int:
+    """Returns ``zlib.crc32(data, value)``; with the core several times as fast, on most processors.
+
+    Other threads go on meanwhile.
+
+    Args:
+        data: contiguous bytes: what gives a buffer.
+
+    Example:
+        >>> import zlib
+        >>> from replaykit.native import crc32
+        >>> crc32(bytes(5000), 7) == zlib.crc32(bytes(5000), 7)
+        True
+    """
+    view = memoryview(data).cast("B")
+    if _core is None or not _core.has_fast_crc32 or len(view) < _LEAST_FOLDED:
+        return zlib.crc32(view, value)
+    whole = len(view) & ~15
+    found: int = _core.crc32(np.frombuffer(view[:whole], np.uint8), value)
+    return zlib.crc32(view[whole:], found)
 
 
 BinaryTree: Any = None if _core is None else _core.BinaryTree

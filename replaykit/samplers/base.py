@@ -196,6 +196,13 @@ class Sampler(ABC):
         """Returns copies of everything that the next draw depends on, the generator apart."""
         return {"_kind": self.kind}
 
+    def state_to_save(self, storage: Storage) -> dict[str, Any]:
+        """Returns what ``state_dict`` does, for a save of that storage, whose lock is held.
+
+        Large tensors of which is known what has changed may be ``TrackedTensor``, without a copy.
+        """
+        return self.state_dict()
+
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         """Raises ValueError where the state is not one of a sampler of this kind.
 

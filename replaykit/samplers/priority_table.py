@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from replaykit.checkpoint.changes import Changes, TrackedTensor
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers.priority_law import PriorityLaw
 from replaykit.samplers.set_elements import SetElements
@@ -60,6 +61,7 @@ class PriorityTable:
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
         self.capacity, self._process = capacity, os.getpid()
         self._all_changed()
+        self._saved = Changes(capacity, raw.element_size())
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
     # -- setting ------------------------------------------------------------------------------
@@ -87,6 +89,7 @@ class PriorityTable:
             self._least.update(index, self._positive(value))
         if self._most is not None:
             self._most.update(index, priority)
+        self._saved.wrote_later(index)
         if not index.is_cpu:
             self._raw[index] = priority
         else:
@@ -128,6 +131,8 @@ class PriorityTable:
             if not ledger.counted or not _as_it_is(generation, torch.int64, count):
                 return None
             then = generation.data_ptr()
+        if self._saved.saving:  # refused or not: what they were is kept before they are set
+            self._saved.wrote_at(index.clamp(0, self.length - 1))
         largest = view.set_priorities(
             None if self._least is None else self._least.native_view,
             None if self._most is None else self._most.native_view,
@@ -146,6 +151,7 @@ class PriorityTable:
         )
         if largest < 0:
             return None
+        self._saved.wrote_later(index)
         self._note(index)
         return largest
 
@@ -165,6 +171,7 @@ class PriorityTable:
             return
         self.reserve(top)
         start, self.length = self.length, top
+        self._saved.wrote(start, top - start)
         fresh = self._raw[start:top]
         if fresh.amax().item() < 0:
             fresh.fill_(default)
@@ -183,6 +190,7 @@ class PriorityTable:
         count = self.length - length
         if count <= 0:
             return
+        self._saved.wrote(length, count)
         self._raw[length : self.length] = -1.0
         self.length = length
         self._all_changed()
@@ -278,6 +286,10 @@ class PriorityTable:
     def priorities(self) -> torch.Tensor:
         """Raw priorities of the stored elements, a copy: ``[length]``."""
         return self._raw[: self.length].clone()
+
+    def tracked(self) -> TrackedTensor:
+        """Returns the raw priorities as they are, for a save; the lock is held."""
+        return TrackedTensor(self._raw[: self.length], self._saved, "raw")
 
     @property
     def drawable(self) -> bool:

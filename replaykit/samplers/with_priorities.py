@@ -102,6 +102,7 @@ class WithPriorities(Sampler):
         self._max_priority = 1.0
         self._read: PriorityTable | None = None
         self._unread: SavedPriorities | None = None
+        self._saving = False
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
         self._kept = FollowedTable()
@@ -388,15 +389,28 @@ class WithPriorities(Sampler):
         storage = self._home(None)
         with _lock_of(storage):
             table = self._table if storage is None else self._following(storage)
-            raw = (
-                torch.empty(0, dtype=self.dtype, device="cpu")
-                if table is None
-                else table.priorities.cpu()
-            )
+            raw = torch.empty(0, dtype=self.dtype, device="cpu")
+            if table is not None and not self._saving:
+                raw = table.priorities.cpu()
             saved = SavedPriorities(
                 self.alpha, self._beta, self.eps, self._max_priority, self.dropped_updates, raw
             )
         return {**super().state_dict(), **saved.to_state()}
+
+    def state_to_save(self, storage: Storage) -> dict[str, Any]:
+        # A state_dict of one's own may do anything with the priorities: it gets a copy.
+        ours = all(
+            kind.__module__.startswith("replaykit.")
+            for kind in type(self).__mro__
+            if "state_dict" in kind.__dict__
+        )
+        if not ours or self._home(None) is not storage:
+            return self.state_dict()
+        self._saving = True
+        try:
+            return {**self.state_dict(), "_priorities": self._following(storage).tracked()}
+        finally:
+            self._saving = False
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         super().check_state(state_dict, storage)

@@ -15,7 +15,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import arange, is_tensordict
-from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
@@ -246,6 +246,11 @@ class Storage(ABC):
         """Reads a state dict as rows; None for storages that take it back themselves."""
         return None
 
+    @property
+    def takes_over_whole(self) -> bool:
+        """Whether ``load_content`` calls ``Content.check`` before anything changes."""
+        return False
+
     def check_content(self, content: Content) -> Any:
         """Checks that rows of another storage fit; changes nothing visible.
 
@@ -347,20 +352,25 @@ class Storage(ABC):
         """Adds a function that maps the content after ``loads`` has read it."""
         self.load_hooks.append(_checked_hook(hook))
 
-    def dumps(self, path: str | os.PathLike[str]) -> None:
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
         """Saves the rows and where they lie into a directory, all or nothing.
+
+        ``keep``, and what it costs: as for ``ReplayBuffer.dumps``.
 
         Raises:
             TypeError: rows that cannot be represented without pickle; nothing was written.
         """
+        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+
+    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
         with self.lock:
-            content = content_to_save(self, path)
             parts = {
-                "storage": content.to_state(),
+                "storage": content_to_save(self, path).to_state(tracked=True),
                 "ledger": self.ledger.state(),
                 "episodes": self.episode_state(),
             }
-            save_checkpoint(path, parts, {"storage": type(self).__name__, "len": len(self)})
+            document = {"storage": type(self).__name__, "len": len(self)}
+            return Snapshot(parts, document, self.lock)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Takes over rows that ``dumps`` saved, of this or another kind of storage.

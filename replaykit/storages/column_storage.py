@@ -288,7 +288,10 @@ class ColumnStorage(SequencedStorage):
             KeyError: no leaf of that name.
         """
         self.leaf(key)
-        view = self.require().column(unravel(key), self.ledger.length)
+        columns = self.require()
+        with self.lock:
+            columns.changes.expose()
+            view = columns.column(unravel(key), self.ledger.length)
         return view.transpose(0, time_dim) if time_dim else view
 
     def edit_columns(
@@ -352,6 +355,7 @@ class ColumnStorage(SequencedStorage):
                 if at.ndim != 1:
                     leaves = {p: v.view(*at.shape, *v.shape[1:]) for p, v in leaves.items()}
                 return self._build(leaves, at.shape)
+            columns.changes.expose()
             leaves = columns.view(self.ledger.length, at)
             return self._build(leaves, indexed_shape(self.visible_shape(), at))
 
@@ -367,6 +371,7 @@ class ColumnStorage(SequencedStorage):
             leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
             return self._build(leaves, index.shape[:-1])
         index, batch = as_cells(index, self.visible_shape())
+        columns.changes.expose()
         return self._build(columns.view(self.ledger.length, index), batch)
 
     def read(self, index: torch.Tensor, *, own: bool = True, contiguous: bool = False) -> Any:
@@ -391,6 +396,7 @@ class ColumnStorage(SequencedStorage):
         with self.lock:
             columns, shape = self.require(), self.visible_shape(time_dim)
             at, batch = (None, shape) if index is None else as_cells(index, shape)
+            columns.changes.expose()
             leaves = columns.view(self.ledger.length, at, time_dim=time_dim)
             return self._build(leaves, batch)
 

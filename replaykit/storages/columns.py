@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from replaykit.assembly import assembler
+from replaykit.checkpoint.changes import Changes
 from replaykit.schema import Schema
 from replaykit.storages.carrying import carried
 from replaykit.storages.frames import Frames
@@ -34,12 +35,14 @@ class Columns:
         layout, records: where the other leaves lie, and the records: uint8
             ``[slots, *lanes, stride]``.
         mapped: whether rows lie in mapped files, whose pages may have to come from disk.
+        changes: who is told of writes, where these are columns over memory of others.
 
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
         order: the paths, in the order in which leaves are gathered.
         frames: what copies rows with those before them; None where only ``gather_keys`` can.
         moves: how often the memory was found to lie somewhere else.
+        changes: knows which rows were written when. Every write tells it first.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -52,6 +55,7 @@ class Columns:
         layout: RecordLayout | None = None,
         records: torch.Tensor | None = None,
         mapped: bool = False,
+        changes: Changes | None = None,
     ) -> None:
         packed = {} if layout is None or records is None else layout.views(records)
         self.schema = schema
@@ -70,6 +74,10 @@ class Columns:
         self.device = first.device
         self._overlapping = [p for p, tensor in self.tensors.items() if _overlaps(tensor)]
         self._note_memory()
+        if changes is None:
+            row_bytes = schema.row_bytes() * self._cells
+            changes = Changes(self.slots, row_bytes, [tensor for tensor, _ in self._held])
+        self.changes = changes
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
         self.order = list(self.tensors) if self._native is None else self._native.order
@@ -177,7 +185,8 @@ class Columns:
         found = self._parts.get(key)
         if found is None:
             tensors = {path: self.tensors[path] for path in key}
-            found = Columns(self.schema.part(key), tensors, self.ndim, mapped=self.advise)
+            part = self.schema.part(key)
+            found = Columns(part, tensors, self.ndim, mapped=self.advise, changes=self.changes)
             self._parts[key] = found
         return found
 
@@ -282,6 +291,7 @@ class Columns:
         # All values are at hand, in memory of their own, before the first one is written: what can
         # fail, fails here, and rows that are views of these columns are not overwritten on the way.
         sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
+        self.changes.wrote_at(slots)
         if self._native is not None and self._native.scatter(slots, sources):
             return
         runs = runs_of(slots)
@@ -309,6 +319,7 @@ class Columns:
         self.follow_memory()
         if self.overlap(addresses, count, self._native.leaf_sizes):
             return False
+        self.changes.wrote(first % self.slots, count - skipped)
         self._native.scatter_ring(
             first * self._cells, count * self._cells, addresses, skipped * self._cells
         )
@@ -341,6 +352,10 @@ class Columns:
             }
         # All values are at hand, in memory of their own, before the first one is written.
         sources = {path: self.own(carried(leaf)) for path, leaf in leaves.items()}
+        parts = at if isinstance(at, tuple) else (at,)
+        # Of other indices than one of time, any row.
+        time = parts[time_dim] if len(parts) > time_dim and _by_dimension(parts) else Ellipsis
+        self.changes.wrote_index(time, stop, sources)
         for path, source in sources.items():
             column = self.tensors[path][:stop]
             carried(column.transpose(0, time_dim) if time_dim else column)[at] = source
@@ -348,6 +363,7 @@ class Columns:
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
         """Writes leaves ``[K, *F]`` into distinct cells, int64 ``[K]`` for each dimension."""
         at = tuple(part.to(self.device) for part in cells)
+        self.changes.wrote_at(cells[0], leaves)
         for path, leaf in leaves.items():
             carried(self.tensors[path])[at] = carried(leaf.to(self.device))
 
@@ -398,6 +414,15 @@ class Columns:
             for first, start, stop in runs:
                 rows = source if len(runs) == 1 else source[start:stop]
                 target[first : first + stop - start].copy_(rows)
+
+
+def _by_dimension(parts: Sequence[Any]) -> bool:
+    """Whether each part of an index is of one dimension of the rows."""
+    return all(
+        isinstance(part, (int, slice))
+        or (isinstance(part, torch.Tensor) and part.dtype == torch.int64)
+        for part in parts
+    )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

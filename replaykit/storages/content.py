@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.checkpoint import RowChunks
+from replaykit.checkpoint.changes import Changes, TrackedTensor
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.followed import FollowedColumn, plain_column, rebuilt_column
@@ -24,14 +25,32 @@ class Group:
     """Records of one schema: columns ``[n, *lanes, *F]`` in the order of the schema's leaves.
 
     A column is a tensor, or what reads like one row by row: in files, or rebuilt from another.
+
+    Attributes:
+        changes: knows which rows of the tensors were written when; None: nobody does.
+        check: raises where the memory of the tensors is gone.
     """
 
     schema: Schema
     columns: tuple[Any, ...]
+    changes: Changes | None = None
+    check: Callable[[], None] | None = None
 
     def plain_columns(self) -> list[Any]:
         """Returns the columns as tensors, or mappings of tensors for those that are rebuilt."""
         return [plain_column(column, self.columns) for column in self.columns]
+
+    def saved_columns(self) -> list[Any]:
+        """Returns what ``plain_columns`` does, for a save that writes what has changed."""
+        changes = self.changes
+        if changes is None:
+            return self.plain_columns()
+        return [
+            TrackedTensor(column, changes, path, self.check)
+            if isinstance(column, torch.Tensor)
+            else plain_column(column, self.columns)
+            for path, column in self.leaves.items()
+        ]
 
     @property
     def leaves(self) -> dict[Path, Any]:
@@ -56,6 +75,8 @@ class Content:
         order: int64 ``[rows]``, the group of each row, -1 for plain rows; None where all rows are
             of one group. Inside a group the rows lie in their order.
         plain: rows of lists that are no tensors or containers of them, in their order.
+        check: for a storage that says so (``takes_over_whole``): called when the rows were read and
+            before they count, raises where they are damaged.
     """
 
     rows: int
@@ -63,6 +84,7 @@ class Content:
     groups: tuple[Group, ...] = ()
     order: torch.Tensor | None = None
     plain: tuple[Any, ...] = ()
+    check: Callable[[], None] | None = None
 
     def single_group(self) -> Group:
         """Returns the only group.
@@ -117,8 +139,10 @@ class Content:
         order = [0] * self.rows if self.order is None else self.order.tolist()
         return [next(streams[number + 1]) for number in order]
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
         """Returns plain values and tensors; the columns are the same objects, not copies.
+
+        ``tracked``: for a save, which writes what has changed of those columns that tell.
 
         Raises:
             TypeError: a key of a pytree that is neither a string nor a number.
@@ -131,7 +155,10 @@ class Content:
             "rows": self.rows,
             "lanes": list(self.lanes),
             "groups": [
-                {"schema": group.schema.to_json(), "columns": group.plain_columns()}
+                {
+                    "schema": group.schema.to_json(),
+                    "columns": group.saved_columns() if tracked else group.plain_columns(),
+                }
                 for group in self.groups
             ],
             "order": self.order,

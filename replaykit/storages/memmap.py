@@ -194,6 +194,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             self.recovery.begin(columns, list(plan.files.values()))
         return columns
 
+    @property
+    def takes_over_whole(self) -> bool:
+        return False  # its files are made for rows that are known to be whole
+
     def _grow(self, device: torch.device) -> Grow:
         assert self._made_in is not None
         return _grow_in_files(self._made_in / _BESIDE)

@@ -116,6 +116,7 @@ class OnceColumns(FollowedRows):
         # Whatever happens on the way, no row is taken for one that it is not.
         self._newest = None
         self._stored = max(stored, min(first + count, self.slots))
+        self.rows.changes.wrote(first, count)
         try:
             written = native.write(rows.addresses, count, first, newest)
         except Exception:

@@ -47,6 +47,7 @@ class FollowedRows:
         self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
         self.device = rows.device
         self.advise = rows.advise
+        self.changes = rows.changes
         self._cells = rows.lanes.numel()
         self._elements = rows.slots * self._cells
         self._roots = rows.part(list(pairs.root_of.values()))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import RowChunks
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
@@ -23,8 +24,8 @@ from replaykit.structure import Branch, Path
 
 __all__ = ["RestorableStorage"]
 
-_BLOCK_BYTES = 64 * 2**20
-"""How much is copied at a time where the rows of a load have to be picked one by one."""
+_BLOCK_BYTES = 4 * 2**20
+"""How much of a load is copied at a time: what is in between stays in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class RestorableStorage(ColumnStorage):
         else:
             leaves.update(columns.view(length))
         views = tuple(leaves[path] for path in columns.schema.leaves)
-        return Content(length, self.lanes, (Group(columns.schema, views),))
+        group = Group(columns.schema, views, columns.changes, columns.follow_memory)
+        return Content(length, self.lanes, (group,))
 
     def check_content(self, content: Content) -> _Target | None:
         """Checks that rows of another storage fit; hand the result to ``load_content``.
@@ -79,6 +81,10 @@ class RestorableStorage(ColumnStorage):
             )
         return _Target(self._columns.slots)
 
+    @property
+    def takes_over_whole(self) -> bool:
+        return self._columns is None and not self.load_hooks
+
     def load_content(
         self, content: Content, target: _Target | None, rows: torch.Tensor | None
     ) -> None:
@@ -87,6 +93,8 @@ class RestorableStorage(ColumnStorage):
         Takes memory first, if there is none yet: what can fail, fails before anything changes.
         """
         if not content.groups:
+            if content.check is not None:
+                content.check()
             self.clear()
             return
         group = content.single_group()
@@ -98,6 +106,8 @@ class RestorableStorage(ColumnStorage):
         if self.recovery is not None:
             self.recovery.note(range(self.ledger.length))
         _fill(columns, leaves, content.rows, rows)
+        if content.check is not None:
+            content.check()
         self._columns = columns
         self._adopt(columns)
 
@@ -192,7 +202,13 @@ def _fill(
     count = count if rows is None else len(rows)
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
     block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-    for start in range(0, count, block):
-        stop = min(start + block, count)
+    pieces = [leaf for leaf in leaves.values() if isinstance(leaf, RowChunks)]
+    start = stop = 0
+    while stop < count:
+        start, stop = stop, min(stop + block, count)
+        if rows is None and pieces:
+            # Rows that lie in one piece are written from where they are.
+            border = min(leaf.border(start) for leaf in pieces)
+            stop = border if start + block // 8 < border < stop else stop
         kept = slice(start, stop) if rows is None else rows[start:stop]
         columns.scatter(arange(start, stop), leaves, kept)

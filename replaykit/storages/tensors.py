@@ -83,6 +83,7 @@ class TensorStorage(RestorableStorage):
         if len(devices) > 1:
             raise ValueError(f"expected all tensors on one device, got {sorted(map(str, devices))}")
         self._columns = Columns(Schema(rows.root), leaves, ndim)
+        self._columns.changes.lend()  # whoever brought the data may change it at any time
         self._adopt(self._columns)
         self.ledger.advance(self._columns.slots)
 
@@ -103,6 +104,7 @@ class TensorStorage(RestorableStorage):
         if not len(self):
             raise RuntimeError("nothing is stored now; there are no rows to flatten")
         leaves = {}
+        columns.changes.expose()
         for path, view in columns.view(self.ledger.length).items():
             try:
                 leaves[path] = view.view(len(self), *view.shape[self.ndim :])

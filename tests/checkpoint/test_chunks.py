@@ -20,22 +20,27 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
 )
-from replaykit.checkpoint import RowChunks, chunks
+from replaykit.checkpoint import RowChunks, changes, chunks
 from replaykit.checkpoint.chunks import ChunkWriter, chunk_bytes, map_tensor
 
 EXOTIC = [torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.complex32, torch.bool]
 ignore_complex32 = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-def write(folder: Path, limit: int, **tensors: torch.Tensor) -> ChunkWriter:
-    writer = ChunkWriter(folder, "0" * 12, limit)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.finish()
-    return writer
+class Written(ChunkWriter):
+    """A writer with the records of the tensors that it has written."""
+
+    def __init__(self, folder: Path, limit: int, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(folder, "0" * 12, limit)
+        self.tensors = {name: self.write(tensor) for name, tensor in tensors.items()}
+        self.finish()
 
 
-def mapped(folder: Path, writer: ChunkWriter) -> dict[str, Any]:
+def write(folder: Path, limit: int, **tensors: torch.Tensor) -> Written:
+    return Written(folder, limit, tensors)
+
+
+def mapped(folder: Path, writer: Written) -> dict[str, Any]:
     mappings: dict[str, mmap.mmap | None] = {}
     for name, record in writer.files.items():
         with open(folder / name, "rb") as file:
@@ -224,6 +229,7 @@ def test_a_checkpoint_of_many_files_goes_into_every_storage_and_capacity(
     limit: int, make: Any, monkeypatch: Any, tmp_path: Path
 ):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", limit)
+    monkeypatch.setattr(changes, "_LEAST_BYTES", 1)
     raw = (torch.arange(40 * 2) % 100).to(torch.uint8).view(40, 2)
     columns = {str(dtype): raw.view(dtype) for dtype in (torch.bfloat16, torch.uint16)}
     columns["float8"] = raw.view(torch.float8_e4m3fn)

@@ -49,7 +49,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
     monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
     monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
-    monkeypatch.setattr("replaykit.checkpoint.directory.chunk_bytes", chunks.chunk_bytes)
+    monkeypatch.setattr("replaykit.checkpoint.saving.chunk_bytes", chunks.chunk_bytes)
 
 
 def rows(start: int, count: int) -> TensorDict:

@@ -1,0 +1,302 @@
+"""Saving the state of parts into a directory: what has changed is written, the rest named again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import dtype_name
+from replaykit._version import __version__
+from replaykit.checkpoint.changes import FrozenRows, SavedRows
+from replaykit.checkpoint.chunks import (
+    PAGE_BYTES,
+    PAGED_BYTES,
+    ChunkWriter,
+    chunk_bytes,
+    naming,
+    rows_of_pages,
+)
+from replaykit.checkpoint.manifests import (
+    FORMAT,
+    FORMAT_VERSION,
+    is_published,
+    publish,
+    read_base,
+)
+from replaykit.checkpoint.pieces import Piece, Pieces, files_to_leave, runs
+from replaykit.checkpoint.snapshot import Snapshot
+from replaykit.filesystem import EarlySync, make_directory
+
+__all__ = ["save_checkpoint", "save_snapshot"]
+
+_BLOCK_BYTES = 8 * 2**20
+"""How much is copied at a time while writers wait."""
+_MOST_BLOCKS = 256
+_MOST_BLOCK_BYTES = 64 * 2**20
+_SYNC_THREADS = 8
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Any],
+    document: Mapping[str, Any],
+    *,
+    keep: int = 1,
+) -> None:
+    """Writes parts and a document into a directory, all or nothing.
+
+    Args:
+        path: the directory; made with its parents.
+        parts: state of each part: values that ``tree.encode`` takes.
+        document: plain JSON values for the head of the manifest.
+        keep: how many checkpoints the directory holds at most, this one included.
+
+    Raises:
+        TypeError: a state that cannot be represented; nothing has been written.
+        ValueError: ``keep`` is below 1.
+        CheckpointError: the directory holds something else under ``manifest.json``.
+        OSError: the disk refused; names the file. What was there before is untouched.
+
+    Cost: one pass over the bytes.
+    """
+    save_snapshot(path, lambda: Snapshot(parts, document), keep=keep)
+
+
+def save_snapshot(
+    path: str | os.PathLike[str], take: Callable[[], Snapshot], *, keep: int = 1
+) -> None:
+    """Writes a snapshot into a directory, all or nothing; see ``save_checkpoint``.
+
+    Of tracked tensors only those chunks are written that have changed since the save that the
+    directory holds, if that was one of the last of the same tensors.
+
+    Args:
+        take: makes the snapshot; called again where a later one was saved before this one could
+            be.
+    """
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"expected keep as an int of at least 1, got {keep!r}")
+    with contextlib.ExitStack() as held:
+        snapshot = held.enter_context(take())
+        folder = Path(path).expanduser()
+        with naming(folder):
+            make_directory(folder)
+        with _exclusive(folder):
+            base = read_base(folder)
+            if base is not None and snapshot.older_than(base["save"]):
+                held.close()
+                snapshot = held.enter_context(take())
+            _save(folder, snapshot, base, keep)
+
+
+def _save(folder: Path, snapshot: Snapshot, base: dict[str, Any] | None, keep: int) -> None:
+    token = uuid.uuid4().hex[:12]
+    again = _Again(folder, snapshot, base)
+    plain = sum(tensor.nbytes for tensor in snapshot.plain.values())
+    with EarlySync() as early:
+        writer = ChunkWriter(folder, token, chunk_bytes(plain + again.nbytes), early.wrote)
+        try:
+            tensors = {name: writer.write(tensor) for name, tensor in snapshot.plain.items()}
+            writer.finish()  # what every save writes anew does not lie with what stays
+            saved = []
+            for frozen in snapshot.frozen:
+                records = _write_rows(writer, frozen, again.pieces[id(frozen)])
+                tensors.update(records)
+                saved.append((frozen, records))
+            writer.finish()
+            _sync(folder / name for name in writer.files)
+            named = {p[0] for record in tensors.values() for p in record["pieces"]}
+            old = {} if base is None else base["files"]
+            manifest = {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "library_version": __version__,
+                "save": token,
+                **snapshot.head,
+                "files": {
+                    **{name: old[name] for name in old if name in named},
+                    **writer.files,
+                },
+                "tensors": tensors,
+                "parts": snapshot.encoded,
+            }
+            with naming(folder):
+                publish(folder, manifest, base, keep)
+        except BaseException:
+            if not is_published(folder, token):
+                writer.discard()
+            raise
+    for frozen, records in saved:
+        by_key = {frozen.tensors[name].key: record for name, record in records.items()}
+        frozen.changes.remember(token, SavedRows(frozen.at, by_key))
+
+
+class _Again:
+    """Which chunks of a snapshot's rows a save names again, and tells the snapshot of the others.
+
+    Attributes:
+        pieces: by the frozen rows and by tensor, the pieces that are named again.
+        nbytes: bytes of the rows that are not.
+    """
+
+    def __init__(self, folder: Path, snapshot: Snapshot, base: Mapping[str, Any] | None) -> None:
+        self.pieces: dict[int, dict[str, Pieces]] = {}
+        self.nbytes = 0
+        sizes = {} if base is None else _sizes(folder, base)
+        live: dict[str, int] = {}
+        for frozen in snapshot.frozen:
+            rows = None if base is None else frozen.changes.saved(base["save"])
+            again = self.pieces[id(frozen)] = {
+                name: _unchanged(frozen, name, rows, sizes) for name in frozen.names
+            }
+            for pieces in again.values():
+                for file, nbytes in pieces.nbytes().items():
+                    live[file] = live.get(file, 0) + nbytes
+        left = files_to_leave(live, sizes)
+        for frozen in snapshot.frozen:
+            wanted, size = {}, frozen.changes.chunk
+            for name, pieces in self.pieces[id(frozen)].items():
+                pieces.pieces = [piece for piece in pieces.pieces if piece.file not in left]
+                wanted[name] = np.full(frozen.chunks, frozen.row_bytes[name] > 0)
+                for piece in pieces.pieces:
+                    stop = -(-(piece.first + piece.rows) // size)
+                    wanted[name][piece.first // size : stop] = False
+                self.nbytes += int(wanted[name].sum()) * size * frozen.row_bytes[name]
+            frozen.want(wanted)
+
+
+def _sizes(folder: Path, base: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of those files of a checkpoint that are there and have them."""
+    found = {}
+    for name, record in base["files"].items():
+        with contextlib.suppress(OSError):
+            if os.lstat(folder / name).st_size == record["size"]:
+                found[name] = record["size"]
+    return found
+
+
+def _unchanged(
+    frozen: FrozenRows, name: str, saved: SavedRows | None, sizes: Mapping[str, int]
+) -> Pieces:
+    """The pieces of the chunks that have not changed since a save, and whose files are there."""
+    row_bytes, tensor = frozen.row_bytes[name], frozen.tensors[name].tensor
+    record = None if saved is None else saved.records.get(frozen.tensors[name].key)
+    if (
+        saved is None
+        or record is None
+        or record["dtype"] != dtype_name(tensor.dtype)
+        or record["shape"][1:] != list(tensor.shape[1:])
+        or not row_bytes
+    ):
+        return Pieces(row_bytes)
+    size, rows, before = frozen.changes.chunk, frozen.rows, record["shape"][0]
+    same = frozen.versions[name] <= saved.at
+    # A chunk that was not full has grown, or all of its rows were saved.
+    same[min(rows, before) // size :] = False
+    if before >= rows and rows % size and frozen.versions[name][-1] <= saved.at:
+        same[-1] = True
+    spans = [(first * size, min(stop * size, rows)) for first, stop in runs(same)]
+    old = Pieces.of_record(record["pieces"], row_bytes).spans(spans)
+    # Files are cut at the borders of chunks: with a file that is gone go whole chunks.
+    old.pieces = [piece for piece in old.pieces if piece.file in sizes]
+    return old
+
+
+def _write_rows(
+    writer: ChunkWriter, frozen: FrozenRows, again: Mapping[str, Pieces]
+) -> dict[str, dict[str, Any]]:
+    """Writes the rows that are wanted, some of all tensors after each other; returns the records.
+
+    So the rows of a ring that are overwritten together lie in one file, which goes with them.
+    """
+    size, width = frozen.changes.chunk, sum(frozen.row_bytes.values())
+    block = max(_BLOCK_BYTES, frozen.rows * width // _MOST_BLOCKS) // max(width, 1)
+    # Rows of whole pages, where that is not too many; chunks and pages are powers of two.
+    paged = {n: frozen.rows * row_bytes >= PAGED_BYTES for n, row_bytes in frozen.row_bytes.items()}
+    pages = [size, *(rows_of_pages(frozen.row_bytes[n]) for n in frozen.names if paged[n])]
+    unit = max(pages) if max(pages) * width <= _MOST_BLOCK_BYTES else size
+    block = max(1, block // unit) * unit
+    steps = []
+    for number, name in enumerate(frozen.names):
+        for first, stop in runs(frozen.wanted(name)):
+            first, stop = first * size, min(stop * size, frozen.rows)
+            steps += [
+                (start, number, max(first, start), min(stop, start + block))
+                for start in range(first - first % block, stop, block)
+            ]
+    pieces = {name: list(again[name].pieces) for name in frozen.names}
+    staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+    for _, number, first, stop in sorted(steps):
+        name = frozen.names[number]
+        row_bytes, tensor = frozen.row_bytes[name], frozen.tensors[name].tensor
+
+        def blocks(
+            start: int,
+            end: int,
+            name: str = name,
+            row_bytes: int = row_bytes,
+            tensor: torch.Tensor = tensor,
+        ) -> Iterator[memoryview]:
+            nonlocal staging
+            for low, high in frozen.blocks(name, start, end, _BLOCK_BYTES):
+                nbytes = (high - low) * row_bytes
+                if len(staging) < nbytes:
+                    staging = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                out = staging[:nbytes].view(tensor.dtype).view(high - low, *tensor.shape[1:])
+                frozen.read(name, low, high, out)
+                yield staging[:nbytes].numpy().data
+
+        # A few rows are not worth the gap before them: whoever maps the tensor copies them.
+        large = paged[name] and (stop - first) * row_bytes >= 4 * PAGE_BYTES
+        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, large)
+    return {name: _record(writer, frozen, name, pieces[name]) for name in frozen.names}
+
+
+def _record(
+    writer: ChunkWriter, frozen: FrozenRows, name: str, pieces: list[Piece]
+) -> dict[str, Any]:
+    tensor, row_bytes = frozen.tensors[name].tensor, frozen.row_bytes[name]
+    if not pieces:  # no rows, or rows without bytes
+        pieces = writer.append(frozen.rows, 0, lambda start, stop: ())
+    return {
+        "dtype": dtype_name(tensor.dtype),
+        "shape": [frozen.rows, *tensor.shape[1:]],
+        "pieces": Pieces(row_bytes, pieces).to_record(),
+    }
+
+
+def _sync(files: Iterable[Path]) -> None:
+    """Makes files durable; the system reports what was not written to one of these calls."""
+
+    def sync(file: Path) -> None:
+        with naming(file):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    files = list(files)
+    if len(files) < 2:
+        for file in files:
+            sync(file)
+        return
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        list(pool.map(sync, files))
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """One saver at a time; the kernel lets go of the lock when a process dies."""
+    from filelock import FileLock
+
+    with FileLock(folder / ".lock"):
+        yield

@@ -1,0 +1,201 @@
+"""A checkpoint made by several saves: damage of any file is found, and nothing outside is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit.checkpoint import changes, checkpoint_versions
+from replaykit.errors import CheckpointError
+
+ROWS = 30
+
+
+def new() -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyTensorStorage(ROWS),
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+        generator=torch.Generator().manual_seed(0),
+        batch_size=2,
+    )
+
+
+def extend(buffer: ReplayBuffer, start: int, count: int) -> None:
+    number = torch.arange(start, start + count)
+    done = (number % 4 == 3)[:, None]
+    rows = {"id": number, "x": number[:, None].double().repeat(1, 9), "next": {"done": done}}
+    buffer.extend(TensorDict(rows, [count]))
+
+
+def plain(buffer: ReplayBuffer) -> Any:
+    def flat(value: Any) -> Any:
+        if isinstance(value, TensorDict):
+            return flat(value.to_dict())
+        if isinstance(value, dict):
+            return {key: flat(item) for key, item in value.items() if key != "_episodes"}
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return flat(buffer.state_dict())
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, dict[int, Any]]:
+    """A directory with three checkpoints that share files, and their states."""
+    monkeypatch.setattr(changes, "_LEAST_BYTES", 200)
+    buffer, states = new(), {}
+    extend(buffer, 0, ROWS)
+    for version in (1, 2, 3):
+        extend(buffer, 100 * version, 5)
+        buffer.update_priority(torch.tensor([3, 17]), torch.tensor([0.5, 2.0 * version]))
+        buffer.dumps(tmp_path / "good", keep=3)
+        states[version] = plain(buffer)
+    assert checkpoint_versions(tmp_path / "good") == [1, 2, 3]
+    return tmp_path / "good", states
+
+
+def named_by(folder: Path) -> dict[int, set[str]]:
+    """The files of each version, its manifest among them."""
+    found = {}
+    for version in (1, 2, 3):
+        name = "manifest.json" if version == 3 else f"manifest-{version}.json"
+        found[version] = {name, *json.loads((folder / name).read_text())["files"]}
+    return found
+
+
+@pytest.mark.pitfall("CK2")
+def test_every_version_names_its_damaged_file_and_no_other_one(
+    three: tuple[Path, dict[int, Any]], tmp_path: Path
+):
+    """CK2, C6: each file gone, cut, longer, or with one bit flipped; what shares it, is told."""
+    good, states = three
+    files = named_by(good)
+    assert files[1] & files[2] & files[3], "they share rows"
+    live = new()
+    extend(live, 7, 9)
+    before = plain(live)
+    bad = tmp_path / "bad"
+    for name in sorted(set.union(*files.values())):
+        content = (good / name).read_bytes()
+        damages: list[bytes | None] = [
+            None,
+            content + b"\0",
+            content[:-1],
+            content[: len(content) // 2],
+        ]
+        for at in range(0, len(content), max(1, len(content) // 40)):
+            flipped = bytearray(content)
+            flipped[at] ^= 1 << (at % 8)
+            damages.append(bytes(flipped))
+        for damage in damages:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(good, bad)
+            (bad / name).unlink()
+            if damage is not None:
+                (bad / name).write_bytes(damage)
+            for version in (1, 2, 3):
+                if name in files[version]:
+                    gone = damage is None and name.startswith("manifest")
+                    expected = FileNotFoundError if gone else CheckpointError
+                    # Another version's number may have come into a manifest: it is named too.
+                    with pytest.raises(expected, match="no |bad" if gone else name):
+                        live.loads(bad, version=version)
+                    assert plain(live) == before
+                elif name != "manifest.json":
+                    other = new()
+                    other.loads(bad, version=version)
+                    assert plain(other) == states[version]
+
+
+def test_sizes_are_compared_also_without_checksums(three: tuple[Path, Any]):
+    folder, states = three
+    loaded = new()
+    loaded.loads(folder, verify=False)
+    assert plain(loaded) == states[3]
+    for file in folder.glob("data-*"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
+        with pytest.raises(CheckpointError, match=file.name):
+            loaded.loads(
+                folder,
+                version=int(max(v for v, n in named_by(folder).items() if file.name in n)),
+                verify=False,
+            )
+        file.write_bytes(content)
+
+
+def test_links_and_what_is_no_file_are_not_read(three: tuple[Path, Any], tmp_path: Path):
+    """What lies outside of the directory is not read, whatever the same name leads to."""
+    folder, _ = three
+    file = next(folder / name for name in named_by(folder)[3] if name.startswith("data-"))
+    outside = tmp_path / "outside"
+    shutil.move(file, outside)
+    made: list[Callable[[], object]] = [
+        lambda: file.symlink_to(outside),
+        lambda: os.mkfifo(file),  # would wait for a writer for ever
+    ]
+    for make in made:
+        make()
+        with pytest.raises(CheckpointError, match=file.name):
+            new().loads(folder)
+        file.unlink()
+    file.mkdir()
+    with pytest.raises((CheckpointError, IsADirectoryError), match=file.name):
+        new().loads(folder)
+
+
+NAME = "data-0123456789ab-00000.bin"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["files"].update({f"{NAME}\0": {"size": 0, "crc32": 0}}),
+        lambda m: m["files"].update({f"{NAME}\n": {"size": 0, "crc32": 0}}),
+        lambda m: m["files"].update({f"./{NAME}": {"size": 0, "crc32": 0}}),
+        lambda m: m.update(version=0),
+        lambda m: m.update(version=True),
+        lambda m: m.update(version=10**30),
+        lambda m: m.update(version="3"),
+        lambda m: m.update(save=None),
+        lambda m: m.update(save=["x"]),
+        lambda m: piece(m).__setitem__(1, -8),
+        lambda m: piece(m).__setitem__(1, 10**15),
+        lambda m: piece(m).__setitem__(1, piece(m)[1] + 1),
+        lambda m: piece(m).__setitem__(2, -1),
+        lambda m: piece(m).__setitem__(2, 2**62),
+        lambda m: piece(m).__setitem__(2, piece(m)[2] - 1),
+        lambda m: piece(m).__setitem__(0, "manifest.json"),
+        lambda m: piece(m).__setitem__(0, ["x"]),
+        lambda m: rows_of(m).update(shape=[2**40, 9]),
+        lambda m: rows_of(m).update(shape=[-30, 9]),
+        lambda m: rows_of(m).update(pieces=[]),
+        lambda m: rows_of(m).update(pieces=rows_of(m)["pieces"] * 2),
+        lambda m: rows_of(m).update(dtype="complex128"),
+    ],
+)
+def test_a_forged_record_is_an_error(change: Any, three: tuple[Path, Any], forge: Any):
+    folder, _ = three
+    forge(folder, change)
+    live = new()
+    extend(live, 7, 9)
+    before = plain(live)
+    with pytest.raises((ValueError, CheckpointError)):
+        live.loads(folder)
+    assert plain(live) == before
+
+
+def rows_of(manifest: Any) -> Any:
+    return next(r for r in manifest["tensors"].values() if r["shape"] == [ROWS, 9])
+
+
+def piece(manifest: Any) -> Any:
+    return rows_of(manifest)["pieces"][0]
