@@ -87,8 +87,12 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
 
 def restart(buffer: ReplayBuffer) -> None:
     """What opening again does: nothing spans a restart."""
+    indexes = buffer.storage.indexes
     with buffer.storage.lock:
-        buffer.storage.indexes.cut(code=RESTORED)
+        if len(buffer):
+            indexes.cut(code=RESTORED)
+        else:  # nor does an episode that was open when all rows were forgotten
+            indexes.restore(None, None, None)
 
 
 def shown(buffer: ReplayBuffer) -> dict[str, Any]:
