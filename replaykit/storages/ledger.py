@@ -219,8 +219,9 @@ class Ledger:
             raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
         for name in ("slots", "length", "cursor", "next_position"):
             value = state.get(name)
-            # Numbers beyond this are no counts, and would not fit into int64 a little later.
-            most = 2**63 - 1 if name == "slots" else 2**62
+            # Numbers beyond this are no counts, and would not fit into int64 a little later, with
+            # lanes counted too.
+            most = 2**63 - 1 if name == "slots" else 2**54
             if type(value) is not int or not (name == "slots") <= value <= most:
                 raise ValueError(f"expected a count for {name!r}, got {value!r}")
         slots, length, written = state["slots"], state["length"], state["next_position"]

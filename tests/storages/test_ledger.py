@@ -297,6 +297,17 @@ def test_a_ring_spends_no_memory_on_its_slots() -> None:
     assert state["generations"] is None
 
 
+def test_counts_that_the_index_of_episodes_could_not_hold_are_refused() -> None:
+    ledger = Ledger(4)
+    ledger.advance(3)
+    forged = {**ledger.state(), "next_position": 2**54 + 1}
+    with pytest.raises(ValueError, match="next_position"):
+        Ledger.check(forged)
+    largest = {**ledger.state(), "next_position": 2**54}
+    ledger.restore(Ledger.check(largest), None)
+    assert ledger.positions(torch.tensor([2])).tolist() == [2**54 - 1]
+
+
 def test_state_is_a_copy() -> None:
     ledger = Ledger(3)
     ledger.place(torch.tensor([0, 1]), move_cursor=True)
