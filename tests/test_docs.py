@@ -124,6 +124,7 @@ def test_every_guarantee_names_a_test_that_is_there() -> None:
         assert not function or f"\ndef {function}(" in text, (file, function)
         named += 1
     rows = [row for row in text_of("docs/guarantees.md").splitlines() if row.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| fault ")]
     assert len(rows) > 5
-    assert named >= len(rows) - 1
-    assert all("`tests/" in row for row in rows[1:])
+    assert named >= len(rows)
+    assert all("`tests/" in row for row in rows)
