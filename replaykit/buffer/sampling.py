@@ -15,7 +15,7 @@ from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.leafwise import contiguous
-from replaykit.samplers import Sampler, Transition
+from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.transfer import pin
@@ -267,7 +267,9 @@ class Sampling(BufferCore):
             held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)
-        drawn.sampler = self._sampler
+        # What it says of windows does not hold of those that a sample unit has made.
+        if not (self._sampler.draws_windows and isinstance(self._sample_unit, Sequence)):
+            drawn.sampler = self._sampler
         chain = self._chain
         drawn.fresh = held and not len(chain)
         if chain.reads_around:

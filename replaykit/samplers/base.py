@@ -53,6 +53,11 @@ class Sampler(ABC):
     draws_windows = False
     """Whether it draws windows of several rows by itself."""
 
+    @property
+    def draws_anchors(self) -> bool:
+        """Whether a ``Sequence`` can make windows of the rows that it draws."""
+        return not self.draws_windows
+
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
 

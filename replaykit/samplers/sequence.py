@@ -31,7 +31,8 @@ class Sequence(SampleUnit):
 
     They lie ``dilation`` rows apart, ``burn_in`` of them before the anchor: row ``s`` of a window
     is ``dilation * (s - burn_in)`` rows after it, in its lane. Whatever a sampler goes by, it draws
-    anchors: random and prioritized ones give random and prioritized sequences.
+    anchors: random and prioritized ones give random and prioritized sequences, and a SliceSampler
+    of ``slice_len=1`` those of its ``measure=``, ``draw=`` and ``recent=``.
 
     A batch of B anchors has ``B * W`` rows, one window after another, and beside ``index``:
 
@@ -63,7 +64,7 @@ class Sequence(SampleUnit):
 
     Raises:
         ValueError: a number too small, an unknown ``episode_boundary``; when a buffer takes it:
-            together with a sampler that draws windows by itself.
+            together with a sampler that draws windows of several rows by itself.
         TypeError: not an int; in a buffer: records that are not TensorDicts in a tensor storage.
         KeyError: when sampling: ``done_key`` is not stored.
 
@@ -133,10 +134,11 @@ class Sequence(SampleUnit):
                 "expected a tensor or memmap storage for a Sequence, got "
                 f"{type(storage).__name__}, which does not know where episodes end"
             )
-        if sampler.draws_windows:
+        if not sampler.draws_anchors:
             raise ValueError(
                 f"expected a sampler of single rows with a Sequence, got {type(sampler).__name__}, "
-                "which draws windows by itself; use one or the other"
+                "which draws windows by itself; use one or the other, or slices of one row "
+                "(slice_len=1), whose measure then says which rows are anchors"
             )
         if storage.initialized:
             _check_content(storage)

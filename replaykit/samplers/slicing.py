@@ -148,6 +148,12 @@ class Sliced(Sampler):
 
     _slicing: Slicing
 
+    @property
+    def draws_anchors(self) -> bool:
+        slicing = self._slicing
+        alone = slicing.size.slice_len == 1 and slicing.form.full and not slicing.form.filled
+        return alone and slicing.flat and not self.prioritized
+
     @abstractmethod
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         """Raises where ``sample`` would; draws nothing. The lock is held."""

@@ -492,3 +492,60 @@ def test_missing_entries() -> None:
     with pytest.raises(ValueError, match="not negative"):
         rb.update_tensordict_priority(data)
     assert (rb.sampler.state_dict()["_priorities"] == 1).all()
+
+
+@pytest.mark.parametrize("measure", ["window", "trajectory", "transition", "lane"])
+def test_anchors_by_the_measure_of_slices_of_one_row(measure: str) -> None:
+    """Chi-square: an anchor is as likely as a window of one row is under the measure."""
+    lengths = [1, 2, 3, 6]
+    done = torch.cat([torch.arange(n) == n - 1 for n in lengths])
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(12),
+        sampler=SliceSampler(slice_len=1, measure=measure),
+        sample_unit=Sequence(2, burn_in=1),
+        batch_size=200,
+        generator=torch.Generator().manual_seed(3),
+    )
+    rb.extend(TensorDict({"row": torch.arange(12), "next": {"done": done}}, [12]))
+    counts, draws = torch.zeros(12), 60
+    for _ in range(draws):
+        batch = rb.sample()
+        assert batch.shape == (600,)
+        anchors = batch["anchor_index"].view(200, 3)
+        assert (batch["row"].view(200, 3)[:, 1] == anchors[:, 1]).all()
+        assert not batch["next", "done"].view(200, 3)[~done[batch["row"]].view(200, 3)].any()
+        counts += torch.bincount(anchors[:, 0], minlength=12)
+    size = torch.tensor([n for n in lengths for _ in range(n)]).float()
+    wanted = 1 / (4 * size) if measure == "trajectory" else torch.full((12,), 1 / 12)
+    expected = wanted * 200 * draws
+    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 0.999 of chi-square, 11
+
+
+def test_recent_anchors_and_draws_in_order() -> None:
+    def sampled(**options: Any) -> list[int]:
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(40),
+            sampler=SliceSampler(slice_len=1, **options),
+            sample_unit=Sequence(3),
+            batch_size=8,
+        )
+        done = torch.arange(40) % 10 == 9
+        rb.extend(TensorDict({"row": torch.arange(40), "next": {"done": done}}, [40]))
+        return rb.sample()["anchor_index"][::3].tolist()
+
+    assert min(sampled(recent=(0.5, 4))[:4]) >= 36
+    assert sampled(draw="sequential") == list(range(8))
+    assert len(set(sampled(draw="without_replacement"))) == 8
+
+
+@pytest.mark.parametrize(
+    "options", [{"slice_len": 2}, {"num_slices": 4}, {"slice_len": 1, "flat": False}]
+)
+def test_other_slices_are_windows_already(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="slice_len=1"):
+        ReplayBuffer(
+            storage=LazyTensorStorage(4),
+            sampler=SliceSampler(**options),
+            sample_unit=Sequence(2),
+            batch_size=4,
+        )
