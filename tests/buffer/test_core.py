@@ -81,7 +81,11 @@ METHODS = {
     "insert_transform": {"index": NOTHING, "transform": NOTHING, "*invert": False},
     "stats": {},
     "shutdown": {},
-    **{name: {"path": NOTHING} for name in ("dumps", "dump", "save", "loads", "load")},
+    **{name: {"path": NOTHING, "*keep": 1} for name in ("dumps", "dump", "save")},
+    **{
+        name: {"path": NOTHING, "*mmap": False, "*verify": None, "*version": None}
+        for name in ("loads", "load")
+    },
     "register_save_hook": {"hook": NOTHING},
     "register_load_hook": {"hook": NOTHING},
     "state_dict": {},
