@@ -9,8 +9,8 @@ from __future__ import annotations
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import Exclusive
 from replaykit.recovery.files import MappedFile
-from replaykit.recovery.home import Home
+from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.states import States
 
-__all__ = ["CommitLock", "Exclusive", "Home", "Journal", "MappedFile", "States"]
+__all__ = ["CommitLock", "Exclusive", "Home", "Journal", "MappedFile", "States", "check_file"]

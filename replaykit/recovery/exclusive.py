@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Exclusive"]
 
+_held: weakref.WeakSet[Exclusive] | None = None
+"""Those of this process; None until there is one."""
+
 
 class Exclusive:
     """Holds a file's lock as long as it lives; the kernel lets go of it when the process dies.
 
-    A forked child, which has the same open file, neither gives it back by going away nor gets it
-    by being there.
+    A forked child does not have it: it neither gives it back by going away nor holds it after
+    this process has died.
 
     Args:
         path: the file; made if it is not there.
@@ -45,11 +49,30 @@ class Exclusive:
         except BaseException:
             os.close(self.__dict__.pop("_fd"))
             raise
+        _let_go_in_children(self)
 
-    def __del__(self) -> None:
+    def let_go(self) -> None:
+        """Closes the file here. The lock is gone when nobody has it open any more."""
         fd = self.__dict__.pop("_fd", None)
         if fd is not None:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+def _let_go_in_children(held: Exclusive) -> None:
+    global _held
+    if _held is None:
+        _held = weakref.WeakSet()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_let_go_of_all)
+    _held.add(held)
+
+
+def _let_go_of_all() -> None:
+    for held in list(_held or ()):
+        held.let_go()
 
 
 def _taken(fd: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -44,7 +45,9 @@ class MappedFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        # Not through a link: what is written here lies in its folder.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        self._fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             self._map(max(nbytes, os.fstat(self._fd).st_size, 1))
         except BaseException:
@@ -53,11 +56,18 @@ class MappedFile:
 
     def _map(self, nbytes: int) -> None:
         nbytes = -(-nbytes // _GRAIN) * _GRAIN
-        if os.fstat(self._fd).st_size < nbytes:
+        before = os.fstat(self._fd).st_size
+        if before < nbytes:
             # Blocks are taken now: where there is no room a store into the mapping would kill.
-            with disk_errors(self.path, nbytes):
-                os.truncate(self._fd, nbytes)
-                reserve_blocks(self._fd, nbytes)
+            try:
+                with disk_errors(self.path, nbytes):
+                    os.truncate(self._fd, nbytes)
+                    reserve_blocks(self._fd, nbytes)
+            except BaseException:
+                # A file of that size would be taken to have its blocks.
+                with contextlib.suppress(OSError):
+                    os.truncate(self._fd, before)
+                raise
         mapping = mmap.mmap(self._fd, nbytes, access=mmap.ACCESS_WRITE)
         self.bytes: Bytes = np.frombuffer(mapping, np.uint8)
 

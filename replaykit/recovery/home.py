@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +22,7 @@ from replaykit.recovery.files import MappedFile
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.states import States
 
-__all__ = ["FORMAT", "Home"]
+__all__ = ["FORMAT", "Home", "check_file"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +33,7 @@ _NAME = "%recovery"
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _JOURNAL_BYTES = 1 << 16
+_TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
 
 class Home:
@@ -98,6 +101,8 @@ class Home:
     def publish(self, content: Mapping[str, Any]) -> None:
         """Writes the manifest in one step: from now on there is a storage to recover.
 
+        Where commits hold across a loss of power, the files of the rows are on the disk before.
+
         Raises:
             OSError: the disk refused; there is none then.
         """
@@ -108,6 +113,10 @@ class Home:
             "content": dict(content),
             "crc32": _checksum(content),
         }
+        if self.durable:
+            self._sync_rows()
+            for folder in {above for path in self._more for above in self._folders_of(path)}:
+                sync_directory(folder)
         draft = self.folder / f".{_MANIFEST}"
         with open(draft, "w", encoding="utf-8") as file:
             json.dump(record, file)
@@ -124,44 +133,72 @@ class Home:
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """While the files are made of which the manifest will tell: what they hold is nobody's."""
+        # It stays if that fails: the files are there, and are made anew the next time.
         mark = self.folder / "making"
-        fresh = not mark.exists()
         mark.touch()
+        (self.folder / _MANIFEST).unlink(missing_ok=True)  # published by an attempt that failed
         sync_directory(self.folder)
-        try:
-            yield
-        except BaseException:
-            if fresh:
-                mark.unlink()
-            raise
+        yield
         mark.unlink()
 
     # -- open ---------------------------------------------------------------------------------
 
-    def open(self, targets: Mapping[int, Array]) -> Array:
+    def open(self, targets: Mapping[int, Array], *, fresh: bool = False) -> Array:
         """Opens journal and states, takes back what was not committed, and returns the state.
 
         Args:
             targets: the rows of the storage's files by number, uint8 ``[N, bytes]``.
+            fresh: the files of the rows were just made: what else is there means nothing.
 
         Raises:
-            CheckpointError: files do not fit each other; nothing was changed.
+            CheckpointError: a file is missing, damaged or does not fit the others; names it.
+                Nothing was changed.
         """
         self._targets.update(targets)
-        self.states = States(self.folder, durable=self.durable)
-        self.journal = Journal(
-            MappedFile(self.folder / "journal.bin", _JOURNAL_BYTES), durable=self.durable
-        )
-        for file in sorted(self.folder.glob("table-*.bin")):
-            number, width = (int(part) for part in file.stem.split("-")[1:])
-            self._map_table(number, width, 0)
+        at_least = {"journal.bin": _JOURNAL_BYTES, "state-0.bin": 1, "state-1.bin": 1}
+        for name, nbytes in at_least.items():
+            file = self.folder / name
+            if fresh:
+                file.unlink(missing_ok=True)
+            else:
+                check_file(file, nbytes, exactly=False)
         try:
+            self.states = States(self.folder, durable=self.durable)
+            self.journal = Journal(
+                MappedFile(self.folder / "journal.bin", _JOURNAL_BYTES), durable=self.durable
+            )
+            for file in sorted(self.folder.glob("table-*.bin")):
+                if fresh:
+                    file.unlink()
+                elif parts := _TABLE.fullmatch(file.name):
+                    check_file(file, 1, exactly=False)
+                    self._map_table(int(parts[1]), int(parts[2]), 0)
+            if self.journal.sequence > self._next:
+                raise ValueError(
+                    f"{self.folder} has lost its latest state: the journal is that of number "
+                    f"{self.journal.sequence}, the latest one there is {self.states.sequence}"
+                )
             if self.journal.undo(self._next, self._targets):
                 self._sync_rows()
                 self.journal.forget(self._next)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         return self.states.latest()
+
+    def check_table(self, number: int, dtype: Any, rows: int) -> None:
+        """Raises CheckpointError where a table with so many rows is not there; names its file."""
+        width = np.dtype(dtype).itemsize
+        known = self._tables.get(number)
+        if rows and (known is None or len(known[1]) < rows or known[1].shape[1] != width):
+            check_file(self._table_file(number, width), rows * width, exactly=False)
+
+    def _table_file(self, number: int, width: int) -> Path:
+        return self.folder / f"table-{number}-{width}.bin"
+
+    def _folders_of(self, path: Path) -> list[Path]:
+        """Those that lead to a file of the rows, from the storage's own on."""
+        top = self.folder.parent
+        return [above for above in path.parents if above == top or top in above.parents]
 
     def sync_with(self, files: list[Path]) -> None:
         """Says which files hold the rows, for commits that hold across a loss of power."""
@@ -179,12 +216,16 @@ class Home:
         Raises:
             OSError: no room; nothing may be overwritten. RuntimeError: in a forked process.
         """
+        self.check_process()
+        self.journal.save(self._next, target, self._targets[target], at)
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked process, which reads only."""
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"the rows in {self.folder.parent} are those of process {self.process}; a forked "
                 "process reads them only"
             )
-        self.journal.save(self._next, target, self._targets[target], at)
 
     def table(self, number: int, dtype: Any, rows: int) -> Array:
         """Rows of a table, ``[N]`` with N at least ``rows``; made of zeros."""
@@ -197,7 +238,9 @@ class Home:
     def _map_table(self, number: int, width: int, rows: int) -> None:
         known = self._tables.get(number)
         if known is None:
-            file = MappedFile(self.folder / f"table-{number}-{width}.bin", rows * width)
+            file = MappedFile(self._table_file(number, width), rows * width)
+            if self.durable:
+                sync_directory(self.folder)
         else:
             file = known[0]
             file.grow(rows * width)
@@ -211,7 +254,7 @@ class Home:
         Args:
             fresh: nothing that was committed counts on what is there now.
         """
-        top = (max(at) if isinstance(at, range) else int(at.max())) + 1 if len(at) else 0
+        top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
         cells = self.table(number, values.dtype, top)
         if not fresh:
             self.note(number, at)
@@ -220,10 +263,9 @@ class Home:
         else:
             cells[at] = values
 
-    @property
-    def pending(self) -> bool:
-        """Whether rows were noted that are not committed."""
-        return self.journal.pending(self._next)
+    def noted(self) -> tuple[int, int]:
+        """Number of the state that is being worked on, and how much was noted for it."""
+        return self._next, self.journal.used(self._next)
 
     def commit(self, numbers: Array) -> None:
         """Has everything that was changed count, with these int64 numbers as the state.
@@ -235,10 +277,12 @@ class Home:
             self._sync_rows()
         self.states.commit(numbers)
 
-    def roll_back(self) -> None:
-        """Takes back what was noted since the last commit."""
-        self.journal.undo(self._next, self._targets)
-        self.journal.forget(self._next)
+    def roll_back(self, since: int = 0) -> None:
+        """Takes back what was noted since the last commit, or since ``noted`` was that much."""
+        if self.journal.undo(self._next, self._targets, since):
+            if self.durable:  # before the journal forgets what they were
+                self._sync_rows()
+            self.journal.forget(self._next, since)
 
     def _sync_rows(self) -> None:
         for file, _ in self._tables.values():
@@ -249,6 +293,21 @@ class Home:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def check_file(file: Path, nbytes: int, *, exactly: bool = True) -> None:
+    """Raises CheckpointError where there is no such file of so many bytes, or at least so many.
+
+    A link is none: what is written goes where the storage is, and nowhere else.
+    """
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        raise CheckpointError(f"expected {nbytes} bytes in {file}, which is gone") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"expected a file of {nbytes} bytes, got none of that kind: {file}")
+    if found.st_size < nbytes or (exactly and found.st_size != nbytes):
+        raise CheckpointError(f"expected {nbytes} bytes in {file}, got {found.st_size}")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ __all__ = ["Journal"]
 Array = np.ndarray[Any, Any]
 
 _HEADER = 64
-_SEQUENCE, _USED = range(2)
+_SEQUENCE, _USED, _CHECKED = range(3)
 _ENTRY = 6
 """Numbers before an entry: target, bytes a row, rows, the first one (-1: listed), all bytes of what
 follows, checksum."""
@@ -71,8 +71,9 @@ class Journal:
             OSError: no room; nothing has changed, and nothing may be overwritten.
         """
         head = self._head
-        if head[_SEQUENCE] != sequence:
+        if head[_SEQUENCE] != sequence or not head[_USED]:
             head[_USED] = 0
+            head[_CHECKED] = self._durable
             head[_SEQUENCE] = sequence
         count, width = len(at), rows.shape[1]
         listed = 0 if isinstance(at, range) else 8 * count
@@ -93,26 +94,40 @@ class Journal:
         first = at.start if isinstance(at, range) else -1
         entry = self._bytes[start:body].view(np.int64)
         entry[:-1] = target, width, count, first, nbytes
-        entry[-1] = _checksum(self._bytes[start : body - 8], self._bytes[body:stop], self._durable)
+        entry[-1] = 0
+        if self._durable:
+            entry[-1] = _checksum(sequence, self._bytes[start : body - 8], self._bytes[body:stop])
         head[_USED] = stop - _HEADER
         if self._durable:
             self._file.sync()
 
+    @property
+    def sequence(self) -> int:
+        """Number of the latest operation that has noted anything; 0: none has."""
+        return int(self._head[_SEQUENCE])
+
+    def used(self, sequence: int) -> int:
+        """How much an operation has noted, in bytes: a point to which it can be taken back."""
+        return int(self._head[_USED]) if self._head[_SEQUENCE] == sequence else 0
+
     def pending(self, sequence: int) -> bool:
         """Whether an operation has noted anything."""
-        return bool(self._head[_SEQUENCE] == sequence and self._head[_USED] > 0)
+        return self.used(sequence) > 0
 
-    def undo(self, sequence: int, targets: Mapping[int, Array]) -> bool:
+    def undo(self, sequence: int, targets: Mapping[int, Array], since: int = 0) -> bool:
         """Puts back what an operation has noted, the latest first; whether there was anything.
 
         Can be interrupted and run again.
 
+        Args:
+            since: only what it has noted from that point on, as ``used`` gave it.
+
         Raises:
             ValueError: it names an array or rows that there are not; nothing has changed.
         """
-        if not self.pending(sequence):
+        if self.used(sequence) <= since:
             return False
-        entries = self._entries(targets)
+        entries = self._entries(sequence, targets, since)
         for rows, at, values in reversed(entries):
             if isinstance(at, range):
                 rows[at.start : at.stop] = values
@@ -120,29 +135,34 @@ class Journal:
                 rows[at] = values
         return bool(entries)
 
-    def forget(self, sequence: int) -> None:
+    def forget(self, sequence: int, since: int = 0) -> None:
         """Lets go of what an operation has noted, after it was taken back."""
-        if self._head[_SEQUENCE] == sequence:
-            self._head[_USED] = 0
+        if self.used(sequence) > since:
+            self._head[_USED] = since
             if self._durable:
                 self._file.sync()
 
-    def _entries(self, targets: Mapping[int, Array]) -> list[tuple[Array, Array | range, Array]]:
+    def _entries(
+        self, sequence: int, targets: Mapping[int, Array], since: int
+    ) -> list[tuple[Array, Array | range, Array]]:
         found: list[tuple[Array, Array | range, Array]] = []
-        start, end = _HEADER, _HEADER + int(self._head[_USED])
+        start, end = _HEADER + since, _HEADER + int(self._head[_USED])
+        checked = bool(self._head[_CHECKED])
         while start < end:
             body = start + 8 * _ENTRY
             if body > len(self._bytes):
-                break
+                if checked:
+                    break
+                raise ValueError(f"{self._file.path} is shorter than what was noted in it")
             target, width, count, first, nbytes, checksum = (
                 int(number) for number in self._bytes[start:body].view(np.int64)
             )
             stop = body + nbytes
             whole = nbytes >= 0 and stop <= min(end, len(self._bytes))
-            if self._durable and not (
+            if checked and not (
                 whole
                 and checksum
-                == _checksum(self._bytes[start : body - 8], self._bytes[body:stop], True)
+                == _checksum(sequence, self._bytes[start : body - 8], self._bytes[body:stop])
             ):
                 break  # cut off by a loss of power: what it was noted for has not begun
             rows = targets.get(target)
@@ -155,9 +175,11 @@ class Journal:
             ):
                 raise ValueError(f"{self._file.path} does not fit the files beside it")
             at: Array | range = range(first, first + count)
+            lowest, highest = first, first + count - 1
             if first < 0:
                 at = self._bytes[body : body + listed].view(np.int64)
-            if count and not (min(at) >= 0 and max(at) < len(rows)):
+                lowest, highest = (int(at.min()), int(at.max())) if count else (0, 0)
+            if count and not (lowest >= 0 and highest < len(rows)):
                 raise ValueError(f"{self._file.path} names rows that there are not")
             values = self._bytes[body + listed : body + listed + count * width]
             found.append((rows, at, values.reshape(count, width)))
@@ -165,5 +187,7 @@ class Journal:
         return found
 
 
-def _checksum(head: Array, body: Array, durable: bool) -> int:
-    return zlib.crc32(body.data, zlib.crc32(head.data)) if durable else 0
+def _checksum(sequence: int, head: Array, body: Array) -> int:
+    # With the number of the operation: what an earlier one has left in the same place, of the same
+    # size, is whole as well.
+    return zlib.crc32(body.data, zlib.crc32(head.data, sequence & 0xFFFFFFFF))

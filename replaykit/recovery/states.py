@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ __all__ = ["States"]
 
 Array = np.ndarray[Any, Any]
 
-_HEAD = 3
-_SEQUENCE, _COUNT, _CHECKSUM = range(_HEAD)
+_HEAD = 4
+_SEQUENCE, _DURABLE, _COUNT, _CHECKSUM = range(_HEAD)
 _NONE = 0
 
 
@@ -28,6 +29,9 @@ class States:
     Args:
         folder: where the files lie.
         durable: a state is on the disk before ``commit`` returns.
+
+    Raises:
+        ValueError: a state is damaged, otherwise than a loss of power does it to a durable one.
 
     Cost of ``commit``: a copy of the numbers.
 
@@ -46,30 +50,45 @@ class States:
         self._durable = durable
         self._files = [MappedFile(folder / f"state-{turn}.bin", 8 * _HEAD) for turn in (0, 1)]
         self._numbers = [file.bytes.view(np.int64) for file in self._files]
-        self.sequence = max(self._number_of(turn) for turn in (0, 1))
-        """Number of the latest state; 0 where there is none."""
+        for turn in (0, 1):
+            self._check(turn)
 
-    def _number_of(self, turn: int) -> int:
-        """The number of a file's state; 0 where it is none, or not a whole one."""
+    @property
+    def sequence(self) -> int:
+        """Number of the latest state; 0 where there is none.
+
+        As it stands in the files, and nowhere else: a commit that an exception interrupts has
+        counted or not, and what comes next goes by the same number as who opens them.
+        """
+        return max(int(numbers[_SEQUENCE]) for numbers in self._numbers)
+
+    def _check(self, turn: int) -> None:
         numbers = self._numbers[turn]
         sequence, count = int(numbers[_SEQUENCE]), int(numbers[_COUNT])
-        if sequence <= 0 or sequence % 2 != turn or not 0 <= count <= len(numbers) - _HEAD:
-            return _NONE
-        whole = numbers[_CHECKSUM] == _checksum(sequence, numbers[_HEAD : _HEAD + count])
-        return sequence if whole else _NONE
+        if sequence == _NONE:  # none yet, or one that was cut off before it counted
+            return
+        if sequence > 0 and sequence % 2 == turn and 0 <= count <= len(numbers) - _HEAD:
+            durable, values = int(numbers[_DURABLE]), numbers[_HEAD : _HEAD + count]
+            if numbers[_CHECKSUM] == _checksum(sequence, durable, values):
+                return
+            if durable:  # its number was on the disk before the rest of it
+                numbers[_SEQUENCE] = _NONE
+                return
+        raise ValueError(f"{self._files[turn].path} is damaged: its checksum is another one")
 
     def latest(self) -> Array:
         """The numbers that were committed last, a copy."""
-        if not self.sequence:
+        sequence = self.sequence
+        if not sequence:
             return np.zeros(0, np.int64)
-        numbers = self._numbers[self.sequence % 2]
+        numbers = self._numbers[sequence % 2]
         return numbers[_HEAD : _HEAD + int(numbers[_COUNT])].copy()
 
     def commit(self, numbers: Array) -> None:
         """Has these int64 numbers be the state from now on.
 
         Raises:
-            OSError: no room; the state is the one of before.
+            OSError: no room, or the disk failed; the state is the one of before.
         """
         sequence, count = self.sequence + 1, len(numbers)
         to = self._numbers[sequence % 2]
@@ -79,13 +98,16 @@ class States:
             to = self._numbers[sequence % 2] = file.bytes.view(np.int64)
         to[_SEQUENCE] = _NONE
         to[_HEAD : _HEAD + count] = numbers
-        to[_COUNT] = count
-        to[_CHECKSUM] = _checksum(sequence, numbers)
+        to[_COUNT], to[_DURABLE] = count, self._durable
+        to[_CHECKSUM] = _checksum(sequence, self._durable, numbers)
         to[_SEQUENCE] = sequence
         if self._durable:
-            self._files[sequence % 2].sync()
-        self.sequence = sequence
+            try:
+                self._files[sequence % 2].sync()
+            except OSError:
+                to[_SEQUENCE] = _NONE
+                raise
 
 
-def _checksum(sequence: int, numbers: Array) -> int:
-    return zlib.crc32(numbers.data, sequence & 0xFFFFFFFF)
+def _checksum(sequence: int, durable: int, numbers: Array) -> int:
+    return zlib.crc32(numbers.data, zlib.crc32(struct.pack("<3q", sequence, durable, len(numbers))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +92,6 @@ def test_a_journal_of_other_files_is_refused_before_anything_changes(tmp_path: P
 def test_a_full_disk_is_said_before_anything_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
     rows = np.zeros((2, 1 << 20), np.uint8)
     journal = new(tmp_path)
     journal.save(1, 0, rows[:, :8], range(1))
@@ -105,3 +104,63 @@ def test_a_full_disk_is_said_before_anything_is_noted(
         journal.save(1, 0, rows, range(2))
     monkeypatch.undo()
     assert journal.undo(1, {0: rows[:, :8]})
+
+
+def test_what_an_earlier_operation_left_in_the_same_place_is_not_put_back(tmp_path: Path) -> None:
+    rows = np.zeros((4, 2000), np.uint8)
+    journal = new(tmp_path, durable=True)
+    for sequence in (1, 2):
+        rows[:] = sequence
+        journal.save(sequence, 0, rows, range(2))
+        rows[:2] = 10 * sequence
+        if sequence == 1:
+            journal.save(1, 0, rows, range(2, 4))
+            stale = journal._bytes.copy()
+    first = journal.used(2)
+    rows[2:] = 7
+    # The head reached the disk with a second entry of which only the place did.
+    journal.save(2, 0, rows, range(2, 4))
+    journal._bytes[64 + first :] = stale[64 + first : len(journal._bytes)]
+    again = new(tmp_path, durable=True)
+    assert again.undo(2, {0: rows})
+    assert rows[:, 0].tolist() == [2, 2, 7, 7]
+
+
+def test_a_part_of_an_operation_is_taken_back(tmp_path: Path) -> None:
+    rows = np.arange(4, dtype=np.uint8).reshape(4, 1)
+    journal = new(tmp_path)
+    journal.save(1, 0, rows, range(2))
+    rows[:2] = 8
+    since = journal.used(1)
+    journal.save(1, 0, rows, np.array([1, 3]))
+    rows[[1, 3]] = 9
+    assert journal.undo(1, {0: rows}, since)
+    journal.forget(1, since)
+    assert rows[:, 0].tolist() == [8, 8, 2, 3]
+    assert not journal.undo(1, {0: rows}, since)
+    assert journal.undo(1, {0: rows})
+    assert rows[:, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("durable", [(False, True), (True, False)])
+def test_entries_are_read_as_they_were_written(tmp_path: Path, durable: tuple[bool, bool]) -> None:
+    rows = np.arange(4, dtype=np.uint8).reshape(2, 2)
+    new(tmp_path, durable=durable[0]).save(1, 0, rows, range(2))
+    rows[:] = 9
+    again = new(tmp_path, durable=durable[1])
+    assert again.undo(1, {0: rows})
+    assert rows.tolist() == [[0, 1], [2, 3]]
+
+
+def test_growth_that_fails_leaves_no_file_without_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = MappedFile(tmp_path / "numbers", 64)
+    before = (tmp_path / "numbers").stat().st_size
+    monkeypatch.setattr("replaykit.recovery.files.reserve_blocks", full)
+    with pytest.raises(OSError, match="numbers"):
+        file.grow(1 << 20)
+    assert (tmp_path / "numbers").stat().st_size == before == len(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ def test_the_latest_state_is_found_again(tmp_path: Path) -> None:
         assert again.latest().tolist() == numbers.tolist()
 
 
-@pytest.mark.parametrize("damage", range(24, 24 + 8 * 3))
+@pytest.mark.parametrize("damage", range(24, 32 + 8 * 3))
 def test_of_a_torn_state_the_one_before_counts(tmp_path: Path, damage: int) -> None:
     states = States(tmp_path, durable=True)
     states.commit(np.array([1, 2, 3]))
@@ -57,3 +59,35 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
         Exclusive(tmp_path / "lock")
     del held
     Exclusive(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("damage", range(16, 32 + 8 * 3, 5))
+def test_a_state_that_no_loss_of_power_can_have_torn_is_damaged(
+    tmp_path: Path, damage: int
+) -> None:
+    states = States(tmp_path)
+    states.commit(np.array([1, 2, 3]))
+    states.commit(np.array([4, 5, 6]))
+    content = bytearray((tmp_path / "state-0.bin").read_bytes())
+    content[damage] ^= 1
+    (tmp_path / "state-0.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"state-0\.bin"):
+        States(tmp_path)
+
+
+def test_a_commit_that_the_disk_refused_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = States(tmp_path, durable=True)
+    states.commit(np.array([1]))
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="error"):
+        states.commit(np.array([2]))
+    assert (states.sequence, States(tmp_path).latest().tolist()) == (1, [1])
+    monkeypatch.undo()
+    states.commit(np.array([3]))
+    assert (states.sequence, States(tmp_path).latest().tolist()) == (2, [3])
