@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replaykit.storages.recoverable import Changed
+from replaykit.storages.kept_parts import Changed
 
 if TYPE_CHECKING:
     from replaykit.samplers.priority_table import PriorityTable
@@ -51,22 +51,25 @@ class FollowedTable:
         self._watch = SetElements()
         self._numbers: tuple[Any, ...] = ()
 
-    def changed(self, table: PriorityTable, most: float, dropped: int) -> Changed | None:
+    def changed(
+        self, table: PriorityTable, most: float, dropped: int, *, everything: bool
+    ) -> Changed | None:
         """Returns what has changed since the last call; None: nothing.
 
         Args:
             most: the largest priority ever set. dropped: updates that came too late.
+            everything: not what has changed, but all of it.
 
         Cost: O(1), or that of what was set.
         """
         if self._table is not table:
             self._table, self._watch, self._numbers = table, table.watch(), ()
         numbers = table.length, most, dropped
-        if not self._watch and numbers == self._numbers:
+        if not self._watch and numbers == self._numbers and not everything:
             return None
         self._numbers = numbers
         index, raw = self._watch.take(), table.raw
-        if index is None:
+        if index is None or everything:
             return Changed(None, raw.double().cpu().numpy(), *numbers)
         elements = torch.cat(index).unique() if index else raw[:0].long()
         elements = elements[elements < table.length]

@@ -7,6 +7,7 @@ import multiprocessing.context
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import arange
@@ -28,7 +29,7 @@ from replaykit.samplers.priority_state import SavedPriorities
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.set_elements import FollowedTable
 from replaykit.storages import Storage
-from replaykit.storages.recoverable import Changed
+from replaykit.storages.kept_parts import Changed
 
 __all__ = ["WithPriorities"]
 
@@ -273,12 +274,20 @@ class WithPriorities(Sampler):
 
     # -- being kept in files ------------------------------------------------------------------
 
-    def priorities_changed(self) -> Changed | None:
-        """What has become of the priorities since the last call; see ``storages.recoverable``."""
-        table = self._table
+    def works_on(self, storage: Storage) -> bool:
+        """Whether it is attached to a storage, and no other has come for it in its buffer."""
+        owner = self.owner
+        attached = self._attached is not None and self._attached() is storage
+        return attached and (owner is None or getattr(owner, "_sampler", self) is self)
+
+    def priorities_changed(self, *, everything: bool = False) -> Changed | None:
+        """What has become of the priorities since the last call, or all of them; see
+        ``storages.kept_parts``."""
+        table, counts = self._table, (self._max_priority, self.dropped_updates)
         if table is None:
-            return None
-        return self._kept.changed(table, self._max_priority, self.dropped_updates)
+            none = np.zeros(0)
+            return Changed(None, none, 0, *counts) if everything else None
+        return self._kept.changed(table, *counts, everything=everything)
 
     def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
         """Takes over what a sampler in this one's place had; ValueError where the exponents do not

@@ -226,6 +226,8 @@ class ColumnStorage(SequencedStorage):
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
             else:
                 self.indexes.edited(self.require().schema.leaves)
+                if self.recovery is not None:
+                    self.recovery.made()
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
@@ -251,10 +253,13 @@ class ColumnStorage(SequencedStorage):
         columns = self.require()
         columns.check_writable()
         if self.recovery is not None:
-            self.recovery.note(_slots_of(at, self.ledger.length, self.ndim))
+            slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
+            self.recovery.note(slots, leaves)
         self.edits += 1
         self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
+        if self.recovery is not None:
+            self.recovery.made()
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
         """Replaces values of distinct stored rows; the caller holds the lock and has checked them.
@@ -264,10 +269,12 @@ class ColumnStorage(SequencedStorage):
             leaves: ``[K, *F]`` by path.
         """
         if self.recovery is not None:
-            self.recovery.note(np.unique(cells[0].numpy()))
+            self.recovery.note(np.unique(cells[0].numpy()), leaves)
         self.edits += 1
         self.indexes.edited(leaves)
         self.require().put(cells, leaves)
+        if self.recovery is not None:
+            self.recovery.made()
 
     def leaf(self, key: Any) -> Leaf:
         """Returns feature shape and dtype of a column.
@@ -440,12 +447,17 @@ class ColumnStorage(SequencedStorage):
         return (item >= 0) & (item < length)
 
 
-def _slots_of(at: Any, length: int, ndim: int) -> np.ndarray[Any, Any] | range:
-    """The slots that an index of stored rows names; all of them where there are lanes."""
-    if ndim > 1:
+def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any] | range:
+    """The slots that an index of rows of a shape names, whose dimension ``time_dim`` is time."""
+    length = shape[time_dim]
+    if isinstance(at, slice) and at == slice(None):
         return range(length)
-    slots = np.arange(length)[at.numpy() if isinstance(at, torch.Tensor) else at]
-    return np.unique(slots)
+    times = np.arange(length).reshape([-1 if d == time_dim else 1 for d in range(len(shape))])
+    named = torch.from_numpy(times).expand(shape)[at]
+    slots = np.unique(named.numpy())
+    if len(slots) and slots[-1] - slots[0] == len(slots) - 1:
+        return range(int(slots[0]), int(slots[-1]) + 1)
+    return slots
 
 
 def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

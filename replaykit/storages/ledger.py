@@ -121,22 +121,25 @@ class Ledger:
 
     def advance(self, count: int) -> None:
         """Commits ``count`` records written at the cursor; only the last ``slots`` are stored."""
+        after = self.next_position + count
         if self._generations is not None:
             laps, rest = divmod(count, self.slots)
+            self._touch(None if laps else self.next_slots(rest))
             self._grow_generations(min(self.slots, self.cursor + count))
             self._generations += laps
             self._generations[self.next_slots(rest)] += 1
-            self._touch(None if laps else self.next_slots(rest))
         if self._positions is not None:
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
-            self._positions[last] = arange(kept) + self.next_position + count - kept
             self._touch(last)
+            # Before an entry says so: an exception that comes from outside finds a valid ledger.
+            self.next_position = after
+            self._positions[last] = arange(kept) + after - kept
         # Not length + count: records placed elsewhere may lie beyond the cursor.
         self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
-        self.next_position += count
+        self.next_position = after
         self.by_stream = False
 
     def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
@@ -172,12 +175,13 @@ class Ledger:
         assert self._positions is not None
         assert self._generations is not None
         # By NumPy, whose steps are short, and which of one slot's numbers keeps the last.
-        at = slots.numpy()
-        self._positions.numpy()[at] = np.arange(len(at)) + self.next_position
-        np.add.at(self._generations.numpy(), at, 1)
+        at, first = slots.numpy(), self.next_position
         self._touch(slots)
-        self.length = top
+        # Before an entry says so: an exception that comes from outside finds a valid ledger.
         self.next_position += len(slots)
+        self._positions.numpy()[at] = np.arange(len(at)) + first
+        np.add.at(self._generations.numpy(), at, 1)
+        self.length = top
 
     def clear(self) -> None:
         """Forgets all records; every slot that was ever written counts one generation up."""

@@ -19,7 +19,7 @@ import torch
 
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import reserve_blocks
-from replaykit.recovery import CommitLock
+from replaykit.recovery import CommitLock, check_file
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import (
     as_device,
@@ -31,7 +31,7 @@ from replaykit.storages.beside import Grow
 from replaykit.storages.columns import Columns
 from replaykit.storages.pairs import DedupNext, Mismatch
 from replaykit.storages.records import RecordLayout, plan_records
-from replaykit.storages.recoverable import Recovery, check_files
+from replaykit.storages.recoverable import Recovery
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
 
@@ -164,7 +164,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
         lanes = torch.Size(found["lanes"])
         plan = _Plan.of(folder, schema, self._slots_for(lanes), lanes)
-        check_files({file: plan.nbytes(path) for path, file in plan.files.items()})
+        for path, file in plan.files.items():
+            check_file(file, plan.nbytes(path))
         columns = plan.opened(self.ndim)
         with self.lock:
             self._columns, self._made_in = columns, folder
@@ -184,14 +185,19 @@ class LazyMemmapStorage(LazyTensorStorage):
         return columns
 
     def _take_files_to_keep(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
-        existsok = self.existsok or self.recovery.home.half_made
-        with self._folder() as folder, self.recovery.home.making():
-            columns = _in_files(
-                folder, schema, slots, lanes, existsok=existsok, taken=[], ndim=self.ndim
-            )
-            self._made_in = folder
+        home = self.recovery.home
+        home.check_process()
+        with self._folder() as folder:
             plan = _Plan.of(folder, schema, slots, lanes)
-            self.recovery.begin(columns, list(plan.files.values()))
+            present = {file for file in plan.files.values() if file.exists()}
+            if not home.half_made:  # from now on they are taken for its own
+                _refuse_taken(present, existsok=self.existsok)
+            with home.making():
+                columns = _in_files(
+                    folder, schema, slots, lanes, existsok=True, taken=[], ndim=self.ndim
+                )
+                self._made_in = folder
+                self.recovery.begin(columns, list(plan.files.values()))
         return columns
 
     @property
@@ -246,11 +252,7 @@ def _in_files(
     files = plan.files
     needed = storage_bytes(schema, slots, lanes, plan.layout)
     present = {file for file in files.values() if file.exists()}
-    if (present or taken) and not existsok:
-        raise RuntimeError(
-            f"the file {min([*present, *taken])} exists; give another scratch_dir, or "
-            "existsok=True to use its space and lose what it holds"
-        )
+    _refuse_taken({*present, *taken}, existsok=existsok)
     _check_disk(folder, needed, present)
     inner = {file.parent for file in files.values() if not file.parent.exists()}
     inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
@@ -262,6 +264,14 @@ def _in_files(
                 file.unlink(missing_ok=True)
         _remove_empty(inner)
         raise
+
+
+def _refuse_taken(files: set[FilePath], *, existsok: bool) -> None:
+    if files and not existsok:
+        raise RuntimeError(
+            f"the file {min(files)} exists; give another scratch_dir, or existsok=True to use its "
+            "space and lose what it holds"
+        )
 
 
 class _Plan(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,14 +16,22 @@ from replaykit.recovery import Home
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.kept_parts import (
+    Changed,
+    KeptCount,
+    KeptPriorities,
+    place_of,
+    still_there,
+)
 from replaykit.storages.kept_state import KeptState, KeptTable
 from replaykit.storages.ledger import Ledger
+from replaykit.structure import Path
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
     from replaykit.storages.memmap import LazyMemmapStorage
 
-__all__ = ["Changed", "KeptCount", "KeptPriorities", "Recovery"]
+__all__ = ["Recovery"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,40 +39,6 @@ _POSITIONS, _GENERATIONS = 0, 1
 _PRIORITIES = 8
 _ROWS = 1000
 """Numbers of tables; from the last on those of the files of the rows."""
-
-
-class Changed(NamedTuple):
-    """What has become of a sampler's priorities since somebody asked.
-
-    Attributes:
-        elements: which were set, int64 ``[K]`` without repeats; None: all.
-        values: their raw priorities, float64 ``[K]``; of all ``[length]``.
-        length: how many there are.
-        most: the largest one ever set.
-        dropped: updates that came too late.
-    """
-
-    elements: Array | None
-    values: Array
-    length: int
-    most: float
-    dropped: int
-
-
-class KeptPriorities(Protocol):
-    """A sampler whose priorities are to be there again."""
-
-    def priorities_changed(self) -> Changed | None:
-        """What has changed since the last call; None: nothing."""
-
-    def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
-        """Takes priorities over that it had, float64 ``[length]``."""
-
-
-class KeptCount(Protocol):
-    """A writer whose count is to be there again."""
-
-    _write_count: int
 
 
 class Recovery:
@@ -90,14 +64,19 @@ class Recovery:
         self.home = Home(scratch_dir, durable=durable)
         self.active = False
         """Whether there are rows: from the first write on, or what was recovered."""
-        self._rows: list[int] = []
-        self._noted = False
+        self._rows: dict[Any, int] = {}
+        self._noted: tuple[Any, ...] | None = None
+        """How far the ledger, and what it counts on, had come when rows were noted last."""
+        self._whole = 0
+        """How much of what was noted then belongs to changes that were made to their end."""
+        self._again = False
+        """Whether a commit has failed: what it took from the parts is asked for once more."""
         self._seen: Any = None
         self._marks: Any = None
         self._committed: KeptState | None = None
         self._samplers: list[weakref.ref[Any]] = []
         self._writers: list[weakref.ref[Any]] = []
-        self._saved_at = -1
+        self._saved_at: tuple[int, ...] = ()
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -145,7 +124,7 @@ class Recovery:
 
     def begin(self, columns: Columns, files: list[FilePath]) -> None:
         """Has the rows of fresh files count as none, and opens them for noting."""
-        self._open(columns, files)
+        self._open(columns, files, fresh=True)
         self.home.publish(self.describe(columns.schema, columns.slots, columns.lanes))
         self.active = True
 
@@ -163,6 +142,8 @@ class Recovery:
             return
         try:
             state = KeptState.decode(numbers)
+            for place, table in enumerate(state.priorities):
+                self.home.check_table(_PRIORITIES + place, np.float64, table.length)
             positions = self._table(_POSITIONS, state.positions)
             generations = self._table(_GENERATIONS, state.generations)
             ledger = Ledger.check(
@@ -181,61 +162,90 @@ class Recovery:
             raise CheckpointError(f"{self.home.folder} contradicts itself: {error}") from None
         storage.ledger.restore(ledger, None)
         storage.ledger.cleared = state.cleared
-        self._committed, self._saved_at = state, state.next_position
+        self._committed = state
         saved = Ledger(columns.slots)
         saved.restore(ledger, None)
         storage.indexes.restore(episodes, saved, None)
+        if not ledger["length"] and episodes is not None and episodes["heads"] is not None:
+            storage.indexes.restore_after_clear(episodes["heads"]["head"])
+        self._saved_at = storage.ledger.next_position, storage.ledger.changes
 
-    def _open(self, columns: Columns, files: list[FilePath]) -> Array:
+    def _open(self, columns: Columns, files: list[FilePath], *, fresh: bool = False) -> Array:
         rows = rows_as_bytes(columns)
-        targets = {_ROWS + number: cells for number, cells in enumerate(rows)}
-        self._rows = list(targets)
+        targets = {_ROWS + number: cells for number, cells in enumerate(rows.values())}
+        self._rows = dict(zip(rows, targets, strict=True))
         self.home.sync_with(files)
         storage = self._storage()
         assert storage is not None
         storage.ledger.touched = []
-        return self.home.open(targets)
+        return self.home.open(targets, fresh=fresh)
 
     def _table(self, number: int, length: int) -> torch.Tensor | None:
         if length < 0:
             return None
+        self.home.check_table(number, np.int64, length)
         cells = self.home.table(number, np.int64, length)
         return torch.from_numpy(cells[:length].copy())
 
     # -- parts --------------------------------------------------------------------------------
 
     def adopt_sampler(self, sampler: KeptPriorities) -> None:
-        """Keeps a sampler's priorities; gives it those that the one in its place had."""
-        if any(known() is sampler for known in self._samplers):
-            return
-        place, saved = len(self._samplers), self._still_saved()
-        self._samplers.append(weakref.ref(sampler))
-        if saved is not None and place < len(saved.priorities):
+        """Keeps a sampler's priorities; gives it those that the one in its place had.
+
+        The one that comes for another one of the same buffer takes its place.
+
+        Raises:
+            CheckpointError: there are none in its file, but other numbers.
+        """
+        place, saved = place_of(self._samplers, sampler), self._still_saved()
+        if place < len(self._samplers):
+            self._again = True
+        elif saved is not None and place < len(saved.priorities):
             table = saved.priorities[place]
-            cells = self.home.table(_PRIORITIES + place, np.float64, table.length)
-            raw = torch.from_numpy(cells[: table.length].copy())
-            sampler.take_kept(raw, table.most, table.dropped)
+            cells = self.home.table(_PRIORITIES + place, np.float64, table.length)[: table.length]
+            if not (np.isfinite(cells) & (cells >= 0)).all():
+                raise CheckpointError(
+                    f"{self.home.folder} is damaged: number {_PRIORITIES + place} of its tables "
+                    "holds no priorities"
+                )
+            sampler.take_kept(torch.from_numpy(cells.copy()), table.most, table.dropped)
+        self._samplers[place : place + 1] = [weakref.ref(sampler)]
 
     def adopt_writer(self, writer: KeptCount) -> None:
         """The same for the count of a writer."""
-        if any(known() is writer for known in self._writers):
-            return
-        place, saved = len(self._writers), self._still_saved()
-        self._writers.append(weakref.ref(writer))
-        if saved is not None and place < len(saved.counts):
+        place, saved = place_of(self._writers, writer), self._still_saved()
+        if place < len(self._writers):
+            self._again = True
+        elif saved is not None and place < len(saved.counts):
             writer._write_count = saved.counts[place]
+        self._writers[place : place + 1] = [weakref.ref(writer)]
+
+    def _let_go_of_parts(self, storage: LazyMemmapStorage) -> None:
+        """Closes the places of parts that are gone, or work on something else now."""
+        for parts in (self._samplers, self._writers):
+            there = still_there(parts, storage)
+            if len(there) < len(parts):
+                parts[:] = there
+                self._again = True
 
     def _still_saved(self) -> KeptState | None:
         """The state that parts can take over: nothing was written since it was opened."""
         storage = self._storage()
-        if storage is None or storage.ledger.next_position != self._saved_at:
+        if storage is None:
             return None
-        return self._committed
+        ledger = storage.ledger
+        return self._committed if self._saved_at == (ledger.next_position, ledger.changes) else None
 
     # -- changes ------------------------------------------------------------------------------
 
-    def note(self, at: Array | range) -> None:
+    def note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
         """Notes stored rows that are about to be overwritten, by slot. The lock is held.
+
+        They are taken back when the lock is let go, unless the ledger has moved or ``made`` was
+        called by then.
+
+        Args:
+            paths: of the leaves that are; None: all.
 
         Raises:
             OSError: there is no room for a copy of them; nothing has changed.
@@ -248,9 +258,21 @@ class Recovery:
             at = range(at.start, min(at.stop, stored))
         elif len(at) and int(at.max()) >= stored:
             at = at[at < stored]
-        self._noted = True
-        for target in self._rows:
+        count, used = self.home.noted()
+        now = (count, *_counters(storage.ledger))
+        if now != self._noted:  # what was noted before belongs to writes that count
+            self._noted, self._whole = now, used
+        rows = self._rows
+        targets: Iterable[int] = rows.values()
+        if paths is not None:  # those that have no place of their own lie in the records
+            places = {path if path in rows else None for path in paths}
+            targets = {rows[path] for path in places if path in rows}
+        for target in targets:
             self.home.note(target, at)
+
+    def made(self) -> None:
+        """Told that the change for which rows were noted was made to its end."""
+        self._whole = self.home.noted()[1]
 
     def note_ring(self, first: int, count: int) -> None:
         """Notes the stored ones of ``count`` slots from ``first`` on, round the ring."""
@@ -273,48 +295,61 @@ class Recovery:
         if storage is None or not self.active or os.getpid() != self.home.process:
             return
         ledger, marks = storage.ledger, storage.indexes.marks
-        seen = ledger.cursor, ledger.length, ledger.next_position, ledger.changes, storage.edits
-        moved = seen != self._seen or marks.numbers is not self._marks
+        if self._noted is not None:
+            if self._noted == (self.home.noted()[0], *_counters(ledger)):
+                self.home.roll_back(self._whole)  # what was given up before anybody knew of it
+            self._noted = None
+        counts = self._write_counts()
+        seen = *_counters(ledger), storage.edits, counts
+        if self._saved_at != (ledger.next_position, ledger.changes):
+            self._let_go_of_parts(storage)
+        self._again, again = True, self._again  # until it has come to its end
+        if again:
+            ledger.touched = [None]
         changed = [
-            None if sampler is None else sampler.priorities_changed()
+            None if sampler is None else sampler.priorities_changed(everything=again)
             for sampler in (known() for known in self._samplers)
         ]
-        if not moved and all(one is None for one in changed):
-            if self._noted:  # a write that was given up before anybody knew of it
-                self.home.roll_back()
-                self._noted = False
-            return
-        state = self._state(storage, changed)
-        self.home.commit(state.encode())
-        self._noted, self._committed = False, state
-        self._seen, self._marks = seen, marks.numbers
+        moved = again or seen != self._seen or marks.numbers is not self._marks
+        if moved or any(one is not None for one in changed):
+            state = self._state(storage, changed, again)
+            self.home.commit(state.encode())
+            self._committed, self._seen, self._marks = state, seen, marks.numbers
+        self._again = False
 
-    def _state(self, storage: LazyMemmapStorage, changed: list[Changed | None]) -> KeptState:
+    def _write_counts(self) -> list[int]:
+        return [getattr(known(), "_write_count", 0) for known in self._writers]
+
+    def _state(
+        self, storage: LazyMemmapStorage, changed: list[Changed | None], again: bool
+    ) -> KeptState:
         before, ledger = self._committed, storage.ledger
-        positions, generations = self._tables(ledger, before)
+        positions, generations = self._tables(ledger, before, again)
         saved = self._still_saved()
-        priorities = [self._priorities(place, one, before) for place, one in enumerate(changed)]
-        counts = [getattr(known(), "_write_count", 0) for known in self._writers]
+        priorities = [
+            self._priorities(place, one, before, again) for place, one in enumerate(changed)
+        ]
+        counts = self._write_counts()
         if saved is not None:  # until their parts are there
             priorities += saved.priorities[len(priorities) :]
             counts += saved.counts[len(counts) :]
         return KeptState.of(
             ledger,
-            storage.indexes.known() if ledger.length else None,
+            storage.indexes.known() if ledger.length else storage.indexes.after_clear(),
             positions=positions,
             generations=generations,
             priorities=priorities,
             counts=counts,
         )
 
-    def _tables(self, ledger: Ledger, before: KeptState | None) -> tuple[int, int]:
+    def _tables(self, ledger: Ledger, before: KeptState | None, again: bool) -> tuple[int, int]:
         """Brings the tables of the ledger to the files; returns their lengths, -1 for none."""
         touched, ledger.touched = ledger.touched or [], []
         lengths = (-1, -1) if before is None else (before.positions, before.generations)
         positions, generations = ledger.tables()
         return (
-            self._table_set(_POSITIONS, positions, touched, lengths[0]),
-            self._table_set(_GENERATIONS, generations, touched, lengths[1]),
+            self._table_set(_POSITIONS, positions, touched, lengths[0], again),
+            self._table_set(_GENERATIONS, generations, touched, lengths[1], again),
         )
 
     def _table_set(
@@ -323,6 +358,7 @@ class Recovery:
         table: torch.Tensor | None,
         touched: list[torch.Tensor | None],
         known: int,
+        again: bool,
     ) -> int:
         if table is None:
             return -1
@@ -334,11 +370,12 @@ class Recovery:
             at = at[at < len(values)]
         if len(at):
             of = slice(at.start, at.stop) if isinstance(at, range) else at
-            self.home.set(number, values[of], at, fresh=known < 0)
+            # A commit that was interrupted may have counted.
+            self.home.set(number, values[of], at, fresh=known < 0 and not again)
         return len(values)
 
     def _priorities(
-        self, place: int, changed: Changed | None, before: KeptState | None
+        self, place: int, changed: Changed | None, before: KeptState | None, again: bool
     ) -> KeptTable:
         known = None
         if before is not None and place < len(before.priorities):
@@ -347,30 +384,27 @@ class Recovery:
             return KeptTable(0, 1.0, 0) if known is None else known
         index = range(changed.length) if changed.elements is None else changed.elements
         if len(index):
-            fresh = known is None or not known.length
+            fresh = (known is None or not known.length) and not again
             self.home.set(_PRIORITIES + place, changed.values, index, fresh=fresh)
         return KeptTable(changed.length, changed.most, changed.dropped)
 
 
-def rows_as_bytes(columns: Columns) -> list[Array]:
-    """The memory of columns by slot, uint8 ``[slots, bytes]`` each, without a copy."""
+def _counters(ledger: Ledger) -> tuple[int, ...]:
+    return ledger.cursor, ledger.length, ledger.next_position, ledger.changes
+
+
+def rows_as_bytes(columns: Columns) -> dict[Path | None, Array]:
+    """The memory of columns by slot, uint8 ``[slots, bytes]`` each, without a copy.
+
+    By the paths of the leaves; None: the records, which hold the others.
+    """
     packed = {} if columns.layout is None else columns.layout.offsets
-    alone = [tensor for path, tensor in columns.tensors.items() if path not in packed]
+    alone: dict[Path | None, torch.Tensor] = {}
     if columns.records is not None:
-        alone.insert(0, columns.records)
-    return [
-        tensor.reshape(-1).view(torch.uint8).reshape(columns.slots, -1).numpy()
-        for tensor in alone
+        alone[None] = columns.records
+    alone |= {path: tensor for path, tensor in columns.tensors.items() if path not in packed}
+    return {
+        path: tensor.reshape(-1).view(torch.uint8).reshape(columns.slots, -1).numpy()
+        for path, tensor in alone.items()
         if tensor.numel()
-    ]
-
-
-def check_files(expected: Mapping[FilePath, int]) -> None:
-    """Raises CheckpointError where a file is missing or of another size; names it."""
-    for file, nbytes in expected.items():
-        try:
-            found = file.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"expected {nbytes} bytes in {file}, which is gone") from None
-        if found != nbytes:
-            raise CheckpointError(f"expected {nbytes} bytes in {file}, got {found}")
+    }

@@ -104,6 +104,9 @@ class RestorableStorage(ColumnStorage):
             first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
             columns = self._allocate(group.schema, content.lanes, first)
         if self.recovery is not None:
+            # Its files are there once and for all, with nothing stored in them yet.
+            self._columns = columns
+            self._adopt(columns)
             self.recovery.note(range(self.ledger.length))
         _fill(columns, leaves, content.rows, rows)
         if content.check is not None:

@@ -100,6 +100,13 @@ class Writer(ABC):
         if storage.recovery is not None:
             storage.recovery.adopt_writer(self)
 
+    def works_on(self, storage: Storage) -> bool:
+        """Whether it writes to a storage, and no other has come for it in its buffer."""
+        owner = self.owner
+        return self._storage is storage and (
+            owner is None or getattr(owner, "_writer", self) is self
+        )
+
     @property
     def storage(self) -> Storage:
         """The storage written to; RuntimeError before there is one."""

@@ -1,0 +1,510 @@
+"""Storages in files that are opened again: faults of disks, files, processes and exceptions."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+)
+from replaykit.errors import CheckpointError
+from replaykit.recovery import MappedFile, States
+from replaykit.storages.columns import Columns
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    wide = number[:, None].expand(count, 3000).to(torch.uint8).contiguous()
+    return TensorDict({"number": number, "wide": wide, "next": {"done": number % 4 == 3}}, [count])
+
+
+def opened(folder: Path, size: int = 10, *, alpha: float = 1.0, **options: Any) -> ReplayBuffer:
+    gc.collect()
+    return ReplayBuffer(
+        storage=LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options),
+        sampler=PrioritizedSampler(alpha=alpha, beta=1.0),
+    )
+
+
+def priorities(rb: ReplayBuffer) -> list[float]:
+    found: list[float] = rb.sampler.state_dict()["_priorities"].tolist()
+    return found
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Runs it in a forked process, which does not come back."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# -- killed processes -------------------------------------------------------------------------
+
+
+@needs_fork
+@pytest.mark.parametrize("durable", [(False, True), (True, False)])
+def test_what_a_kill_cut_off_is_taken_back_whoever_opens_it(
+    tmp_path: Path, durable: tuple[bool, bool]
+) -> None:
+    def work() -> None:
+        rb = opened(tmp_path, durable=durable[0])
+        rb.extend(rows(0, 10))
+        type(rb.storage).commit = die
+        rb.extend(rows(50, 5))
+
+    in_child(work)
+    assert opened(tmp_path, durable=durable[1])["number"].tolist() == list(range(10))
+
+
+@needs_fork
+def test_a_child_of_a_killed_process_does_not_hold_the_folder(tmp_path: Path) -> None:
+    reading, told = os.pipe()
+    waiting, leave = os.pipe()
+
+    def work() -> None:
+        rb = opened(tmp_path)
+        rb.extend(rows(0, 3))
+        os.close(leave)
+        if not os.fork():
+            os.write(told, b"there")
+            os.read(waiting, 1)  # until the test has ended
+            os._exit(0)
+        os.read(reading, 5)
+        die()
+
+    in_child(work)
+    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
+    os.close(leave)
+
+
+@needs_fork
+def test_a_child_forked_before_the_first_write_leaves_no_files(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    reading, said = os.pipe()
+
+    def work() -> None:
+        try:
+            rb.extend(rows(0, 3))
+        except RuntimeError as error:
+            os.write(said, str(error).encode())
+
+    in_child(work)
+    assert b"forked" in os.read(reading, 1000)
+    rb.extend(rows(0, 3))
+    assert rb["number"].tolist() == [0, 1, 2]
+
+
+@needs_fork
+def test_a_commit_that_was_interrupted_right_after_it_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        rb = opened(tmp_path)
+        rb.extend(rows(0, 10))
+        commit = States.commit
+
+        def interrupted(self: States, numbers: Any) -> None:
+            commit(self, numbers)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(States, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(rows(10, 1))
+        monkeypatch.undo()
+        type(rb.storage).commit = die
+        rb.extend(rows(50, 5))
+
+    in_child(work)
+    assert opened(tmp_path)["number"].tolist() == [10, *range(1, 10)]
+
+
+# -- full disks -------------------------------------------------------------------------------
+
+
+def test_what_a_full_disk_kept_from_a_commit_comes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(first: int, count: int) -> TensorDict:
+        return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+    rb = opened(tmp_path, 100_000)
+    rb.extend(small(0, 400))
+    rb.writer.write_at(torch.tensor([3]), small(7000, 1))
+    monkeypatch.setattr(MappedFile, "_map", full)
+    with pytest.raises(OSError, match="space"):
+        rb.extend(small(400, 2000))
+    monkeypatch.undo()
+    rb.update_priority(torch.tensor([3]), torch.tensor([7.0]))
+    kept, raw = rb["number"].tolist(), priorities(rb)
+    order = rb.storage.ledger.write_order().tolist()
+    del rb
+    again = opened(tmp_path, 100_000)
+    assert (again["number"].tolist(), priorities(again)) == (kept, raw)
+    assert again.storage.ledger.write_order().tolist() == order
+
+
+def test_priorities_that_a_full_disk_kept_from_a_commit_come_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 10))
+    home = rb.storage.recovery.home
+    monkeypatch.setattr(home, "commit", full)
+    with pytest.raises(OSError, match="space"):
+        rb.update_priority(torch.tensor([3]), torch.tensor([7.0]))
+    monkeypatch.undo()
+    rb.update_priority(torch.tensor([4]), torch.tensor([2.0]))
+    del rb, home
+    assert priorities(opened(tmp_path)) == [1, 1, 1, 7, 2, 1, 1, 1, 1, 1]
+
+
+def test_a_first_write_that_found_no_room_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path)
+    monkeypatch.setattr("replaykit.recovery.home.MappedFile", full)
+    with pytest.raises(OSError, match="space"):
+        rb.extend(rows(0, 3))
+    monkeypatch.undo()
+    rb.extend(rows(0, 3))
+    del rb
+    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
+
+
+def test_files_of_somebody_else_are_left_alone_also_the_second_time(tmp_path: Path) -> None:
+    other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    other.extend(rows(0, 3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"records\.memmap"):
+            opened(tmp_path).extend(rows(5, 3))
+    assert other["number"].tolist() == [0, 1, 2]
+
+
+def and_then_interrupted(real: Any) -> Any:
+    def call(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    return call
+
+
+def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    other.extend(rows(100, 7))
+    other.dumps(tmp_path / "saved")
+    rb = opened(tmp_path / "rows")
+    real = Columns.scatter
+    for there in ([], [0, 1, 2]):
+        if there:
+            rb.empty()
+            rb.extend(rows(0, 3))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Columns, "scatter", and_then_interrupted(real))
+            rb.loads(tmp_path / "saved")
+        assert (rb["number"].tolist() if len(rb) else []) == there
+        rb.loads(tmp_path / "saved")
+    del rb
+    assert opened(tmp_path / "rows")["number"].tolist() == list(range(100, 107))
+
+
+# -- exceptions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda rb: rb.__setitem__(torch.tensor([1, 2]), rows(70, 2)),
+        lambda rb: rb.set_("number", torch.arange(20, 30)),
+        lambda rb: rb.update_if_present(
+            index=torch.tensor([1]),
+            generation=torch.tensor([0]),
+            patch={"number": torch.tensor([1])},
+        ),
+    ],
+)  # fmt: skip
+def test_an_edit_that_is_interrupted_is_taken_back_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any
+) -> None:
+    rb = opened(tmp_path)
+    rb.set_writer(RoundRobinWriter(track_generations=True))
+    rb.extend(rows(0, 10))
+
+    def both(rb: ReplayBuffer) -> None:
+        with rb.storage.lock, monkeypatch.context() as patch:
+            rb[5] = rows(55, 1)[0]  # in the same hold of the lock, and to its end
+            for name in ("assign", "put"):
+                patch.setattr(Columns, name, and_then_interrupted(getattr(Columns, name)))
+            edit(rb)
+
+    with pytest.raises(KeyboardInterrupt):
+        both(rb)
+    wanted = [0, 1, 2, 3, 4, 55, 6, 7, 8, 9]
+    assert rb["number"].tolist() == wanted
+    del rb
+    assert opened(tmp_path)["number"].tolist() == wanted
+
+
+def test_a_write_that_is_interrupted_takes_no_earlier_one_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def both(rb: ReplayBuffer) -> None:
+        with rb.storage.lock, monkeypatch.context() as patch:
+            rb.extend(rows(10, 2))
+            patch.setattr(type(rb.storage), "commit", interrupted)
+            rb.extend(rows(50, 5))
+
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 10))
+    with pytest.raises(KeyboardInterrupt):
+        both(rb)
+    assert rb["number"].tolist() == [10, 11, *range(2, 10)]
+    del rb
+    assert opened(tmp_path)["number"].tolist() == [10, 11, *range(2, 10)]
+
+
+# -- parts ------------------------------------------------------------------------------------
+
+
+def test_a_sampler_that_comes_for_another_one_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 6))
+    rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
+    before = rb.set_sampler(PrioritizedSampler(alpha=0.5, beta=1.0))
+    rb.update_priority(torch.tensor([2]), torch.tensor([9.0]))
+    rb.set_writer(RoundRobinWriter())
+    rb.extend(rows(6, 2))
+    del before, rb
+    again = opened(tmp_path)
+    assert priorities(again) == [1, 1, 9, 1, 1, 1, 9, 9]
+    assert again.write_count == 2
+
+
+def test_a_sampler_that_has_left_for_another_storage_takes_its_priorities_along(
+    tmp_path: Path,
+) -> None:
+    rb = opened(tmp_path / "a")
+    rb.extend(rows(0, 6))
+    rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
+    old = rb.set_storage(LazyMemmapStorage(10, scratch_dir=tmp_path / "b", recover=True))
+    rb.extend(rows(0, 4))
+    rb.update_priority(torch.tensor([2]), torch.tensor([9.0]))
+    with old.lock:
+        pass
+    del rb, old
+    assert priorities(opened(tmp_path / "a")) in ([1, 7, 1, 1, 1, 1], [1] * 6)
+    assert priorities(opened(tmp_path / "b")) == [1, 1, 9, 1]
+
+
+def test_priorities_of_a_buffer_that_is_gone_do_not_stand_for_those_of_another(
+    tmp_path: Path,
+) -> None:
+    first = opened(tmp_path)
+    storage = first.storage
+    first.extend(rows(0, 6))
+    second = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    first.update_priority(torch.tensor([1]), torch.tensor([7.0]))
+    second.update_priority(torch.tensor([2]), torch.tensor([9.0]))
+    del first
+    gc.collect()
+    second.extend(rows(6, 1))
+    del second, storage
+    assert priorities(opened(tmp_path)) == [1, 1, 9, 1, 1, 1, 9]
+
+
+def test_priorities_are_not_taken_over_by_who_comes_after_an_empty(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
+    del rb
+    gc.collect()
+    plain = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True))
+    plain.empty()
+    del plain
+    assert opened(tmp_path).sampler.default_priority == 1.0
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_an_episode_that_was_open_when_all_rows_went_is_not_begun_anew(
+    tmp_path: Path, ndim: int
+) -> None:
+    def made() -> ReplayBuffer:
+        gc.collect()
+        return ReplayBuffer(
+            storage=LazyMemmapStorage(30, scratch_dir=tmp_path, recover=True, ndim=ndim)
+        )
+
+    def step(done: bool) -> TensorDict:
+        shape = [3, 2][:ndim] if ndim > 1 else [2]
+        ends = torch.zeros(shape, dtype=torch.bool)
+        if done:
+            ends[..., -1] = True
+        return TensorDict({"next": {"done": ends}}, shape)
+
+    for done, head in ((False, 2), (True, 1)):
+        rb = made()
+        rb.extend(step(done))
+        rb.empty()
+        del rb
+        made()  # opened, and again
+        rb = made()
+        rb.extend(step(False))
+        assert set(rb.storage.episodes.table().head.tolist()) == {head}
+        del rb
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["state-0.bin", "state-1.bin", "journal.bin", "table-8-8.bin"])
+@pytest.mark.parametrize("harm", ["gone", "empty", "link"])
+def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
+    tmp_path: Path, file: str, harm: str
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    gc.collect()
+    path = tmp_path / "%recovery" / file
+    content = path.read_bytes()
+    path.unlink()
+    if harm == "empty":
+        path.touch()
+    elif harm == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=file):
+        opened(tmp_path)
+
+
+def test_a_damaged_state_is_named_and_not_replaced_by_the_one_before(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    rb.extend(rows(3, 2))
+    latest = rb.storage.recovery.home.states.sequence % 2
+    del rb
+    gc.collect()
+    path = tmp_path / "%recovery" / f"state-{latest}.bin"
+    content = path.read_bytes()
+    used = 8 * (4 + int(np.frombuffer(content, np.int64)[2]))
+    for at in [6, *range(16, used, 11)]:
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(CheckpointError, match=path.name):
+            opened(tmp_path)
+    path.write_bytes(content)
+    assert opened(tmp_path)["number"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_state_that_is_lost_is_told_by_the_journal(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 10))
+    rb.extend(rows(10, 2))
+    rb.extend(rows(12, 2))
+    latest = rb.storage.recovery.home.states.sequence % 2
+    del rb
+    gc.collect()
+    for turn in (latest, 1 - latest):
+        path = tmp_path / "%recovery" / f"state-{turn}.bin"
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match="latest state"):
+        opened(tmp_path)
+
+
+def test_numbers_that_are_no_priorities_are_refused(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    path = tmp_path / "%recovery" / "table-8-8.bin"
+    numbers = np.frombuffer(path.read_bytes()).copy()
+    numbers[1] = np.nan
+    path.write_bytes(numbers.tobytes())
+    with pytest.raises(CheckpointError, match="holds no priorities"):
+        opened(tmp_path)
+
+
+# -- cost -------------------------------------------------------------------------------------
+
+
+def test_only_the_leaves_and_rows_that_are_edited_are_copied(tmp_path: Path) -> None:
+    def noted(rb: ReplayBuffer, change: Callable[[], Any]) -> int:
+        with rb.storage.lock:
+            change()
+            return int(rb.storage.recovery.home.noted()[1])
+
+    rb = opened(tmp_path / "a", 1000)
+    rb.extend(rows(0, 1000))
+    assert noted(rb, lambda: rb.set_("number", torch.arange(1000))) < 100_000
+    gc.collect()
+    grid = ReplayBuffer(
+        storage=LazyMemmapStorage(2000, scratch_dir=tmp_path / "b", recover=True, ndim=2)
+    )
+    data = TensorDict({"wide": torch.zeros(2, 1000, 3000, dtype=torch.uint8)}, [2, 1000])
+    grid.extend(data)
+    before = grid["wide"].clone()
+
+    def edit() -> None:
+        grid[1, 7:9] = data[1, 7:9].apply(lambda wide: wide + 1)
+
+    assert 2 * 6000 <= noted(grid, edit) < 13_000
+    before[1, 7:9] = 1
+    assert (grid["wide"] == before).all()
+
+
+def test_a_durable_write_that_is_taken_back_is_on_the_disk_before_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path, durable=True)
+    rb.extend(rows(0, 10))
+    synced: list[str] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        sync(descriptor)
+
+    def interrupted(*_: Any) -> None:
+        synced.clear()
+        raise KeyboardInterrupt
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(type(rb.storage), "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(rows(50, 2))
+    data = [at for at, name in enumerate(synced) if name.endswith(".memmap")]
+    assert len(data) >= 2
+    assert max(data) < synced.index("journal.bin")
