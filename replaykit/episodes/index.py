@@ -82,10 +82,7 @@ class EpisodeIndex:
         self._noted = ledger.next_position - before
         self._changes = ledger.changes
         self._edited = False
-        after_clear = storage.indexes.head_after_clear()
-        if after_clear is None or len(after_clear) != self.lanes:
-            after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
-        self._after_clear = after_clear
+        self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
         # How often all rows were noted anew, at other times.
         self.rebuilt = 0
         # Whether times and positions of the noted rows differ by one number.
@@ -253,11 +250,6 @@ class EpisodeIndex:
         self.rebuilt += 1
         self._versions += self._ring.version + 1
         self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
-
-    def head_after_clear(self) -> Array:
-        """``Head`` of the first episodes that come now that nothing is stored: ``[lanes]``."""
-        self.sync()
-        return self._after_clear
 
     def _head_after_clear(self) -> Array:
         """How the first episodes begin of what was written after all rows were forgotten."""

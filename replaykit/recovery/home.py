@@ -66,6 +66,7 @@ class Home:
         self.process = os.getpid()
         self._targets: dict[int, Array] = {}
         self._tables: dict[int, tuple[MappedFile, Array]] = {}
+        self._found: dict[int, int] = {}
         self._more: list[Path] = []
 
     # -- manifest -----------------------------------------------------------------------------
@@ -155,7 +156,8 @@ class Home:
                 Nothing was changed.
         """
         self._targets.update(targets)
-        at_least = {"journal.bin": _JOURNAL_BYTES, "state-0.bin": 1, "state-1.bin": 1}
+        state = 4096  # the smallest page there is
+        at_least = {"journal.bin": _JOURNAL_BYTES, "state-0.bin": state, "state-1.bin": state}
         for name, nbytes in at_least.items():
             file = self.folder / name
             if fresh:
@@ -171,8 +173,10 @@ class Home:
                 if fresh:
                     file.unlink()
                 elif parts := _TABLE.fullmatch(file.name):
-                    check_file(file, 1, exactly=False)
-                    self._map_table(int(parts[1]), int(parts[2]), 0)
+                    check_file(file, 0, exactly=False)
+                    self._found[int(parts[1])] = file.stat().st_size
+                    if file.stat().st_size:  # else a kill came before it was used
+                        self._map_table(int(parts[1]), int(parts[2]), 0)
             if self.journal.sequence > self._next:
                 raise ValueError(
                     f"{self.folder} has lost its latest state: the journal is that of number "
@@ -188,9 +192,10 @@ class Home:
     def check_table(self, number: int, dtype: Any, rows: int) -> None:
         """Raises CheckpointError where a table with so many rows is not there; names its file."""
         width = np.dtype(dtype).itemsize
-        known = self._tables.get(number)
-        if rows and (known is None or len(known[1]) < rows or known[1].shape[1] != width):
-            check_file(self._table_file(number, width), rows * width, exactly=False)
+        found = self._found.get(number, 0)  # as it was before it was mapped, by whole pages
+        if rows * width > found or (rows and number not in self._tables):
+            file = self._table_file(number, width)
+            raise CheckpointError(f"expected {rows * width} bytes in {file}, got {found}")
 
     def _table_file(self, number: int, width: int) -> Path:
         return self.folder / f"table-{number}-{width}.bin"

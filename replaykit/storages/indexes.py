@@ -25,8 +25,6 @@ Array = np.ndarray[Any, Any]
 
 _DEFAULT = BoundaryRule()
 
-_NO_MARKS = np.zeros(0, np.int64)
-
 
 class EpisodeIndexes:
     """Keeps the indexes of a storage up with it. The storage's lock guards it.
@@ -46,7 +44,6 @@ class EpisodeIndexes:
             weakref.WeakValueDictionary()
         )
         self._saved: dict[str, Any] | None = None
-        self._after_clear: tuple[int, Array] | None = None
 
     @property
     def storage(self) -> ColumnStorage:
@@ -198,27 +195,6 @@ class EpisodeIndexes:
             "codes": self.marks.codes,
             "heads": None if main is None else main.state(),
         }
-
-    def after_clear(self) -> dict[str, Any] | None:
-        """How the first episodes begin that come now that all rows are forgotten, in the form of
-        ``known``; None: nothing is known. Lanes only, no streams."""
-        head = self.head_after_clear()
-        if self._main is not None and self.storage.lane_key is None:
-            head = self._main.head_after_clear()
-        if head is None:
-            return None
-        heads = {"oldest": -1, "begin": np.full(len(head), -1, np.int64), "head": head}
-        return {"marks": _NO_MARKS, "codes": _NO_MARKS, "heads": heads}
-
-    def restore_after_clear(self, head: list[int]) -> None:
-        """Takes over what ``after_clear`` gave, where nothing is stored."""
-        self._after_clear = self.storage.ledger.cleared, np.array(head, np.int64)
-
-    def head_after_clear(self) -> Array | None:
-        """``Head`` of what comes after the last clear, if it was that of before a restart."""
-        if self._after_clear is None or self._after_clear[0] != self.storage.ledger.cleared:
-            return None
-        return self._after_clear[1]
 
     @staticmethod
     def check(state: object) -> dict[str, Any] | None:

@@ -166,8 +166,6 @@ class Recovery:
         saved = Ledger(columns.slots)
         saved.restore(ledger, None)
         storage.indexes.restore(episodes, saved, None)
-        if not ledger["length"] and episodes is not None and episodes["heads"] is not None:
-            storage.indexes.restore_after_clear(episodes["heads"]["head"])
         self._saved_at = storage.ledger.next_position, storage.ledger.changes
 
     def _open(self, columns: Columns, files: list[FilePath], *, fresh: bool = False) -> Array:
@@ -335,7 +333,7 @@ class Recovery:
             counts += saved.counts[len(counts) :]
         return KeptState.of(
             ledger,
-            storage.indexes.known() if ledger.length else storage.indexes.after_clear(),
+            storage.indexes.known() if ledger.length else None,
             positions=positions,
             generations=generations,
             priorities=priorities,

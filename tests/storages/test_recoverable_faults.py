@@ -220,7 +220,8 @@ def and_then_interrupted(real: Any) -> Any:
 def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
+    other = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
     other.extend(rows(100, 7))
     other.dumps(tmp_path / "saved")
     rb = opened(tmp_path / "rows")
@@ -229,9 +230,10 @@ def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
         if there:
             rb.empty()
             rb.extend(rows(0, 3))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Columns, "scatter", and_then_interrupted(real))
+        monkeypatch.setattr(Columns, "scatter", and_then_interrupted(real))
+        with pytest.raises(KeyboardInterrupt):
             rb.loads(tmp_path / "saved")
+        monkeypatch.undo()
         assert (rb["number"].tolist() if len(rb) else []) == there
         rb.loads(tmp_path / "saved")
     del rb
@@ -357,40 +359,11 @@ def test_priorities_are_not_taken_over_by_who_comes_after_an_empty(tmp_path: Pat
     assert opened(tmp_path).sampler.default_priority == 1.0
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_an_episode_that_was_open_when_all_rows_went_is_not_begun_anew(
-    tmp_path: Path, ndim: int
-) -> None:
-    def made() -> ReplayBuffer:
-        gc.collect()
-        return ReplayBuffer(
-            storage=LazyMemmapStorage(30, scratch_dir=tmp_path, recover=True, ndim=ndim)
-        )
-
-    def step(done: bool) -> TensorDict:
-        shape = [3, 2][:ndim] if ndim > 1 else [2]
-        ends = torch.zeros(shape, dtype=torch.bool)
-        if done:
-            ends[..., -1] = True
-        return TensorDict({"next": {"done": ends}}, shape)
-
-    for done, head in ((False, 2), (True, 1)):
-        rb = made()
-        rb.extend(step(done))
-        rb.empty()
-        del rb
-        made()  # opened, and again
-        rb = made()
-        rb.extend(step(False))
-        assert set(rb.storage.episodes.table().head.tolist()) == {head}
-        del rb
-
-
 # -- files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["state-0.bin", "state-1.bin", "journal.bin", "table-8-8.bin"])
-@pytest.mark.parametrize("harm", ["gone", "empty", "link"])
+@pytest.mark.parametrize("harm", ["gone", "empty", "short", "link"])
 def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
     tmp_path: Path, file: str, harm: str
 ) -> None:
@@ -403,6 +376,8 @@ def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
     path.unlink()
     if harm == "empty":
         path.touch()
+    elif harm == "short":
+        path.write_bytes(content[:20])
     elif harm == "link":
         (tmp_path / "elsewhere").write_bytes(content)
         path.symlink_to(tmp_path / "elsewhere")
@@ -508,3 +483,15 @@ def test_a_durable_write_that_is_taken_back_is_on_the_disk_before_it_is_forgotte
     data = [at for at, name in enumerate(synced) if name.endswith(".memmap")]
     assert len(data) >= 2
     assert max(data) < synced.index("journal.bin")
+
+
+def test_a_table_that_a_kill_left_empty_is_made(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    (tmp_path / "%recovery" / "table-0-8.bin").touch()
+    rb = opened(tmp_path)
+    rb.writer.write_at(torch.tensor([1]), rows(50, 1))
+    del rb
+    rb = opened(tmp_path)
+    assert rb.storage.ledger.positions(torch.arange(3)).tolist() == [0, 3, 2]
