@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from replaykit.storages.memmap import LazyMemmapStorage
 
-__all__ = ["Changed", "KeptCount", "KeptPriorities", "place_of", "still_there"]
+__all__ = ["Changed", "KeptCount", "KeptPriorities", "place_of", "still_there", "take_place"]
 
 Array = np.ndarray[Any, Any]
 
@@ -65,6 +65,15 @@ def place_of(parts: list[weakref.ref[Any]], part: Any) -> int:
         ):
             return place
     return len(parts)
+
+
+def take_place(parts: list[weakref.ref[Any]], place: int, part: Any) -> None:
+    """Puts a part where ``place_of`` says, before the one in whose stead it comes.
+
+    Both stay until ``still_there`` tells which of them is in use: the exchange may not come about.
+    """
+    others = [known for known in parts[place:] if known() is not part]
+    parts[place:] = [weakref.ref(part), *others]
 
 
 def still_there(

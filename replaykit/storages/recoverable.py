@@ -22,6 +22,7 @@ from replaykit.storages.kept_parts import (
     KeptPriorities,
     place_of,
     still_there,
+    take_place,
 )
 from replaykit.storages.kept_state import KeptState, KeptTable
 from replaykit.storages.ledger import Ledger
@@ -207,7 +208,7 @@ class Recovery:
                     "holds no priorities"
                 )
             sampler.take_kept(torch.from_numpy(cells.copy()), table.most, table.dropped)
-        self._samplers[place : place + 1] = [weakref.ref(sampler)]
+        take_place(self._samplers, place, sampler)
 
     def adopt_writer(self, writer: KeptCount) -> None:
         """The same for the count of a writer."""
@@ -216,7 +217,7 @@ class Recovery:
             self._again = True
         elif saved is not None and place < len(saved.counts):
             writer._write_count = saved.counts[place]
-        self._writers[place : place + 1] = [weakref.ref(writer)]
+        take_place(self._writers, place, writer)
 
     def _let_go_of_parts(self, storage: LazyMemmapStorage) -> None:
         """Closes the places of parts that are gone, or work on something else now."""
@@ -299,7 +300,7 @@ class Recovery:
             self._noted = None
         counts = self._write_counts()
         seen = *_counters(ledger), storage.edits, counts
-        if self._saved_at != (ledger.next_position, ledger.changes):
+        if self._again or self._saved_at != (ledger.next_position, ledger.changes):
             self._let_go_of_parts(storage)
         self._again, again = True, self._again  # until it has come to its end
         if again:

@@ -315,6 +315,25 @@ def test_a_sampler_that_comes_for_another_one_is_the_one_that_is_kept(tmp_path: 
     assert again.write_count == 2
 
 
+def test_an_exchange_of_samplers_that_is_interrupted_leaves_the_one_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 6))
+    monkeypatch.setattr(rb.sampler, "put_back", and_then_interrupted(rb.sampler.put_back))
+    with pytest.raises(KeyboardInterrupt):
+        rb.set_sampler(PrioritizedSampler(alpha=0.5, beta=1.0))
+    monkeypatch.undo()
+    gc.collect()
+    rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
+    previous = rb.set_sampler(PrioritizedSampler(alpha=0.5, beta=1.0))
+    rb.set_sampler(previous)  # and back
+    rb.update_priority(torch.tensor([2]), torch.tensor([9.0]))
+    wanted = priorities(rb)
+    del rb, previous
+    assert priorities(opened(tmp_path)) == wanted
+
+
 def test_a_sampler_that_has_left_for_another_storage_takes_its_priorities_along(
     tmp_path: Path,
 ) -> None:
