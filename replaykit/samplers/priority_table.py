@@ -264,8 +264,12 @@ class PriorityTable:
         return watch
 
     def _note(self, index: torch.Tensor) -> None:
-        for watch in self._watches:
-            watch.note(index, max(self.length, _FIRST))
+        try:
+            for watch in self._watches:
+                watch.note(index, max(self.length, _FIRST))
+        except BaseException:  # they are set already
+            self._all_changed()
+            raise
 
     def _all_changed(self) -> None:
         for watch in self._watches:

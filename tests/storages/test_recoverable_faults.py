@@ -24,6 +24,7 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 from replaykit.recovery import MappedFile, States
+from replaykit.samplers.set_elements import SetElements
 from replaykit.storages.columns import Columns
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -313,6 +314,24 @@ def test_a_sampler_that_comes_for_another_one_is_the_one_that_is_kept(tmp_path: 
     again = opened(tmp_path)
     assert priorities(again) == [1, 1, 9, 1, 1, 1, 9, 9]
     assert again.write_count == 2
+
+
+def test_priorities_that_were_set_when_an_exception_came_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 6))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SetElements, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rb.update_priority(torch.tensor([1]), torch.tensor([0.5]))
+    monkeypatch.undo()
+    wanted = priorities(rb)
+    del rb
+    assert priorities(opened(tmp_path)) == wanted
 
 
 def test_an_exchange_of_samplers_that_is_interrupted_leaves_the_one_of_before(
