@@ -90,7 +90,7 @@ class StoredSurroundings(Surroundings):
 
     def _before(self, time: Array | None = None) -> Before:
         """The rows, or those of other times in their episodes, and how far back these reach."""
-        lowest = self._index.bounds(self.lane)[0]
+        lowest = self._index.lowest
         if time is None:
             return Before(self._cells, self.time, self.begin, lowest)
         return Before(self._index.element(time, self.lane), time, self.begin, lowest)

@@ -319,6 +319,11 @@ class EpisodeIndex:
         """``lo, hi`` of lanes: stored rows are those with ``lo <= time < hi``."""
         return self._ring.lo, self._ring.hi
 
+    @property
+    def lowest(self) -> int:
+        """Time of the oldest stored rows, in an index whose lanes have one."""
+        return self._ring.lo
+
     def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """First stored and last row of the episodes of stored rows, as times."""
         begin, last, _, _ = self._ring.lookup(time, lane)

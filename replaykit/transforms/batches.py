@@ -22,7 +22,11 @@ def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
     """
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for path, value in values.items():
-        groups.setdefault(path[:-1], {})[path[-1]] = value
+        above = path[:-1]
+        if above in groups:
+            groups[above][path[-1]] = value
+        else:
+            groups[above] = {path[-1]: value}
     set_groups(data, groups)
 
 

@@ -73,11 +73,12 @@ def followed(
     if (
         native.join_rows is None
         or type(following) is not torch.Tensor
-        or not following.is_cpu
         or following.dtype is not frames.dtype
-        or following.shape != (frames.shape[0], *features)
-        or following.stride()[1:] != frames.stride()[frames.ndim - len(features) :]
+        or not following.is_cpu
         or following.requires_grad
+        or following.shape[0] != frames.shape[0]
+        or following.shape[1:] != features
+        or not _lies_alike(following, frames, len(features))
         or like.nbytes >= _WIDE_BYTES
     ):
         return next_stack(frames.view(-1, count, *features)[:, skip:], following, how)
@@ -94,6 +95,13 @@ def followed(
         stack.data_ptr(),
     )
     return stack if how.flat else arranged(stack, how)
+
+
+def _lies_alike(following: torch.Tensor, frames: torch.Tensor, features: int) -> bool:
+    """Whether the values of one row lie next to each other as those of frames do."""
+    if features == 1:
+        return following.stride(1) == 1
+    return following.stride()[1:] == frames.stride()[frames.ndim - features :]
 
 
 class FrameStream:
