@@ -152,6 +152,7 @@ class EpisodeIndex:
         columns = self._columns
         if self._ring.append_columns(self.bound, columns, first, until):
             return
+        columns.follow_memory()
         views = {path: columns[path][first:until] for path in self.bound.paths}
         if not views:
             path = columns.order[0]
