@@ -31,7 +31,7 @@ from replaykit.filesystem import (
 )
 from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
-from replaykit.storages.memmap import map_file
+from replaykit.storages.row_files import map_file
 from replaykit.structure import Leaf, build, flatten
 from replaykit.structure import Path as LeafPath
 

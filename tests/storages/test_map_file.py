@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit.storages import memmap as module
-from replaykit.storages.memmap import map_file
+from replaykit.storages import row_files as module
+from replaykit.storages.row_files import map_file
 
 
 def test_a_file_can_be_mapped_so_that_edits_stay_in_the_process(tmp_path: Path) -> None:
