@@ -1,16 +1,32 @@
 """State on disk that is whole at every instant, whatever is killed in the middle of what.
 
 Layers: ``files`` (mapped files that grow), ``journal`` (what an operation is about to overwrite),
-``states`` (numbers that change all at once), ``home`` (the folder that holds them).
+``states`` (numbers that change all at once), ``home`` (the folder that holds them). For several
+processes at a time ``shared_lock``, ``members`` (who uses a folder) and ``change_log`` (what to
+look at anew).
 """
 
 from __future__ import annotations
 
+from replaykit.recovery.change_log import ChangeLog
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import Exclusive
 from replaykit.recovery.files import MappedFile
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
+from replaykit.recovery.members import Members
+from replaykit.recovery.shared_lock import SharedLock
 from replaykit.recovery.states import States
 
-__all__ = ["CommitLock", "Exclusive", "Home", "Journal", "MappedFile", "States", "check_file"]
+__all__ = [
+    "ChangeLog",
+    "CommitLock",
+    "Exclusive",
+    "Home",
+    "Journal",
+    "MappedFile",
+    "Members",
+    "SharedLock",
+    "States",
+    "check_file",
+]

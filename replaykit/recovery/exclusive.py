@@ -6,11 +6,17 @@ import gc
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Exclusive"]
+__all__ = ["Exclusive", "let_go_in_children"]
 
-_held: weakref.WeakSet[Exclusive] | None = None
+
+class _Open(Protocol):
+    def let_go(self) -> None:
+        """Closes a file."""
+
+
+_held: weakref.WeakSet[_Open] | None = None
 """Those of this process; None until there is one."""
 
 
@@ -49,7 +55,7 @@ class Exclusive:
         except BaseException:
             os.close(self.__dict__.pop("_fd"))
             raise
-        _let_go_in_children(self)
+        let_go_in_children(self)
 
     def let_go(self) -> None:
         """Closes the file here. The lock is gone when nobody has it open any more."""
@@ -61,7 +67,8 @@ class Exclusive:
         self.let_go()
 
 
-def _let_go_in_children(held: Exclusive) -> None:
+def let_go_in_children(held: _Open) -> None:
+    """Has what holds a lock by an open file close it in forked children, which share that file."""
     global _held
     if _held is None:
         _held = weakref.WeakSet()

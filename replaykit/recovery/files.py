@@ -83,6 +83,12 @@ class MappedFile:
         if nbytes > len(self.bytes):
             self._map(max(nbytes, 2 * len(self.bytes)))
 
+    def follow(self) -> None:
+        """Maps the file as long as it is now: another process may have had it grow."""
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes > len(self.bytes):
+            self._map(nbytes)
+
     def sync(self) -> None:
         """Waits until what was stored is on the disk."""
         os.fsync(self._fd)

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 FORMAT = "replaykit-recovery"
 FORMAT_VERSION = 1
 
-_NAME = "%recovery"
+_NAME, _SHARED = "%recovery", "%shared"
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _JOURNAL_BYTES = 1 << 16
@@ -37,7 +37,8 @@ _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
 
 class Home:
-    """Manifest, journal, states and tables of one storage, for one process at a time.
+    """Manifest, journal, states and tables of one storage, for one process at a time, or for
+    several that take turns.
 
     A table is an array of rows in a file of its own, by number. Rows of the storage's own files are
     given as targets too: the journal takes them back as it does those of tables. Nothing that was
@@ -47,17 +48,20 @@ class Home:
     Args:
         scratch_dir: the folder of the storage's files.
         durable: commits hold across a loss of power too.
+        shared: several processes have it open, forked ones too; who calls holds a SharedLock.
 
     Raises:
-        RuntimeError: another process, or another storage of this one, has it open.
+        RuntimeError: not ``shared``, and another process, or another storage of this one, has it
+            open.
         OSError: the folder cannot be made or opened.
     """
 
-    def __init__(self, scratch_dir: Path, *, durable: bool = False) -> None:
-        self.folder, self.durable = scratch_dir / _NAME, durable
+    def __init__(self, scratch_dir: Path, *, durable: bool = False, shared: bool = False) -> None:
+        self.folder = scratch_dir / (_SHARED if shared else _NAME)
+        self.durable, self.shared = durable, shared
         make_directory(self.folder)
         try:
-            self._lock = Exclusive(self.folder / _LOCK)
+            self._lock = None if shared else Exclusive(self.folder / _LOCK)
         except BlockingIOError:
             raise RuntimeError(
                 f"{scratch_dir} is in use by another process, or by another storage of this one; "
@@ -226,7 +230,7 @@ class Home:
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked process, which reads only."""
-        if os.getpid() != self.process:
+        if not self.shared and os.getpid() != self.process:
             raise RuntimeError(
                 f"the rows in {self.folder.parent} are those of process {self.process}; a forked "
                 "process reads them only"
@@ -270,7 +274,8 @@ class Home:
 
     def noted(self) -> tuple[int, int]:
         """Number of the state that is being worked on, and how much was noted for it."""
-        return self._next, self.journal.used(self._next)
+        count = self._next
+        return count, self.journal.used(count)
 
     def commit(self, numbers: Array) -> None:
         """Has everything that was changed count, with these int64 numbers as the state.
@@ -284,10 +289,21 @@ class Home:
 
     def roll_back(self, since: int = 0) -> None:
         """Takes back what was noted since the last commit, or since ``noted`` was that much."""
+        if self.shared and self.journal.pending(self._next):
+            self._map_all()
         if self.journal.undo(self._next, self._targets, since):
             if self.durable:  # before the journal forgets what they were
                 self._sync_rows()
             self.journal.forget(self._next, since)
+
+    def _map_all(self) -> None:
+        """Maps every table as long as it is: others may have made them, or had them grow."""
+        for file in self.folder.glob("table-*.bin"):
+            if (parts := _TABLE.fullmatch(file.name)) and file.stat().st_size:
+                number, width = int(parts[1]), int(parts[2])
+                known = self._tables.get(number)
+                if known is None or len(known[0]) < file.stat().st_size:
+                    self._map_table(number, width, file.stat().st_size // width)
 
     def _sync_rows(self) -> None:
         for file, _ in self._tables.values():

@@ -15,6 +15,7 @@ __all__ = ["KeptState", "KeptTable"]
 Array = np.ndarray[Any, Any]
 
 _FIXED = 16
+_OLDEST = 9
 _STREAM = 4
 
 _NO_NUMBERS = np.zeros(0, np.int64)
@@ -29,9 +30,9 @@ class KeptTable(NamedTuple):
     dropped: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptState:
-    """One committed state of a storage and its parts.
+    """One committed state of a storage and its parts; see ``moved_on`` for what may change.
 
     Attributes:
         cursor, length, next_position, cleared, by_stream: of the ledger.
@@ -58,6 +59,7 @@ class KeptState:
     streams: Array = field(default_factory=lambda: _NO_STREAMS)
     priorities: list[KeptTable] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    _encoded: Array = field(default_factory=lambda: _NO_NUMBERS)
 
     @classmethod
     def of(
@@ -110,7 +112,7 @@ class KeptState:
         return {"marks": self.marks.tolist(), "codes": self.codes.tolist(), "heads": heads}
 
     def encode(self) -> Array:
-        """Returns it as int64 numbers."""
+        """Returns it as int64 numbers, which belong to this object."""
         tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
         fixed = (
             self.cursor,
@@ -136,7 +138,52 @@ class KeptState:
             lists += self.marks, self.codes.astype(np.int64)
         if len(self.streams):
             lists.append(self.streams.reshape(-1))
-        return np.concatenate([numbers, *lists])
+        self._encoded = np.concatenate([numbers, *lists])
+        return self._encoded
+
+    def moved_on(
+        self,
+        ledger: Ledger,
+        episodes: dict[str, Any],
+        priorities: list[KeptTable],
+        counts: list[int],
+    ) -> Array | None:
+        """Becomes the state after a write at the cursor, with the same parts and marks, without
+        streams; returns its numbers, None where it has become another one than that.
+
+        What an ``extend`` costs beside its rows: so only what differs is encoded.
+        """
+        heads, numbers, before = episodes["heads"], self._encoded, len(self.priorities)
+        if (
+            heads is None
+            or not len(numbers)
+            or (self.cleared, self.by_stream) != (ledger.cleared, ledger.by_stream)
+            or not self.positions == self.generations == -1
+            or not (ledger.in_order and ledger.counted)
+            or self.oldest is None
+            or (len(heads["begin"]), len(priorities), len(counts))
+            != (len(self.begin), before, len(self.counts))
+            or len(self.streams)
+            or len(heads.get("streams", ()))
+        ):
+            return None
+        self.cursor, self.length = ledger.cursor, ledger.length
+        self.next_position, self.oldest = ledger.next_position, heads["oldest"]
+        self.begin, self.head = heads["begin"], heads["head"]
+        self.priorities, self.counts = priorities, counts
+        view = numbers.data
+        view[0], view[1], view[2] = self.cursor, self.length, self.next_position
+        view[_OLDEST] = self.oldest
+        at = _FIXED
+        for table in priorities:
+            view[at], view[at + 1], view[at + 2] = table.length, _bits(table.most), table.dropped
+            at += 3
+        for count in counts:
+            view[at] = count
+            at += 1
+        lanes = len(self.begin)
+        numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = self.begin, self.head
+        return numbers
 
     @classmethod
     def decode(cls, numbers: Array) -> KeptState:
@@ -169,9 +216,12 @@ class KeptState:
         )
 
 
+_double, _whole = struct.Struct("=d"), struct.Struct("=q")
+
+
 def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+    return int(_whole.unpack(_double.pack(number))[0])
 
 
 def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+    return float(_double.unpack(_whole.pack(bits))[0])

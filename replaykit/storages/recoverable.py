@@ -311,13 +311,34 @@ class Recovery:
         ]
         moved = again or seen != self._seen or marks.numbers is not self._marks
         if moved or any(one is not None for one in changed):
-            state = self._state(storage, changed, again)
-            self.home.commit(state.encode())
-            self._committed, self._seen, self._marks = state, seen, marks.numbers
+            numbers = None if again else self._moved_on(storage, changed, counts)
+            if numbers is None:
+                self._committed = self._state(storage, changed, again)
+                numbers = self._committed.encode()
+            self.home.commit(numbers)
+            self._seen, self._marks = seen, marks.numbers
         self._again = False
 
     def _write_counts(self) -> list[int]:
         return [getattr(known(), "_write_count", 0) for known in self._writers]
+
+    def _moved_on(
+        self, storage: LazyMemmapStorage, changed: list[Changed | None], counts: list[int]
+    ) -> Array | None:
+        """The numbers of the state, where nothing has come but rows at the cursor; else None."""
+        before, ledger = self._committed, storage.ledger
+        if (
+            before is None
+            or ledger.touched
+            or storage.indexes.marks.numbers is not self._marks
+            or len(changed) != len(before.priorities)
+            or not ledger.length
+        ):
+            return None
+        priorities = [
+            self._priorities(place, one, before, False) for place, one in enumerate(changed)
+        ]
+        return before.moved_on(ledger, storage.indexes.known(), priorities, counts)
 
     def _state(
         self, storage: LazyMemmapStorage, changed: list[Changed | None], again: bool

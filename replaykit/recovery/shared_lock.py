@@ -1,0 +1,114 @@
+"""A lock that processes share, whose holder may die."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from replaykit.recovery.commit_lock import CommitLock
+from replaykit.recovery.exclusive import let_go_in_children
+
+__all__ = ["SharedLock"]
+
+_PAUSE = 0.001
+"""Seconds between two looks, where somebody waits for a limited time."""
+
+
+class SharedLock(CommitLock):
+    """A re-entrant lock of the threads of all processes that open its file.
+
+    The kernel gives it to one process at a time, and takes it back from one that dies. It is free
+    while nothing is under way: who waits for it sleeps.
+
+    Args:
+        path: the file; made if it is not there.
+        enter: called by the thread that has just taken it, at its outermost level: what others
+            have done is taken note of.
+        settle: called at its outermost release.
+
+    Raises:
+        RuntimeError: the system has no such locks.
+
+    Cost: two calls of the system.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.recovery import SharedLock
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "lock"
+        ...     one, other = (SharedLock(path, lambda: None, lambda: None) for _ in range(2))
+        ...     with one:
+        ...         other.acquire(blocking=False)
+        False
+    """
+
+    def __init__(self, path: Path, enter: Callable[[], None], settle: Callable[[], None]) -> None:
+        super().__init__(settle)
+        try:
+            import fcntl
+        except ImportError:
+            raise RuntimeError(
+                "processes cannot share a buffer on a system without flock"
+            ) from None
+        self._enter = enter
+        self._flock: Callable[[int, int], Any] = fcntl.flock
+        self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
+        self._give = fcntl.LOCK_UN
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        # A forked child that had it open too would hold it after this process has died.
+        let_go_in_children(self)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        if self._depth == 0:
+            try:
+                if blocking and timeout < 0:
+                    self._flock(self._fd, self._take)
+                elif not self._tried(timeout if blocking else 0.0):
+                    self._lock.release()
+                    return False
+                self._enter()
+            except BaseException:
+                self._flock(self._fd, self._give)
+                self._lock.release()
+                raise
+        self._depth += 1
+        return True
+
+    def _tried(self, timeout: float) -> bool:
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                self._flock(self._fd, self._try)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+            time.sleep(_PAUSE)
+
+    def release(self) -> None:
+        """Gives it back. What ``settle`` raises is raised, and it is given back all the same."""
+        try:
+            if self._depth == 1:
+                try:
+                    self._settle()
+                finally:
+                    self._flock(self._fd, self._give)
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def let_go(self) -> None:
+        """Closes the file here."""
+        fd = self.__dict__.pop("_fd", None)
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.let_go()
