@@ -42,6 +42,8 @@ void check_length(const char* name, std::size_t got, std::int64_t expected) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // Buffers live until their process ends: that is no leak to tell users of.
+  nb::set_leak_warnings(false);
   m.doc() = "Compiled core of replaykit.";
   m.attr("__version__") = REPLAYKIT_VERSION;
   replaykit::bind_trees(m);

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from replaykit.buffer.core import BufferCore, check_order
+from replaykit.buffer.shared import refuse_exchange
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
 from replaykit.writers import Writer
@@ -48,6 +49,7 @@ class Components(BufferCore):
             (0, 2)
         """
         _check_type("storage", storage, Storage)
+        refuse_exchange(self, "storage")
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
         with self._both_locked(storage) as previous:
@@ -99,6 +101,7 @@ class Components(BufferCore):
             RandomSampler()
         """
         _check_type("sampler", sampler, Sampler)
+        refuse_exchange(self, "sampler")
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
@@ -126,6 +129,7 @@ class Components(BufferCore):
             RoundRobinWriter(write_count=0)
         """
         _check_type("writer", writer, Writer)
+        refuse_exchange(self, "writer")
         with self._locked() as storage:
             check_order(self._sampler, writer)
             self._claim(writer)

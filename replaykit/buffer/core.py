@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from replaykit.buffer.prefetch import Drawn, Prefetcher
+from replaykit.buffer.shared import check_shareable, check_transforms
 from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.ted import unravel
@@ -48,6 +49,7 @@ class BufferCore:
         priority_key: Any = "td_error",
         delayed_init: bool | None = None,
         contiguous: bool = False,
+        shared: bool = False,
         compilable: bool = False,
     ) -> None:
         if transform is not None and transform_factory is not None:
@@ -80,6 +82,12 @@ class BufferCore:
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._contiguous = bool(contiguous)
+        self._shared = bool(shared)
+        if shared and depth:
+            raise ValueError(
+                f"expected shared=True without prefetch, got {prefetch}: what is drawn "
+                "ahead may be overwritten by other processes"
+            )
         self._generator = generator
         self._priority_key = unravel(priority_key)
         self._prefetch_depth = depth
@@ -110,7 +118,11 @@ class BufferCore:
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
         self._sample_unit.check(storage, sampler)
+        if self._shared:
+            check_shareable(storage, writer, chain)
         self._claim(sampler, writer)
+        if self._shared:
+            storage.share()  # type: ignore[attr-defined]
         writer.register_storage(storage)
         sampler.generator = self._generator
         sampler.attach(storage)
@@ -125,6 +137,8 @@ class BufferCore:
 
     def _take_chain(self, chain: Compose) -> None:
         """Transforms by these from now on; what they need around a row follows."""
+        if self._shared:
+            check_transforms(chain)
         self._chain = chain
         self._needs = needs_of(list(chain))
         self._listening = chain.told_of_writes
@@ -224,7 +238,13 @@ class BufferCore:
     def write_count(self) -> int:
         """Rows written so far through this buffer (elements, for storages with lanes)."""
         self._ready()
+        self._storage.look()
         return self._writer.write_count
+
+    @property
+    def shared(self) -> bool:
+        """Whether processes that get this buffer write and sample the same rows."""
+        return self._shared
 
     def __len__(self) -> int:
         self._ready()
@@ -246,7 +266,7 @@ class BufferCore:
         if not self._initialized:
             size = count = capacity = 0
         else:
-            size, count = len(self._storage), self._writer.write_count
+            size, count = len(self._storage), self.write_count
             capacity = self._storage.max_size
         queue = self._queue()
         queued = 0 if queue is None else len(queue)

@@ -37,6 +37,9 @@ class ReplayBuffer(Streams, Sampling, Editing, Priorities, Conditional, Componen
         delayed_init: make the components at first use only.
         contiguous: every tensor of a sample lies in one piece. By default small columns come back
             as strided views of one allocation, which is faster.
+        shared: processes that get the buffer, spawned or forked, write and sample the same rows.
+            For a LazyTensorStorage or LazyMemmapStorage and a RoundRobinWriter; see
+            ``docs/sharing.md``.
         compilable: accepted, without effect.
 
     Raises:

@@ -303,25 +303,29 @@ class Saving(BufferCore):
     # -- pickling -----------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._shared:
+            self._ready()  # each process would make parts of its own
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
             return {**self.__dict__, "_generator": generator, "_making": None}
-        if multiprocessing.context.get_spawning_popen() is not None and (
-            self._writer.kind != "immutable"
-        ):
+        spawning = multiprocessing.context.get_spawning_popen() is not None
+        if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
                 "a buffer that can be written to cannot be handed to a spawned process: each "
-                "process would have a copy of its own, and rows would be lost; save it with "
-                "dumps() and load it there, or hand over a read-only data set"
+                "process would have a copy of its own, and rows would be lost; make it with "
+                "shared=True, save it with dumps() and load it there, or hand over a read-only "
+                "data set"
             )
         with self._locked() as storage:
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = None
             # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
             # that are taken along is taken now.
-            state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
+            sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
+            sampler.owner = self
             state["_generator"] = by_value(generator_state(self._generator))
             state["_pending"] = by_value(prepared_state(self))
+            state["_shared"] = self._shared and spawning  # a copy has rows of its own
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,5 +340,7 @@ class Saving(BufferCore):
         self._claim(self._sampler, self._writer)
         self._writer.register_storage(self._storage)
         self._storage.attach(cast(Any, self))
+        if self._shared:
+            self._sampler.attach(self._storage)
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))

@@ -68,6 +68,7 @@ class Home:
                 "one at a time can recover it"
             ) from None
         self.process = os.getpid()
+        self._manifest = str(self.folder / _MANIFEST)
         self._targets: dict[int, Array] = {}
         self._tables: dict[int, tuple[MappedFile, Array]] = {}
         self._found: dict[int, int] = {}
@@ -129,6 +130,11 @@ class Home:
             os.fsync(file.fileno())
         os.replace(draft, self.folder / _MANIFEST)
         sync_directory(self.folder)
+
+    @property
+    def published(self) -> bool:
+        """Whether there is a manifest."""
+        return os.path.exists(self._manifest)
 
     @property
     def half_made(self) -> bool:

@@ -73,11 +73,14 @@ class SharedLock(CommitLock):
                 elif not self._tried(timeout if blocking else 0.0):
                     self._lock.release()
                     return False
+                self._depth = 1  # what it does takes the lock as well
                 self._enter()
             except BaseException:
+                self._depth = 0
                 self._flock(self._fd, self._give)
                 self._lock.release()
                 raise
+            return True
         self._depth += 1
         return True
 

@@ -51,6 +51,13 @@ class FollowedTable:
         self._watch = SetElements()
         self._numbers: tuple[Any, ...] = ()
 
+    def skip(self, table: PriorityTable, most: float, dropped: int) -> None:
+        """Takes what has become of them until now for known."""
+        if self._table is not table:
+            self._table, self._watch = table, table.watch()
+        self._watch.take()
+        self._numbers = table.length, most, dropped
+
     def changed(
         self, table: PriorityTable, most: float, dropped: int, *, everything: bool
     ) -> Changed | None:

@@ -298,6 +298,25 @@ class WithPriorities(Sampler):
         table.load(priorities.to(self.dtype))
         self._table, self._max_priority, self.dropped_updates = table, most, dropped
 
+    def take_changed(self, changed: Changed) -> None:
+        """Takes over what another process has made of the priorities; ValueError where the
+        exponents do not allow them."""
+        values, most, dropped = torch.from_numpy(changed.values), changed.most, changed.dropped
+        if changed.elements is None or self._table is None:
+            self._chosen = None
+            self.take_kept(values, most, dropped)
+        else:
+            table = self._known(None)
+            table.truncate(changed.length)
+            if len(changed.elements):
+                self._law.check(0.0, most)
+                index = torch.from_numpy(changed.elements).to(table.device)
+                table.set(index, values.to(table.device, self.dtype), changed.length)
+            table.cover(changed.length, most)
+            self._max_priority, self.dropped_updates = most, dropped
+        assert self._table is not None
+        self._kept.skip(self._table, most, dropped)
+
     # -- being told of writes -----------------------------------------------------------------
 
     def add(self, index: Any) -> None:
@@ -465,11 +484,18 @@ class WithPriorities(Sampler):
             self._table.load(self._table.priorities[cells.to(self._table.device)])
 
     def __getstate__(self) -> dict[str, Any]:
-        if multiprocessing.context.get_spawning_popen() is not None:
-            raise RuntimeError(
-                "a PrioritizedSampler cannot be handed to a spawned process: each process would "
-                "have priorities of its own; make one there"
-            )
         _ = self._table  # a copy does not share the file
-        state = {**super().__getstate__(), "_attached": None, "_chosen": None}
-        return {**state, "_kept": FollowedTable()}
+        own = {"_attached": None, "_chosen": None, "_kept": FollowedTable()}
+        if multiprocessing.context.get_spawning_popen() is None:
+            return {**super().__getstate__(), **own}
+        if not (self.owner is not None and self.owner.shared):
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be handed to a spawned process: each process "
+                "would have priorities of its own; make one there, or a buffer with shared=True"
+            )
+        # They lie in files that the other process finds by its storage.
+        table, self._read = self._read, None
+        try:
+            return {**super().__getstate__(), **own}
+        finally:
+            self._read = table

@@ -87,8 +87,13 @@ class Storage(ABC):
         lock = self._locks.get(process)
         return self._locks.setdefault(process, self._new_lock()) if lock is None else lock
 
+    def look(self) -> None:
+        """Takes note of what other processes have done, where they share the storage."""
+        if self.recovery is not None:
+            self.recovery.look()
+
     def _new_lock(self) -> Any:
-        return threading.RLock()
+        return threading.RLock() if self.recovery is None else self.recovery.new_lock()
 
     # -- what a storage brings ----------------------------------------------------------------
 

@@ -74,6 +74,7 @@ class ColumnStorage(SequencedStorage):
         return torch.Size([self.ledger.length, *self.lanes])
 
     def __len__(self) -> int:
+        self.look()
         return self.ledger.length if self.ndim == 1 else self.ledger.length * self.lanes.numel()
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ class Content:
     order: torch.Tensor | None = None
     plain: tuple[Any, ...] = ()
     check: Callable[[], None] | None = None
+
+    def copied(self) -> Content:
+        """The same rows in memory of their own; of column storages."""
+        groups = tuple(
+            Group(group.schema, tuple(column.clone() for column in group.columns))
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
 
     def single_group(self) -> Group:
         """Returns the only group.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -44,6 +44,10 @@ class EpisodeIndexes:
             weakref.WeakValueDictionary()
         )
         self._saved: dict[str, Any] | None = None
+        # Asked for what is known of the first episodes, where other processes write too.
+        self.heads_from: Callable[[], dict[str, Any] | None] | None = None
+        # How often columns that bound episodes were edited.
+        self.bounding = 0
 
     @property
     def storage(self) -> ColumnStorage:
@@ -124,10 +128,14 @@ class EpisodeIndexes:
 
     def edited(self, paths: Collection[Path]) -> None:
         """Told that columns were changed in place."""
-        for index in self._live():
+        live = self._live()
+        if not live:
+            self.bounding += 1
+        for index in live:
             if not index.bound.paths.isdisjoint(paths):
                 index.edited()
                 self.stale = True
+                self.bounding += 1
 
     def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
@@ -276,13 +284,29 @@ class EpisodeIndexes:
         if restarted and ledger.length:
             self.cut(code=RESTORED)
 
+    def follow(self, marks: Array, codes: Array, *, anew: bool, edited: bool) -> None:
+        """Takes over what another process has done: the rows that nothing follows, and why.
+
+        Args:
+            anew: nothing that was noted here counts. edited: columns that bound episodes were.
+        """
+        if anew:
+            self._main = None
+            self._others.clear()
+        if edited or not np.array_equal(marks, self.marks.numbers):
+            for index in self._live():
+                index.edited()
+        self.stale = True
+        self.marks = CutMarks(marks.tolist(), codes.tolist())
+
     def take_heads(self) -> dict[str, Any] | None:
         """Where headless episodes began when the rows were saved, for who indexes them first."""
-        return self._saved
+        return self._saved if self.heads_from is None else self.heads_from()
 
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""
-        return [] if self._saved is None else self._saved.get("streams", [])
+        heads = self.take_heads()
+        return [] if heads is None else heads.get("streams", [])
 
 
 def _plain(value: Any) -> Any:

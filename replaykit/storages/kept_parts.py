@@ -9,9 +9,17 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from replaykit.storages.memmap import LazyMemmapStorage
+    from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = ["Changed", "KeptCount", "KeptPriorities", "place_of", "still_there", "take_place"]
+__all__ = [
+    "Changed",
+    "KeptCount",
+    "KeptPriorities",
+    "place_of",
+    "set_alone",
+    "still_there",
+    "take_place",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +45,7 @@ class Changed(NamedTuple):
 class KeptPriorities(Protocol):
     """A sampler whose priorities are to be there again."""
 
-    def works_on(self, storage: LazyMemmapStorage) -> bool:
+    def works_on(self, storage: LazyTensorStorage) -> bool:
         """Whether it is still told of what becomes of the storage."""
 
     def priorities_changed(self, *, everything: bool = False) -> Changed | None:
@@ -46,13 +54,16 @@ class KeptPriorities(Protocol):
     def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
         """Takes priorities over that it had, float64 ``[length]``."""
 
+    def take_changed(self, changed: Changed) -> None:
+        """Takes over what another process has made of them; it is not told of as a change."""
+
 
 class KeptCount(Protocol):
     """A writer whose count is to be there again."""
 
     _write_count: int
 
-    def works_on(self, storage: LazyMemmapStorage) -> bool:
+    def works_on(self, storage: LazyTensorStorage) -> bool:
         """Whether it still writes to the storage."""
 
 
@@ -76,8 +87,23 @@ def take_place(parts: list[weakref.ref[Any]], place: int, part: Any) -> None:
     parts[place:] = [weakref.ref(part), *others]
 
 
+def set_alone(parts: list[weakref.ref[Any]], part: Any) -> None:
+    """Makes a part the only one.
+
+    Raises:
+        RuntimeError: another one is there, of another buffer.
+    """
+    other = parts[0]() if parts else None
+    if other is not None and other is not part and other.owner is not part.owner:
+        raise RuntimeError(
+            f"expected one buffer over a storage that processes share, got another one with a "
+            f"{type(part).__name__}"
+        )
+    parts[:] = [weakref.ref(part)]
+
+
 def still_there(
-    parts: list[weakref.ref[Any]], storage: LazyMemmapStorage
+    parts: list[weakref.ref[Any]], storage: LazyTensorStorage
 ) -> list[weakref.ref[Any]]:
     """Those that have neither gone nor been given something else to work on."""
     return [known for known in parts if (part := known()) is not None and part.works_on(storage)]

@@ -185,6 +185,44 @@ class KeptState:
         numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = self.begin, self.head
         return numbers
 
+    def follow(self, numbers: Array) -> bool:
+        """Becomes the state of these numbers, where they are those of a write at the cursor and
+        what this one is of has stayed; else False, and it is as before."""
+        mine = self._encoded
+        if len(numbers) != len(mine) or not self.positions == self.generations == -1:
+            return False
+        fixed = numbers[:_FIXED].tolist()
+        if fixed[3:_OLDEST] != mine[3:_OLDEST].tolist():
+            return False
+        if fixed[_OLDEST + 1 :] != mine[_OLDEST + 1 : _FIXED].tolist():
+            return False
+        lanes, tables, counts = len(self.begin), len(self.priorities), len(self.counts)
+        heads = _FIXED + 3 * tables + counts
+        marks = heads + 2 * lanes
+        streams = marks + 2 * len(self.marks)
+        if streams > marks and not np.array_equal(numbers[marks:streams], mine[marks:streams]):
+            return False
+        mine[:] = numbers
+        self.cursor, self.length, self.next_position = fixed[:3]
+        if self.oldest is not None:
+            self.oldest = fixed[_OLDEST]
+        if tables:
+            rows = numbers[_FIXED : _FIXED + 3 * tables].reshape(-1, 3).tolist()
+            self.priorities = [KeptTable(n, _float(most), late) for n, most, late in rows]
+        self.counts = numbers[heads - counts : heads].tolist()
+        self.begin, self.head = mine[heads : heads + lanes], mine[heads + lanes : marks]
+        self.streams = mine[streams:].reshape(-1, _STREAM)
+        return True
+
+    @classmethod
+    def of_numbers(cls, numbers: Array) -> KeptState:
+        """The state of some numbers, of which it takes a copy; none: that of an empty storage."""
+        if not len(numbers):
+            return cls(0, 0, 0, 0, False, -1, -1, _NO_NUMBERS, _NO_NUMBERS)
+        found = cls.decode(numbers.copy())
+        found._encoded = numbers.copy()
+        return found
+
     @classmethod
     def decode(cls, numbers: Array) -> KeptState:
         """Reads what ``encode`` gave; ValueError where it cannot have."""

@@ -292,6 +292,30 @@ class Ledger:
                 self._positions += shift
             self._generations = self._outdate(old, self._generations, source)
 
+    def follow(
+        self,
+        cursor: int,
+        length: int,
+        next_position: int,
+        cleared: int,
+        by_stream: bool,
+        changes: int,
+        positions: tuple[Any, Any],
+        generations: tuple[Any, Any],
+    ) -> None:
+        """Becomes what the ledger of another process over the same rows is.
+
+        Args:
+            positions, generations: the whole table as NumPy array, None for none, and which of its
+                entries differ from those here, int64 ``[K]``; None: any.
+        """
+        self.cursor, self.length, self.next_position = cursor, length, next_position
+        self.cleared, self.by_stream, self.changes = cleared, by_stream, changes
+        if positions[0] is not None or self._positions is not None:
+            self._positions = _followed(self._positions, *positions)
+        if generations[0] is not None or self._generations is not None:
+            self._generations = _followed(self._generations, *generations)
+
     def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
         new = source._generation_table() if new is None else new
         merged = torch.full((max(len(old), len(new)),), -1, device="cpu")
@@ -336,6 +360,17 @@ class Ledger:
 def is_plain_index(slots: torch.Tensor) -> bool:
     """Whether the core can read the tensor as the int64 numbers that it is."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+
+
+@torch.inference_mode(False)
+def _followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor | None:
+    if values is None:
+        return None
+    if table is None or at is None or len(table) > len(values):
+        return torch.from_numpy(values.copy())
+    table = _grown(table, len(values), len(values))
+    table.numpy()[at] = values[at]
+    return table
 
 
 def _checked_table(state: dict[str, Any], name: str, fewest: int, most: int) -> torch.Tensor | None:

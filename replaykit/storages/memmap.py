@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from replaykit.errors import CheckpointError
-from replaykit.recovery import CommitLock, check_file
+from replaykit.recovery import Home, check_file
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import as_device
 from replaykit.storages.beside import Grow
@@ -135,12 +135,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.existsok = existsok
         if recover:
             assert self.scratch_dir is not None
-            self.recovery = Recovery(self, self.scratch_dir, durable=durable)
+            self.recovery = Recovery(self, Home(self.scratch_dir, durable=durable))
             self._resume(self.scratch_dir)
-
-    def _new_lock(self) -> Any:
-        recovery = self.recovery
-        return super()._new_lock() if recovery is None else CommitLock(recovery.settle)
 
     def _resume(self, folder: FilePath) -> None:
         """Takes over what is in a folder, if a storage of the same arguments left it there."""
@@ -163,6 +159,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
+        if self.recovery is not None and self.recovery.shared:
+            return super()._take_memory(schema, lanes, rows)
         if self.recovery is not None:
             return self._take_files_to_keep(schema, slots, lanes)
         with self._folder() as folder:
@@ -217,9 +215,28 @@ class LazyMemmapStorage(LazyTensorStorage):
             remove()
             raise
 
+    def share(self) -> None:
+        self._check_shareable()
+        if self.recovery is not None:
+            raise ValueError(
+                "expected a storage without recover=True for shared=True: one process at a time "
+                "recovers"
+            )
+        folder = self.scratch_dir
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._begin_sharing(
+            FilePath(tempfile.mkdtemp(prefix="replaykit-")) if folder is None else folder,
+            private=folder is None,
+            mapped=True,
+            existsok=self.existsok,
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has files of its own: in a private folder, since the other one is taken.
-        super().__setstate__({**state, "scratch_dir": None})
+        if "_shared" not in state:
+            # A copy has files of its own: in a private folder, since the other one is taken.
+            state = {**state, "scratch_dir": None}
+        super().__setstate__(state)
 
 
 def _remove(folder: FilePath, creator: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from replaykit.errors import CheckpointError
-from replaykit.recovery import Home
+from replaykit.recovery import CommitLock, Home
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexes import EpisodeIndexes
@@ -30,14 +30,14 @@ from replaykit.structure import Path
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
-    from replaykit.storages.memmap import LazyMemmapStorage
+    from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = ["Recovery"]
+__all__ = ["GENERATIONS", "POSITIONS", "PRIORITIES", "Recovery", "ledger_counters"]
 
 Array = np.ndarray[Any, Any]
 
-_POSITIONS, _GENERATIONS = 0, 1
-_PRIORITIES = 8
+POSITIONS, GENERATIONS = 0, 1
+PRIORITIES = 8
 _ROWS = 1000
 """Numbers of tables; from the last on those of the files of the rows."""
 
@@ -51,18 +51,15 @@ class Recovery:
 
     Args:
         storage: whose.
-        scratch_dir: the folder of its files.
-        durable: commits hold across a loss of power.
-
-    Raises:
-        As ``Home``.
+        home: the folder beside its files.
     """
 
-    def __init__(
-        self, storage: LazyMemmapStorage, scratch_dir: FilePath, *, durable: bool = False
-    ) -> None:
+    shared = False
+    """Whether several processes have it open."""
+
+    def __init__(self, storage: LazyTensorStorage, home: Home) -> None:
         self._storage = weakref.ref(storage)
-        self.home = Home(scratch_dir, durable=durable)
+        self.home = home
         self.active = False
         """Whether there are rows: from the first write on, or what was recovered."""
         self._rows: dict[Any, int] = {}
@@ -144,9 +141,9 @@ class Recovery:
         try:
             state = KeptState.decode(numbers)
             for place, table in enumerate(state.priorities):
-                self.home.check_table(_PRIORITIES + place, np.float64, table.length)
-            positions = self._table(_POSITIONS, state.positions)
-            generations = self._table(_GENERATIONS, state.generations)
+                self.home.check_table(PRIORITIES + place, np.float64, table.length)
+            positions = self._table(POSITIONS, state.positions)
+            generations = self._table(GENERATIONS, state.generations)
             ledger = Ledger.check(
                 {
                     "slots": columns.slots,
@@ -201,10 +198,10 @@ class Recovery:
             self._again = True
         elif saved is not None and place < len(saved.priorities):
             table = saved.priorities[place]
-            cells = self.home.table(_PRIORITIES + place, np.float64, table.length)[: table.length]
+            cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
             if not (np.isfinite(cells) & (cells >= 0)).all():
                 raise CheckpointError(
-                    f"{self.home.folder} is damaged: number {_PRIORITIES + place} of its tables "
+                    f"{self.home.folder} is damaged: number {PRIORITIES + place} of its tables "
                     "holds no priorities"
                 )
             sampler.take_kept(torch.from_numpy(cells.copy()), table.most, table.dropped)
@@ -219,7 +216,7 @@ class Recovery:
             writer._write_count = saved.counts[place]
         take_place(self._writers, place, writer)
 
-    def _let_go_of_parts(self, storage: LazyMemmapStorage) -> None:
+    def _let_go_of_parts(self, storage: LazyTensorStorage) -> None:
         """Closes the places of parts that are gone, or work on something else now."""
         for parts in (self._samplers, self._writers):
             there = still_there(parts, storage)
@@ -258,7 +255,7 @@ class Recovery:
         elif len(at) and int(at.max()) >= stored:
             at = at[at < stored]
         count, used = self.home.noted()
-        now = (count, *_counters(storage.ledger))
+        now = (count, *ledger_counters(storage.ledger))
         if now != self._noted:  # what was noted before belongs to writes that count
             self._noted, self._whole = now, used
         rows = self._rows
@@ -295,11 +292,11 @@ class Recovery:
             return
         ledger, marks = storage.ledger, storage.indexes.marks
         if self._noted is not None:
-            if self._noted == (self.home.noted()[0], *_counters(ledger)):
+            if self._noted == (self.home.noted()[0], *ledger_counters(ledger)):
                 self.home.roll_back(self._whole)  # what was given up before anybody knew of it
             self._noted = None
         counts = self._write_counts()
-        seen = *_counters(ledger), storage.edits, counts
+        seen = *ledger_counters(ledger), storage.edits, counts
         if self._again or self._saved_at != (ledger.next_position, ledger.changes):
             self._let_go_of_parts(storage)
         self._again, again = True, self._again  # until it has come to its end
@@ -315,15 +312,28 @@ class Recovery:
             if numbers is None:
                 self._committed = self._state(storage, changed, again)
                 numbers = self._committed.encode()
-            self.home.commit(numbers)
+            self._commit(storage, numbers)
             self._seen, self._marks = seen, marks.numbers
         self._again = False
+
+    def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
+        self.home.commit(numbers)
+
+    def _logged(self, number: int, at: Array | range) -> None:
+        """Told which rows of a table the next commit changes; a range: it may be all."""
+
+    def look(self) -> None:
+        """Told that somebody asks how much is stored, who may not hold the lock."""
+
+    def new_lock(self) -> Any:
+        """The lock of the storage."""
+        return CommitLock(self.settle)
 
     def _write_counts(self) -> list[int]:
         return [getattr(known(), "_write_count", 0) for known in self._writers]
 
     def _moved_on(
-        self, storage: LazyMemmapStorage, changed: list[Changed | None], counts: list[int]
+        self, storage: LazyTensorStorage, changed: list[Changed | None], counts: list[int]
     ) -> Array | None:
         """The numbers of the state, where nothing has come but rows at the cursor; else None."""
         before, ledger = self._committed, storage.ledger
@@ -341,7 +351,7 @@ class Recovery:
         return before.moved_on(ledger, storage.indexes.known(), priorities, counts)
 
     def _state(
-        self, storage: LazyMemmapStorage, changed: list[Changed | None], again: bool
+        self, storage: LazyTensorStorage, changed: list[Changed | None], again: bool
     ) -> KeptState:
         before, ledger = self._committed, storage.ledger
         positions, generations = self._tables(ledger, before, again)
@@ -368,8 +378,8 @@ class Recovery:
         lengths = (-1, -1) if before is None else (before.positions, before.generations)
         positions, generations = ledger.tables()
         return (
-            self._table_set(_POSITIONS, positions, touched, lengths[0], again),
-            self._table_set(_GENERATIONS, generations, touched, lengths[1], again),
+            self._table_set(POSITIONS, positions, touched, lengths[0], again),
+            self._table_set(GENERATIONS, generations, touched, lengths[1], again),
         )
 
     def _table_set(
@@ -392,6 +402,7 @@ class Recovery:
             of = slice(at.start, at.stop) if isinstance(at, range) else at
             # A commit that was interrupted may have counted.
             self.home.set(number, values[of], at, fresh=known < 0 and not again)
+            self._logged(number, at)
         return len(values)
 
     def _priorities(
@@ -405,11 +416,12 @@ class Recovery:
         index = range(changed.length) if changed.elements is None else changed.elements
         if len(index):
             fresh = (known is None or not known.length) and not again
-            self.home.set(_PRIORITIES + place, changed.values, index, fresh=fresh)
+            self.home.set(PRIORITIES + place, changed.values, index, fresh=fresh)
+            self._logged(PRIORITIES + place, index)
         return KeptTable(changed.length, changed.most, changed.dropped)
 
 
-def _counters(ledger: Ledger) -> tuple[int, ...]:
+def ledger_counters(ledger: Ledger) -> tuple[int, ...]:
     return ledger.cursor, ledger.length, ledger.next_position, ledger.changes
 
 

@@ -46,6 +46,7 @@ def columns_in_files(
     existsok: bool,
     taken: list[FilePath],
     ndim: int,
+    mapped: bool = True,
 ) -> Columns:
     """Returns columns over files in a folder: all of them are made, or none is.
 
@@ -61,7 +62,7 @@ def columns_in_files(
     inner = {file.parent for file in files.values() if not file.parent.exists()}
     inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
     try:
-        return plan.opened(ndim, create=True)
+        return plan.opened(ndim, create=True, mapped=mapped)
     except BaseException:
         for file in files.values():
             if file not in present:
@@ -103,14 +104,16 @@ class RowFiles(NamedTuple):
     def nbytes(self, path: Path) -> int:
         return self.shapes[path].numel() * self.dtypes[path].itemsize
 
-    def opened(self, ndim: int, *, create: bool = False) -> Columns:
-        """Columns over the files, which are made, or are there."""
+    def opened(self, ndim: int, *, create: bool = False, mapped: bool = True) -> Columns:
+        """Columns over the files, which are made, or are there; ``mapped``: they are on a disk."""
         tensors = {
             path: map_file(file, self.shapes[path], self.dtypes[path], create=create)
             for path, file in self.files.items()
         }
         records = tensors.pop(_RECORDS, None)
-        return Columns(self.schema, tensors, ndim, layout=self.layout, records=records, mapped=True)
+        return Columns(
+            self.schema, tensors, ndim, layout=self.layout, records=records, mapped=mapped
+        )
 
 
 def grow_in_files(folder: FilePath) -> Grow:

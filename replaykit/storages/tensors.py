@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
 from replaykit.storages.continuity import check_batch, check_newest
+from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import (
@@ -22,6 +26,7 @@ from replaykit.storages.pairs import (
     pairs_of,
 )
 from replaykit.storages.restorable import RestorableStorage
+from replaykit.storages.shared import Sharing, memory_folder
 from replaykit.structure import build
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]
@@ -196,6 +201,63 @@ class LazyTensorStorage(TensorStorage):
                 "by row in one another the next row lies somewhere else; use ndim=2"
             )
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
+
+    def share(self) -> None:
+        """Has other processes that get this storage write and read the same rows; called by the
+        buffer, before anything is stored.
+
+        Raises:
+            ValueError: rows are stored already, on another device than the CPU, or observations
+                once. RuntimeError: others use its folder. OSError: it cannot be made.
+        """
+        self._check_shareable()
+        self._begin_sharing(memory_folder(), private=True, mapped=False)
+
+    def _check_shareable(self) -> None:
+        name = type(self).__name__
+        if self._columns is not None or self.ledger.next_position:
+            raise ValueError(
+                f"expected a {name} without rows for shared=True, got {len(self)} rows"
+            )
+        if self.dedup_next:
+            raise ValueError(f"expected shared=True without dedup_next, got {self.dedup_next!r}")
+        if self._device == "auto" or torch.device(self._device).type != "cpu":
+            raise ValueError(
+                f"expected a {name} on the CPU for shared=True, got device {self._device}"
+            )
+
+    def _begin_sharing(self, folder: FilePath, **how: Any) -> None:
+        with self.lock:
+            self.recovery = Sharing(self, folder, **how)
+            self._locks = {}
+
+    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+        if self.recovery is not None and self.recovery.shared:
+            columns: Columns = self.recovery.make_columns(schema, self._slots_for(lanes), lanes)
+            return columns
+        return super()._take_memory(schema, lanes, rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        recovery = self.recovery
+        if recovery is None or not recovery.shared or get_spawning_popen() is None:
+            return super().__getstate__()
+        # The process that is started gets the rows themselves and not copies.
+        state = self.__dict__.copy()
+        for name in ("_columns", "_matcher", "ledger", "indexes", "_locks", "_listeners"):
+            del state[name]
+        return {**state, "recovery": None, "_shared": recovery.invitation()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_shared" not in state:
+            super().__setstate__(state)
+            return
+        state = dict(state)
+        invitation = state.pop("_shared")
+        self.__dict__.update(state)
+        self._columns = self._matcher = None
+        self._locks, self._listeners = {}, []
+        self.ledger, self.indexes = Ledger(self.max_size), EpisodeIndexes(self)
+        self._begin_sharing(**invitation, join=True)
 
     @property
     def kept_beside(self) -> int:

@@ -1,0 +1,352 @@
+"""A storage whose rows several processes write and read at the same time."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit.errors import CheckpointError
+from replaykit.recovery import ChangeLog, Home, Members, SharedLock, check_file
+from replaykit.schema import Schema
+from replaykit.storages.columns import Columns
+from replaykit.storages.kept_parts import Changed, KeptCount, KeptPriorities, set_alone
+from replaykit.storages.kept_state import KeptState
+from replaykit.storages.recoverable import (
+    GENERATIONS,
+    POSITIONS,
+    PRIORITIES,
+    Recovery,
+    ledger_counters,
+)
+from replaykit.storages.row_files import RowFiles, columns_in_files, refuse_taken
+
+if TYPE_CHECKING:
+    from replaykit.storages.tensors import LazyTensorStorage
+
+__all__ = ["Sharing", "memory_folder"]
+
+Array = np.ndarray[Any, Any]
+
+_LOG = 2
+"""Number of the table in which the log of changes lies."""
+
+_LOG_LENGTH = 1 << 17
+_OWN = 4
+"""Numbers behind those of a KeptState: how much was logged, and the counters by which others learn
+that what they derived is old: ``changes`` of the ledger, ``edits``, ``bounding`` of the indexes."""
+
+_PREFIX = "replaykit-shared-"
+_MEMBERS, _LOCK = "members", "lock"
+_YOUNG = 60.0
+"""Seconds for which a folder is left alone although nobody seems to use it: it may be in the
+making."""
+
+
+class Sharing(Recovery):
+    """Has the processes that hold a storage take turns, and each learn what the others have done.
+
+    What is committed lies in files that all of them map: rows, counters, priorities. Beside it each
+    has a ledger, an index of episodes and trees of its own, which it brings up to date when it
+    takes the lock, from what has changed. What a process had not committed when it died is taken
+    back by the next one that takes the lock.
+
+    Args:
+        storage: whose; nothing is stored yet.
+        folder: where the files lie.
+        private: whether it goes when nobody uses it any more.
+        mapped: whether it is on a disk, from which rows are read ahead, and not in memory.
+        existsok: whether files of others may be taken as space.
+        join: whether another process has made it.
+
+    Raises:
+        RuntimeError: others use the folder, without ``join``; or the system has no such locks.
+        OSError: the folder cannot be made or opened.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        storage: LazyTensorStorage,
+        folder: FilePath,
+        *,
+        private: bool,
+        mapped: bool,
+        existsok: bool = False,
+        join: bool = False,
+    ) -> None:
+        home = Home(folder, shared=True)
+        super().__init__(storage, home)
+        self._folder, self._private, self._mapped = folder, private, mapped
+        self._existsok = existsok
+        if not join:
+            if (home.folder / _MEMBERS).exists() and not Members.nobody(home.folder / _MEMBERS):
+                raise RuntimeError(f"{folder} is in use by other processes, which share it")
+            shutil.rmtree(home.folder)
+            home.folder.mkdir()
+        self._known = 0
+        """Number of the state that this process has taken note of; -1: it has to look at all."""
+        self._own = [0] * _OWN
+        self._pending: list[tuple[int, Array | None]] = []
+        self._log: ChangeLog | None = None
+        self._become_member()
+
+    def _become_member(self) -> None:
+        self._process = self.home.process = os.getpid()
+        members = Members(self.home.folder / _MEMBERS)
+        # It is run in processes that multiprocessing has started too, which `atexit` is not.
+        self._leave = multiprocessing.util.Finalize(
+            self, _leave, args=(members, self._folder, self._private), exitpriority=0
+        )
+
+    def invitation(self) -> dict[str, Any]:
+        """What another process makes the same of."""
+        return {
+            "folder": self._folder,
+            "private": self._private,
+            "mapped": self._mapped,
+            "existsok": self._existsok,
+        }
+
+    def new_lock(self) -> SharedLock:
+        """The lock of this process."""
+        return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
+
+    # -- files --------------------------------------------------------------------------------
+
+    def make_columns(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
+        """Makes the files of the rows; the lock is held."""
+        storage, home = self._storage(), self.home
+        assert storage is not None
+        plan = RowFiles.of(self._folder, schema, slots, lanes)
+        present = {file for file in plan.files.values() if file.exists()}
+        if not home.half_made:
+            refuse_taken(present, existsok=self._existsok)
+        with home.making():
+            columns = columns_in_files(
+                self._folder,
+                schema,
+                slots,
+                lanes,
+                existsok=True,
+                taken=[],
+                ndim=storage.ndim,
+                mapped=self._mapped,
+            )
+            self.begin(columns, list(plan.files.values()))
+        self._open_log(columns)
+        return columns
+
+    def _attach(self, storage: LazyTensorStorage) -> None:
+        """Maps the files that another process has made."""
+        found = self.known()
+        assert found is not None
+        lanes = torch.Size(found["lanes"])
+        schema = Schema.from_json(found["schema"])
+        plan = RowFiles.of(self._folder, schema, storage._slots_for(lanes), lanes)
+        for path, file in plan.files.items():
+            check_file(file, plan.nbytes(path))
+        columns = plan.opened(storage.ndim, mapped=self._mapped)
+        self._open(columns, list(plan.files.values()))
+        self._open_log(columns)
+        storage._columns = columns
+        storage._adopt(columns)
+        self.active, self._known = True, 0
+
+    def _open_log(self, columns: Columns) -> None:
+        # Others write too, and say so to nobody here: a save takes all rows for changed.
+        columns.changes.lend()
+        self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def adopt_sampler(self, sampler: KeptPriorities) -> None:
+        storage = self._storage()
+        assert storage is not None
+        with storage.lock:
+            set_alone(self._samplers, sampler)
+            state = self._committed
+            if state is not None and state.priorities:
+                self._hand_over(sampler, 0, None)
+
+    def adopt_writer(self, writer: KeptCount) -> None:
+        storage = self._storage()
+        assert storage is not None
+        with storage.lock:
+            set_alone(self._writers, writer)
+            if self._committed is not None and self._committed.counts:
+                writer._write_count = self._committed.counts[0]
+
+    def _let_go_of_parts(self, storage: LazyTensorStorage) -> None:
+        """Their places are the same in all processes."""
+
+    def _still_saved(self) -> KeptState | None:
+        return self._committed
+
+    # -- taking note of what others have done -------------------------------------------------
+
+    def _enter(self) -> None:
+        """Brings this process up to date; it has just got the lock."""
+        storage = self._storage()
+        if storage is None:
+            return
+        if self._process != os.getpid():
+            # A thread of the parent, which is not here, may have been in the middle of anything.
+            self._become_member()
+            self._known, self._noted, self._pending = -1, None, []
+        if not self.active:
+            if not self.home.published:
+                return
+            self._attach(storage)
+        home = self.home
+        sequence = home.states.sequence
+        if home.journal.used(sequence + 1):  # who noted it has died
+            home.roll_back()
+        if sequence != self._known:
+            anew, self._known = self._known < 0, -1
+            self._follow(storage, anew)
+            self._known = sequence
+
+    def look(self) -> None:
+        """Brings this process up to date, where somebody asks who does not hold the lock."""
+        storage = self._storage()
+        if storage is None:
+            return
+        changed = self.active and self.home.states.sequence != self._known
+        if changed or (not self.active and self.home.published) or self._process != os.getpid():
+            with storage.lock:
+                pass
+
+    def _follow(self, storage: LazyTensorStorage, anew: bool) -> None:
+        numbers, own = self._state_numbers()
+        before, ledger, indexes = self._committed, storage.ledger, storage.indexes
+        since: dict[int, Array | None] | None = {}
+        if anew or before is None:
+            since = None
+        elif own[0] != self._own[0]:
+            assert self._log is not None
+            since = self._log.since(self._own[0], own[0])
+        steady = not anew and own[1:] == self._own[1:] and before is not None
+        if not (steady and before is not None and before.follow(numbers)):
+            steady = False
+            before = self._committed = KeptState.of_numbers(numbers)
+        assert before is not None
+        tables = []
+        for number, length in ((POSITIONS, before.positions), (GENERATIONS, before.generations)):
+            cells = self.home.table(number, np.int64, length)[:length] if length >= 0 else None
+            tables.append((cells, None if since is None else since.get(number, _NO_ELEMENTS)))
+        ledger.follow(
+            before.cursor,
+            before.length,
+            before.next_position,
+            before.cleared,
+            before.by_stream,
+            own[1],
+            *tables,
+        )
+        storage.edits = own[2]
+        if not steady:
+            indexes.follow(before.marks, before.codes, anew=anew, edited=own[3] != self._own[3])
+            indexes.bounding = own[3]
+        indexes.heads_from = self._heads
+        self._own = own
+        for writer, count in zip(self._writers, before.counts, strict=False):
+            if (part := writer()) is not None:
+                part._write_count = count
+        for place, known in enumerate(self._samplers[: len(before.priorities)]):
+            sampler = known()
+            if sampler is None:
+                continue
+            at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
+            self._hand_over(sampler, place, at)
+        self._seen = *ledger_counters(ledger), storage.edits, self._write_counts()
+        self._marks = indexes.marks.numbers
+        self._saved_at = ledger.next_position, ledger.changes
+        ledger.touched = []
+
+    def _hand_over(self, sampler: KeptPriorities, place: int, at: Array | None) -> None:
+        """Gives a sampler the priorities of some elements as they are now; None: of all."""
+        assert self._committed is not None
+        table = self._committed.priorities[place]
+        cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
+        if at is not None:
+            at = at[at < table.length]
+        values = cells.copy() if at is None else cells[at]
+        sampler.take_changed(Changed(at, values, table.length, table.most, table.dropped))
+
+    def _state_numbers(self) -> tuple[Array, list[int]]:
+        numbers = self.home.states.look()
+        if not len(numbers):
+            return numbers, [0] * _OWN
+        if len(numbers) < _OWN:
+            raise CheckpointError(f"{self.home.folder} is damaged: its state is too short")
+        return numbers[:-_OWN], numbers[-_OWN:].tolist()
+
+    def _heads(self) -> dict[str, Any] | None:
+        """Where the first episodes began as of the state that is known here."""
+        state = self._committed
+        return None if state is None else state.episodes()["heads"]
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        try:
+            super().settle()
+        except BaseException:
+            # What this process believes is not what the others see.
+            self._known, self._noted, self._pending, self._again = -1, None, [], False
+            if self.active:
+                self.home.roll_back()
+            raise
+
+    def _logged(self, number: int, at: Array | range) -> None:
+        self._pending.append((number, None if isinstance(at, range) else at))
+
+    def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
+        logged = self._own[0]
+        if self._pending:
+            assert self._log is not None
+            logged = self._log.note(logged, self._pending)
+            self._pending = []
+        own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
+        everything = np.empty(len(numbers) + _OWN, np.int64)
+        everything[:-_OWN] = numbers
+        everything[-_OWN:] = own
+        self.home.commit(everything)
+        self._own, self._known = own, self.home.states.sequence
+
+
+_NO_ELEMENTS = np.zeros(0, np.int64)
+
+
+def memory_folder() -> FilePath:
+    """Makes a private folder whose files are memory, where the system has such a place.
+
+    Takes away those that processes left which were killed.
+    """
+    memory = FilePath("/dev/shm")
+    root = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    made = FilePath(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    for other in made.parent.glob(f"{_PREFIX}*"):
+        try:
+            old = time.time() - other.stat().st_mtime > _YOUNG
+        except OSError:
+            continue
+        if old and other != made and Members.nobody(other / "%shared" / _MEMBERS):
+            shutil.rmtree(other, ignore_errors=True)
+    return made
+
+
+def _leave(members: Members, folder: FilePath, private: bool) -> None:
+    """Removes a private folder, if this process was the last one to use it."""
+    members.let_go()
+    if private and Members.nobody(folder / "%shared" / _MEMBERS):
+        shutil.rmtree(folder, ignore_errors=True)
