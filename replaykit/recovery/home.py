@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,8 @@ class Home:
         Raises:
             OSError: no room; nothing may be overwritten. RuntimeError: in a forked process.
         """
-        self.check_process()
+        if not self.shared:
+            self.check_process()
         self.journal.save(self._next, target, self._targets[target], at)
 
     def check_process(self) -> None:
@@ -283,7 +284,7 @@ class Home:
         count = self._next
         return count, self.journal.used(count)
 
-    def commit(self, numbers: Array) -> None:
+    def commit(self, numbers: Array, more: Sequence[int] = ()) -> None:
         """Has everything that was changed count, with these int64 numbers as the state.
 
         Raises:
@@ -291,7 +292,7 @@ class Home:
         """
         if self.durable:
             self._sync_rows()
-        self.states.commit(numbers)
+        self.states.commit(numbers, more)
 
     def roll_back(self, since: int = 0) -> None:
         """Takes back what was noted since the last commit, or since ``noted`` was that much."""

@@ -80,8 +80,8 @@ class Journal:
             head[_CHECKED] = self._durable
             head[_SEQUENCE] = sequence
         count, width = len(at), rows.shape[1]
-        listed = 0 if isinstance(at, range) else 8 * count
-        nbytes = listed + -(-count * width // 8) * 8
+        listed = 0 if type(at) is range else 8 * count
+        nbytes = listed + (count * width + 7 & ~7)
         start = _HEADER + head[_USED]
         stop = start + 8 * _ENTRY + nbytes
         if stop > len(self._bytes):
@@ -89,7 +89,7 @@ class Journal:
             self._look()
             head = self._head
         body = start + 8 * _ENTRY
-        if isinstance(at, range):
+        if type(at) is range:
             first = at.start
             self._bytes[body : body + count * width] = rows[first : at.stop].reshape(-1)
         else:

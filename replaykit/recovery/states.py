@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,14 @@ class States:
             self._look()
         return self._numbers[turn][_HEAD:stop]
 
-    def commit(self, numbers: Array) -> None:
-        """Has these int64 numbers be the state from now on.
+    def commit(self, numbers: Array, more: Sequence[int] = ()) -> None:
+        """Has these int64 numbers be the state from now on, and ``more`` behind them.
 
         Raises:
             OSError: no room, or the disk failed; the state is the one of before.
         """
-        sequence, count = self.sequence + 1, len(numbers)
+        sequence, own = self.sequence + 1, len(numbers)
+        count = own + len(more)
         to = self._numbers[sequence % 2]
         if _HEAD + count > len(to):
             file = self._files[sequence % 2]
@@ -116,9 +118,11 @@ class States:
             self._look()
         head = self._heads[sequence % 2]
         head[_SEQUENCE] = _NONE
-        to[_HEAD : _HEAD + count] = numbers
+        to[_HEAD : _HEAD + own] = numbers
+        if more:
+            to[_HEAD + own : _HEAD + count] = more
         head[_COUNT], head[_DURABLE] = count, self._durable
-        head[_CHECKSUM] = _checksum(sequence, self._durable, numbers)
+        head[_CHECKSUM] = _checksum(sequence, self._durable, to[_HEAD : _HEAD + count])
         head[_SEQUENCE] = sequence
         if self._durable:
             try:

@@ -204,6 +204,15 @@ class EpisodeIndexes:
             "heads": None if main is None else main.state(),
         }
 
+    def first_known(self) -> tuple[int, Any, Any] | None:
+        """Position of the oldest row, and where the episodes of its lanes began and how, where
+        that is all that ``known`` has to say beside the marks; else None."""
+        main = self._main
+        if type(main) is not EpisodeIndex:
+            return None
+        heads = main.state()
+        return heads["oldest"], heads["begin"], heads["head"]
+
     @staticmethod
     def check(state: object) -> dict[str, Any] | None:
         """Returns the state if it is one that ``state`` can have given; None for none.

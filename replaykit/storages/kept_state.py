@@ -144,7 +144,7 @@ class KeptState:
     def moved_on(
         self,
         ledger: Ledger,
-        episodes: dict[str, Any],
+        first: tuple[int, Any, Any] | None,
         priorities: list[KeptTable],
         counts: list[int],
     ) -> Array | None:
@@ -152,24 +152,28 @@ class KeptState:
         streams; returns its numbers, None where it has become another one than that.
 
         What an ``extend`` costs beside its rows: so only what differs is encoded.
+
+        Args:
+            first: as ``EpisodeIndexes.first_known`` gave it.
         """
-        heads, numbers, before = episodes["heads"], self._encoded, len(self.priorities)
+        numbers, lanes = self._encoded, len(self.begin)
         if (
-            heads is None
+            first is None
             or not len(numbers)
-            or (self.cleared, self.by_stream) != (ledger.cleared, ledger.by_stream)
+            or self.cleared != ledger.cleared
+            or self.by_stream != ledger.by_stream
             or not self.positions == self.generations == -1
             or not (ledger.in_order and ledger.counted)
             or self.oldest is None
-            or (len(heads["begin"]), len(priorities), len(counts))
-            != (len(self.begin), before, len(self.counts))
+            or len(first[1]) != lanes
+            or len(priorities) != len(self.priorities)
+            or len(counts) != len(self.counts)
             or len(self.streams)
-            or len(heads.get("streams", ()))
         ):
             return None
         self.cursor, self.length = ledger.cursor, ledger.length
-        self.next_position, self.oldest = ledger.next_position, heads["oldest"]
-        self.begin, self.head = heads["begin"], heads["head"]
+        self.next_position = ledger.next_position
+        self.oldest, self.begin, self.head = first
         self.priorities, self.counts = priorities, counts
         view = numbers.data
         view[0], view[1], view[2] = self.cursor, self.length, self.next_position
@@ -181,8 +185,10 @@ class KeptState:
         for count in counts:
             view[at] = count
             at += 1
-        lanes = len(self.begin)
-        numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = self.begin, self.head
+        if lanes == 1:
+            view[at], view[at + 1] = self.begin[0], self.head[0]
+        else:
+            numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = self.begin, self.head
         return numbers
 
     def follow(self, numbers: Array) -> bool:

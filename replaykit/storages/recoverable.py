@@ -63,7 +63,7 @@ class Recovery:
         self.active = False
         """Whether there are rows: from the first write on, or what was recovered."""
         self._rows: dict[Any, int] = {}
-        self._noted: tuple[Any, ...] | None = None
+        self._noted: tuple[int, tuple[int, ...]] | None = None
         """How far the ledger, and what it counts on, had come when rows were noted last."""
         self._whole = 0
         """How much of what was noted then belongs to changes that were made to their end."""
@@ -255,7 +255,7 @@ class Recovery:
         elif len(at) and int(at.max()) >= stored:
             at = at[at < stored]
         count, used = self.home.noted()
-        now = (count, *ledger_counters(storage.ledger))
+        now = count, ledger_counters(storage.ledger)
         if now != self._noted:  # what was noted before belongs to writes that count
             self._noted, self._whole = now, used
         rows = self._rows
@@ -276,10 +276,12 @@ class Recovery:
         assert storage is not None
         slots = storage.ledger.slots
         first %= slots
-        until = min(slots, first + count)
-        self.note(range(first, until))
-        if first + count > slots:
-            self.note(range(first + count - slots))
+        until = first + count
+        if until <= slots:
+            self.note(range(first, until))
+            return
+        self.note(range(first, slots))
+        self.note(range(until - slots))
 
     def settle(self) -> None:
         """Commits what was changed since the last time; called when the lock is let go.
@@ -291,23 +293,26 @@ class Recovery:
         if storage is None or not self.active or os.getpid() != self.home.process:
             return
         ledger, marks = storage.ledger, storage.indexes.marks
+        now = ledger_counters(ledger)
         if self._noted is not None:
-            if self._noted == (self.home.noted()[0], *ledger_counters(ledger)):
+            if self._noted[1] == now and self._noted[0] == self.home.noted()[0]:
                 self.home.roll_back(self._whole)  # what was given up before anybody knew of it
             self._noted = None
         counts = self._write_counts()
-        seen = *ledger_counters(ledger), storage.edits, counts
-        if self._again or self._saved_at != (ledger.next_position, ledger.changes):
+        seen = now, storage.edits, counts
+        if not self.shared and (
+            self._again or self._saved_at != (ledger.next_position, ledger.changes)
+        ):
             self._let_go_of_parts(storage)
         self._again, again = True, self._again  # until it has come to its end
         if again:
             ledger.touched = [None]
         changed = [
             None if sampler is None else sampler.priorities_changed(everything=again)
-            for sampler in (known() for known in self._samplers)
+            for sampler in [known() for known in self._samplers]
         ]
         moved = again or seen != self._seen or marks.numbers is not self._marks
-        if moved or any(one is not None for one in changed):
+        if moved or changed.count(None) < len(changed):
             numbers = None if again else self._moved_on(storage, changed, counts)
             if numbers is None:
                 self._committed = self._state(storage, changed, again)
@@ -330,7 +335,7 @@ class Recovery:
         return CommitLock(self.settle)
 
     def _write_counts(self) -> list[int]:
-        return [getattr(known(), "_write_count", 0) for known in self._writers]
+        return [0 if (part := known()) is None else part._write_count for known in self._writers]
 
     def _moved_on(
         self, storage: LazyTensorStorage, changed: list[Changed | None], counts: list[int]
@@ -348,7 +353,7 @@ class Recovery:
         priorities = [
             self._priorities(place, one, before, False) for place, one in enumerate(changed)
         ]
-        return before.moved_on(ledger, storage.indexes.known(), priorities, counts)
+        return before.moved_on(ledger, storage.indexes.first_known(), priorities, counts)
 
     def _state(
         self, storage: LazyTensorStorage, changed: list[Changed | None], again: bool

@@ -185,9 +185,6 @@ class Sharing(Recovery):
             if self._committed is not None and self._committed.counts:
                 writer._write_count = self._committed.counts[0]
 
-    def _let_go_of_parts(self, storage: LazyTensorStorage) -> None:
-        """Their places are the same in all processes."""
-
     def _still_saved(self) -> KeptState | None:
         return self._committed
 
@@ -267,7 +264,7 @@ class Sharing(Recovery):
                 continue
             at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
             self._hand_over(sampler, place, at)
-        self._seen = *ledger_counters(ledger), storage.edits, self._write_counts()
+        self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
         self._marks = indexes.marks.numbers
         self._saved_at = ledger.next_position, ledger.changes
         ledger.touched = []
@@ -317,10 +314,7 @@ class Sharing(Recovery):
             logged = self._log.note(logged, self._pending)
             self._pending = []
         own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
-        everything = np.empty(len(numbers) + _OWN, np.int64)
-        everything[:-_OWN] = numbers
-        everything[-_OWN:] = own
-        self.home.commit(everything)
+        self.home.commit(numbers, own)
         self._own, self._known = own, self.home.states.sequence
 
 
