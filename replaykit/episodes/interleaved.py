@@ -249,7 +249,7 @@ class InterleavedIndex(StreamWrites):
         return self.element(every, np.repeat(lane, length))
 
     def table(self) -> Any:
-        """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
+        """All stored episodes; see ``found.Table``. Cost: O(episodes)."""
         return self._streams.table()
 
     def longest(self) -> int:
