@@ -69,7 +69,6 @@ class StreamEpisodes:
         self._number_of = np.zeros(0, np.uint32)
         self._severed = np.zeros((0, 2), np.int64)
         self._sums: dict[Any, StreamSums] = {}
-        self._totals: dict[Any, tuple[int, Any]] = {}
 
     # -- writing ------------------------------------------------------------------------------
 
