@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +23,9 @@ from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.mapping import Span, map_private, map_spans
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from tests.limits import limited
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-
-
-@contextmanager
-def files_at_most(count: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def open_files() -> int:
@@ -71,7 +60,7 @@ def test_many_data_sets_can_be_open_at_once(tmp_path):
     """Forty data sets of about 80 columns, with room for a few dozen files."""
     path = publish(tmp_path, 34)
     before = open_files()
-    with files_at_most(before + 20):
+    with limited(resource.RLIMIT_NOFILE, before + 20):
         found = [open_published(path) for _ in range(40)]
         assert len(found[0].columns) > 80
         assert open_files() == before
@@ -80,7 +69,7 @@ def test_many_data_sets_can_be_open_at_once(tmp_path):
 
 @needs_proc
 def test_conversion_of_many_columns_needs_few_file_descriptors(tmp_path):
-    with files_at_most(open_files() + 20):
+    with limited(resource.RLIMIT_NOFILE, open_files() + 20):
         path = publish(tmp_path, 150)
     assert open_published(path).columns["info", "leaf149"].tolist() == [0.0, 1.0]
 
@@ -106,7 +95,7 @@ def test_limit_on_open_files_is_named_with_the_file_and_the_remedy(tmp_path, lef
     names = ["open", "verify", "convert", "remove"] if left == 0 else ["convert"]
     names += ["open", "verify"] if left == 1 else []
     try:
-        with files_at_most(most):
+        with limited(resource.RLIMIT_NOFILE, most):
             for name in names:
                 with pytest.raises(OSError, match="Too many open files") as caught:
                     calls[name]()

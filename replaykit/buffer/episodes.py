@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 
+from replaykit.buffer.episode_facts import Facts, facts_of, positions
 from replaykit.buffer.episode_lookup import EpisodeLookup
-from replaykit.episodes import EndReason, EpisodeIndex, Head
+from replaykit.episodes import EndReason, Head
 from replaykit.errors import StaleAddress
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_index, unravel_index
@@ -21,21 +22,6 @@ Array = np.ndarray[Any, Any]
 _REWARD = ("next", "reward")
 _BLOCK = 2**20
 """Rows of which the rewards are taken out at a time: 8 bytes and a few numbers each."""
-
-
-class _Facts(NamedTuple):
-    """What was known of episodes when they were looked up; int64 ``[J]`` each."""
-
-    lane: Array
-    id: Array
-    begin: Array  # position of the first row, stored or not
-    evicted: Array  # rows before the first stored one
-    first: Array  # position of the first stored row
-    last: Array  # position of the last one
-    length: Array
-    element: Array  # where the first stored row lies
-    reason: Array
-    head: Array
 
 
 class Episodes(EpisodeLookup):
@@ -68,19 +54,19 @@ class Episodes(EpisodeLookup):
         tensor([0, 1, 2, 3, 4])
     """
 
-    def __init__(self, storage: ColumnStorage, facts: _Facts | None = None) -> None:
+    def __init__(self, storage: ColumnStorage, facts: Facts | None = None) -> None:
         super().__init__(storage)
         self._known = facts
 
     @property
-    def _facts(self) -> _Facts:
+    def _facts(self) -> Facts:
         if self._known is None:
             with self._storage.lock:
                 if self._storage.ledger.length:
                     index = self._storage.episodes
-                    self._known = _facts_of(index, *index.table())
+                    self._known = facts_of(index, *index.table())
                 else:
-                    self._known = _Facts(*(np.zeros(0, np.int64) for _ in _Facts._fields))
+                    self._known = Facts.none()
         return self._known
 
     # -- which ----------------------------------------------------------------------------------
@@ -106,7 +92,7 @@ class Episodes(EpisodeLookup):
         return self._picked(at if isinstance(at, slice) else at.numpy())
 
     def _picked(self, at: Any) -> Episodes:
-        return Episodes(self._storage, _Facts(*(values[at] for values in self._facts)))
+        return Episodes(self._storage, self._facts.at(at))
 
     def __iter__(self) -> Iterator[Episode]:
         for number in range(len(self)):
@@ -138,7 +124,7 @@ class Episodes(EpisodeLookup):
             time, lane = by.place(elements)
             first, last = by.spans(time, lane)
             begin, code, head = by.begins(time, lane), by.reasons(time, lane), by.heads(time, lane)
-            return Episodes(self._storage, _facts_of(by, lane, begin, first, last, code, head))
+            return Episodes(self._storage, facts_of(by, lane, begin, first, last, code, head))
 
     # -- what they are --------------------------------------------------------------------------
 
@@ -227,13 +213,13 @@ class Episodes(EpisodeLookup):
         if not len(facts.id):
             return
         ledger, lanes = storage.ledger, storage.lanes.numel()
-        self._check_stored(_positions(ledger, facts.element // lanes) == facts.first)
+        self._check_stored(positions(ledger, facts.element // lanes) == facts.first)
         index = storage.episodes
         start, lane = index.place(facts.element)
         stop = np.broadcast_to(index.bounds(lane)[1], lane.shape)
         self._check_stored(start + facts.length <= stop)
         end = index.element(start + facts.length - 1, lane) // lanes
-        self._check_stored(_positions(ledger, end) == facts.last)
+        self._check_stored(positions(ledger, end) == facts.last)
         ends = np.cumsum(facts.length)
         for low in range(0, int(ends[-1]), size):
             high = min(low + size, int(ends[-1]))
@@ -244,7 +230,7 @@ class Episodes(EpisodeLookup):
             which = np.repeat(numbers, counts)
             step = np.arange(low, high) - np.repeat(begins, counts)
             elements = index.element(start[which] + step, lane[which])
-            position = _positions(ledger, elements // lanes)
+            position = positions(ledger, elements // lanes)
             rest = facts.length[which] - 1 - step
             kept = facts.first[which] + step <= position
             self._check_stored(kept & (position <= facts.last[which] - rest))
@@ -386,34 +372,6 @@ class Episode:
 
     def __repr__(self) -> str:
         return f"Episode(id={self.id}, length={self.length}, reason={self.reason.name})"
-
-
-def _facts_of(
-    by: EpisodeIndex,
-    lane: Array,
-    begin: Array,
-    first: Array,
-    last: Array,
-    code: Array,
-    head: Array,
-) -> _Facts:
-    began = by.positions(begin, lane)
-    return _Facts(
-        lane,
-        by.ids(first, lane),
-        began,
-        first - begin,
-        by.positions(first, lane),
-        by.positions(last, lane),
-        last - first + 1,
-        by.element(first, lane),
-        np.minimum(code, int(EndReason.CUT)),
-        head,
-    )
-
-
-def _positions(ledger: Any, slots: Array) -> Array:
-    return np.asarray(ledger.positions(torch.from_numpy(np.ascontiguousarray(slots))).numpy())
 
 
 def _own(values: Array) -> torch.Tensor:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.episodes.codes import GOES_ON, SEVERED, SWITCHED, EndReason, Head
+from replaykit.episodes.codes import GOES_ON, SWITCHED, EndReason, Head
+from replaykit.episodes.found import Found
 from replaykit.episodes.kernels import new_ring
 from replaykit.episodes.law import ROWS, WINDOWS, CountLaw
-from replaykit.episodes.ring import Found
 from replaykit.episodes.rule import BoundaryRule, BoundColumns
+from replaykit.episodes.seams import between, positions_from, seams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -180,7 +181,7 @@ class EpisodeIndex:
         length, slots = ledger.length, self.slots
         # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
         start_slot = ledger.cursor if length == slots else 0
-        positions = self._positions_from(start_slot)
+        positions = positions_from(ledger, start_slot)
         oldest = ledger.next_position - length if positions is None else int(positions[0])
         # Times of rows that are stored no more are not negative either.
         above = max(old.hi, oldest) if length else old.hi
@@ -196,7 +197,8 @@ class EpisodeIndex:
         else:  # nobody knows what came before
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
-        stops = self._stops(positions, oldest)
+        marks = self._storage.indexes.marks
+        stops, self._in_order = seams(marks, positions, oldest, length, lanes)
         done = 0
         ends = {*stops, length - 1, slots - start_slot - 1}
         cuts = sorted(row for row in ends if 0 <= row < length)
@@ -211,41 +213,6 @@ class EpisodeIndex:
             done = row + 1
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
-
-    def _positions_from(self, slot: int) -> Array | None:
-        """Positions of the stored rows from a slot on, round the ring; None: each is one more than
-        that of the row before."""
-        ledger = self._storage.ledger
-        if ledger.in_order or not ledger.length:
-            return None
-        order = (np.arange(ledger.length) + slot) % self.slots
-        return ledger.positions(torch.from_numpy(order)).numpy()
-
-    def _stops(self, positions: Array | None, oldest: int) -> dict[int, Array]:
-        """Rows that nothing follows although no column says so, with a code a lane."""
-        length, lanes = self._storage.ledger.length, self.lanes
-        marks = self._storage.indexes.marks
-        if positions is None:
-            self._in_order = True
-            numbers, codes = marks.among(oldest * lanes, (oldest + length) * lanes)
-            rows = numbers // lanes - oldest
-            stops: dict[int, Array] = {}
-        else:
-            severed = np.nonzero(np.diff(positions) != 1)[0]
-            self._in_order = not len(severed)
-            numbers, codes = marks.among(
-                int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
-            )
-            by_position = np.argsort(positions, kind="stable")
-            at = np.searchsorted(positions[by_position], numbers // lanes)
-            rows = by_position[at]
-            stored = positions[rows] == numbers // lanes
-            rows, numbers, codes = rows[stored], numbers[stored], codes[stored]
-            stops = {int(row): np.full(lanes, SEVERED, np.uint8) for row in severed}
-        for row, number, code in zip(rows.tolist(), numbers.tolist(), codes.tolist(), strict=True):
-            stop = stops.setdefault(row, np.zeros(lanes, np.uint8))
-            stop[number % lanes] = max(code, stop[number % lanes])
-        return stops
 
     def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
         self.rebuilt += 1
@@ -374,19 +341,7 @@ class EpisodeIndex:
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """First and last row of what can be read without a gap around rows: across episodes, not
         across the write seam, nor where rows are missing or a run was restarted."""
-        lo, hi = self.bounds(lane)
-        first, last = np.full_like(time, 0) + lo, np.full_like(time, 0) + hi - 1
-        severed = self._ring.severed()
-        if len(severed):
-            reach = int(np.max(hi) - np.min(lo)) + 1
-            keys = np.sort(severed[:, 1] * reach + severed[:, 0] - np.min(lo))
-            own = lane * reach
-            after = np.searchsorted(keys, own + time - np.min(lo))
-            ends = np.append(keys, np.iinfo(np.int64).max)[after] - own
-            last = np.where(ends < reach, np.minimum(last, ends + np.min(lo)), last)
-            starts = np.insert(keys, 0, -1)[after] - own
-            first = np.where(starts >= 0, np.maximum(first, starts + np.min(lo) + 1), first)
-        return first, last
+        return between(self._ring.severed(), *self.bounds(lane), time, lane)
 
     def positions(self, time: Array, lane: Array) -> Array:
         """Positions (``Ledger``) of rows, also of those stored no more that came before stored
@@ -437,19 +392,13 @@ class EpisodeIndex:
         It is so for the first ``law.count`` rows of an episode, those without history left out.
         """
         begin, last, code, head = self.episodes_at(time, lane)
-        reset = head == int(Head.RESET)
-        base = np.maximum(begin, self.bounds(lane)[0]) + np.where(reset, 0, law.past)
-        rows = last + 1 - base
-        if law.open_future or law.closed:
-            is_open = code == GOES_ON
-            rows = np.where(is_open, 0 if law.closed else rows - law.open_future, rows)
-        if law.intact:
-            rows = np.where(reset, rows, 0)
-        count = np.where(rows >= law.least, rows + law.add, np.where(rows < 1, 0, law.below))
-        return np.asarray((time >= base) & (time - base < count))
+        first = np.maximum(begin, self.bounds(lane)[0])
+        count, _, skip = law.counts(last + 1 - first, head == int(Head.RESET), code == GOES_ON)
+        number = time - first - skip
+        return np.asarray((number >= 0) & (number < count))
 
     def table(self) -> Any:
-        """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
+        """All stored episodes; see ``found.Table``. Cost: O(episodes)."""
         return self._ring.table()
 
     def longest(self) -> int:

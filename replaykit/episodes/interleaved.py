@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from replaykit.episodes.index import Windows
 from replaykit.episodes.law import WINDOWS, CountLaw
 from replaykit.episodes.stream_keys import stream_keys
 from replaykit.episodes.stream_writes import StreamWrites
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["InterleavedIndex"]
 
@@ -249,7 +246,7 @@ class InterleavedIndex(StreamWrites):
         return self.element(every, np.repeat(lane, length))
 
     def table(self) -> Any:
-        """All stored episodes; see ``ring.Table``. Cost: O(episodes)."""
+        """All stored episodes; see ``found.Table``. Cost: O(episodes)."""
         return self._streams.table()
 
     def longest(self) -> int:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 __all__ = ["EPISODES", "NOTHING", "ROWS", "WINDOWS", "CountLaw", "Needs"]
+
+Array = np.ndarray[Any, Any]
 
 WINDOWS, EPISODES, ROWS = 0, 1, 2
 """What is counted: windows; episodes that have one; their stored rows."""
@@ -98,7 +103,7 @@ class CountLaw:
         return cls(length, 1 - length)
 
     def count(self, rows: int, *, reset: bool = True, is_open: bool = False) -> int:
-        """Windows of one episode, said plainly: what the kernels compute for all of them."""
+        """Windows of one episode, said plainly: what ``counts`` and the core compute for all."""
         if (self.closed and is_open) or (self.intact and not reset):
             return 0
         rows -= 0 if reset else self.past
@@ -106,6 +111,28 @@ class CountLaw:
         if rows < 1:
             return 0
         return max(0, rows + self.add) if rows >= self.least else self.below
+
+    def counts(self, stored: Array, reset: Array, is_open: Array) -> tuple[Array, Array, Array]:
+        """``count`` of many episodes in NumPy.
+
+        Args:
+            stored: rows of each, int64 ``[J]``.
+            reset, is_open: bool ``[J]``.
+
+        Returns:
+            Their windows, the rows that windows may use, and how many before these are left out.
+        """
+        skip = np.where(reset, 0, self.past)
+        rows = stored - skip
+        if self.open_future:
+            rows -= np.where(is_open, self.open_future, 0)
+        count = np.where(rows >= self.least, np.maximum(rows + self.add, 0), self.below)
+        count[rows < 1] = 0
+        if self.closed:
+            count[is_open] = 0
+        if self.intact:
+            count[~reset] = 0
+        return count, rows, skip
 
     def needing(self, needs: Needs) -> CountLaw:
         """The law with what transforms need besides."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from replaykit import native
+from replaykit.episodes.found import Found, Table
 from replaykit.episodes.law import CountLaw
-from replaykit.episodes.ring import Found, Table
 from replaykit.native.strides import row_stride
 from replaykit.structure import Path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,46 +15,14 @@ from replaykit.episodes.codes import (
     SEVERED,
     Head,
 )
+from replaykit.episodes.found import Found, Table
 from replaykit.episodes.law import EPISODES, ROWS, WINDOWS, CountLaw
 
-__all__ = ["Found", "RingEpisodes", "Table"]
+__all__ = ["RingEpisodes"]
 
 Array = np.ndarray[Any, Any]
 
 _FIRST = 1024
-
-
-class Found(NamedTuple):
-    """Where windows lie that were looked up by their number; int64 ``[K]`` each.
-
-    Attributes:
-        lane: the lane of the episode.
-        base: time of the first row that windows of the episode may use.
-        rows: how many such rows there are from it on.
-        count: how many windows the episode has.
-        rest: the number of this one among them.
-    """
-
-    lane: Array
-    base: Array
-    rows: Array
-    count: Array  # type: ignore[assignment]
-    rest: Array
-
-
-class Table(NamedTuple):
-    """All stored episodes, by lane and in the order of time; int64 ``[J]`` each.
-
-    ``begin`` may lie before what is stored; ``first`` is the first stored row. ``code`` is that of
-    the last row, ``head`` a ``Head``.
-    """
-
-    lane: Array
-    begin: Array
-    first: Array
-    last: Array
-    code: Array
-    head: Array
 
 
 class RingEpisodes:
@@ -333,20 +301,13 @@ class RingEpisodes:
         if known is not None and known[0] == self.version:
             return known[1]
         table = self.table()
-        skip = np.where(table.head == int(Head.RESET), 0, law.past)
-        is_open = table.code == 0
-        rows = table.last - table.first + 1 - skip - np.where(is_open, law.open_future, 0)
-        count = np.where(rows >= law.least, np.maximum(rows + law.add, 0), law.below)
-        count = np.where(rows < 1, 0, count)
-        if law.closed:
-            count = np.where(is_open, 0, count)
-        if law.intact:
-            count = np.where(table.head == int(Head.RESET), count, 0)
+        stored = table.last - table.first + 1
+        count, rows, skip = law.counts(stored, table.head == int(Head.RESET), table.code == 0)
         mass = count
         if kind == EPISODES:
             mass = (count > 0).astype(np.int64)
         elif kind == ROWS:
-            mass = np.where(count > 0, table.last - table.first + 1, 0)
+            mass = np.where(count > 0, stored, 0)
         found = (np.cumsum(mass), count, rows, table.first + skip)
         if len(self._sums) > 16:
             self._sums.clear()

@@ -39,7 +39,6 @@ class StaticEpisodes(EpisodeIndex):
         self._ring = new_ring(self.slots, 1, start=start)
         codes = np.where(ends.numpy(), SWITCHED, GOES_ON).astype(np.uint8)
         self._ring.append(np.roll(codes, -start)[:, None])
-        self._last_ids = None
         self._noted, self._changes = ledger.next_position, ledger.changes
         self._edited, self._in_order, self._versions, self.rebuilt = False, True, 0, 0
 

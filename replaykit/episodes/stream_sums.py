@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replaykit.episodes.codes import GOES_ON, Head
+from replaykit.episodes.found import Found
 from replaykit.episodes.law import EPISODES, ROWS, CountLaw
 from replaykit.episodes.pools import grown
-from replaykit.episodes.ring import Found
 
 if TYPE_CHECKING:
     from replaykit.episodes.streams import StreamEpisodes
@@ -79,15 +79,7 @@ class StreamSums:
 
     def _counted(self, stored: Array, reset: Array, is_open: Array) -> tuple[Array, ...]:
         """What episodes count for, their windows, the rows for windows, and those left out."""
-        law = self.law
-        skip = np.where(reset, 0, law.past)
-        rows = stored - skip - np.where(is_open, law.open_future, 0)
-        count = np.where(rows >= law.least, rows + law.add, law.below)
-        count[rows < 1] = 0
-        if law.closed:
-            count[is_open] = 0
-        if law.intact:
-            count[~reset] = 0
+        count, rows, skip = self.law.counts(stored, reset, is_open)
         mass = count
         if self.kind == EPISODES:
             mass = (count > 0).astype(np.int64)

@@ -6,55 +6,29 @@ from typing import Any
 
 import numpy as np
 
-from replaykit.episodes.codes import GOES_ON, NOT_INIT, RESTORED, SEVERED, SWITCHED, EndReason, Head
+from replaykit.episodes.codes import (
+    CODE_BITS,
+    GOES_ON,
+    NOT_INIT,
+    RESTORED,
+    SEVERED,
+    SWITCHED,
+    EndReason,
+    Head,
+)
+from replaykit.episodes.found import Table
 from replaykit.episodes.law import CountLaw
-from replaykit.episodes.pools import Records, Rings, grown, spread
-from replaykit.episodes.ring import Table
+from replaykit.episodes.pools import Rings, grown, spread
+from replaykit.episodes.stream_records import Episodes, Lanes
 from replaykit.episodes.stream_sums import StreamSums
 
 __all__ = ["StreamEpisodes"]
 
 Array = np.ndarray[Any, Any]
 
-_END = 7
 _NEVER = -(2**62)
 _KEPT_SUMS = 8
 _ROWS = 1024
-
-
-class _Lanes(Records):
-    """One record for each stream that has stored rows."""
-
-    lo: Array  # stored rows are those with lo <= time < hi
-    hi: Array
-    first: Array  # stored episodes are those with first <= number < stop, in its queue
-    stop: Array
-    open: Array  # the episode that may go on, or -1
-    next_head: Array
-    newest: Array  # position of the newest row
-    segment: Array
-    knows_ids: Array
-
-    def __init__(self) -> None:
-        names = ("lo", "hi", "first", "stop", "open", "newest", "segment")
-        super().__init__(
-            {**dict.fromkeys(names, np.int64), "next_head": np.uint8, "knows_ids": np.bool_}
-        )
-
-
-class _Episodes(Records):
-    """One record for each episode that has stored rows."""
-
-    lane: Array
-    begin: Array
-    last: Array  # of one that has ended
-    position: Array  # of its first row
-    code: Array
-    head: Array
-
-    def __init__(self) -> None:
-        names = ("lane", "begin", "last", "position")
-        super().__init__({**dict.fromkeys(names, np.int64), "code": np.uint8, "head": np.uint8})
 
 
 class StreamEpisodes:
@@ -82,12 +56,11 @@ class StreamEpisodes:
         small = slots < 2**31
         self.slots, self.stored, self.version = slots, 0, 0
         self.numbering = 0
-        self.lane, self.episode = _Lanes(), _Episodes()
+        self.lane, self.episode = Lanes(), Episodes()
         self.keys = np.zeros(0, keys)
         self.order = np.zeros(0, np.int64)
         self.rank = np.zeros(0, np.int64)
         self.joined: set[Any] = set()
-        self.numbering = 0
         self.known: dict[Any, int] = {}
         self._rows = Rings(np.int32 if small else np.int64)
         self._list = Rings(np.int32 if small else np.int64)
@@ -96,7 +69,6 @@ class StreamEpisodes:
         self._number_of = np.zeros(0, np.uint32)
         self._severed = np.zeros((0, 2), np.int64)
         self._sums: dict[Any, StreamSums] = {}
-        self._totals: dict[Any, tuple[int, Any]] = {}
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -158,7 +130,7 @@ class StreamEpisodes:
             self._switch(records, starts, code, ids[order])
             self._ids[records] = ids[order[newest]]
             lane.knows_ids[records] = True
-        end = code & _END
+        end = code & CODE_BITS
         ended = end != GOES_ON
         start = np.empty(n, bool)
         start[1:] = ended[:-1]
@@ -235,7 +207,6 @@ class StreamEpisodes:
         return np.array([known.get(key, -1) for key in keys.tolist()], np.int64)
 
     def _number(self) -> None:
-        self.numbering += 1
         self.rank = grown(self.rank, self.lane.capacity)
         self.rank[self.order] = np.arange(len(self.order))
         self.numbering += 1
@@ -275,7 +246,7 @@ class StreamEpisodes:
         at = np.flatnonzero(stop)
         own = np.repeat(records, counts)
         self._mark(own[at], spread(lane.hi[records], counts)[at])
-        open_ = at[code[at] & _END == GOES_ON]
+        open_ = at[code[at] & CODE_BITS == GOES_ON]
         code[open_] |= stop[open_]
 
     def _switch(self, records: Array, starts: Array, code: Array, ids: Array) -> None:
@@ -286,7 +257,7 @@ class StreamEpisodes:
             self._end(records[other], SWITCHED)
         changed = (ids[1:] != ids[:-1]).any(-1)
         changed[starts[1:] - 1] = False
-        code[:-1][changed & (code[:-1] & _END == GOES_ON)] |= SWITCHED
+        code[:-1][changed & (code[:-1] & CODE_BITS == GOES_ON)] |= SWITCHED
 
     def _reserve(self, slots: int) -> None:
         if slots > len(self._episode_of):

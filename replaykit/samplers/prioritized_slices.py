@@ -13,6 +13,7 @@ from replaykit.episodes.codes import GOES_ON
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.distinct_draws import drawn_distinct
 from replaykit.samplers.markers import SEQUENCE_ID
+from replaykit.samplers.priority_options import REQUIRED
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.recency import checked_recent
 from replaykit.samplers.recent_priorities import RecentPriorities
@@ -25,7 +26,7 @@ from replaykit.samplers.slice_arguments import (
 )
 from replaykit.samplers.slicing import Request, Sliced, Slicing, checked_markers, checked_short
 from replaykit.samplers.windows import Cut
-from replaykit.samplers.with_priorities import _REQUIRED, WithPriorities
+from replaykit.samplers.with_priorities import WithPriorities
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 
@@ -111,8 +112,8 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     def __init__(
         self,
         max_capacity: int | None = None,
-        alpha: float = _REQUIRED,
-        beta: float = _REQUIRED,
+        alpha: float = REQUIRED,
+        beta: float = REQUIRED,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
         reduction: str = "max",

@@ -16,8 +16,10 @@ from replaykit.storages.indexing import check_range, ravel
 __all__ = [
     "Update",
     "as_elements",
+    "as_it_is",
     "as_priorities",
     "bounds",
+    "last_of_each",
     "resolved_update",
     "stored_elements",
 ]
@@ -155,6 +157,29 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
             f"{list(priority.shape)}"
         )
     return priority.reshape(-1)
+
+
+def as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
+    """Whether the core can read ``count`` numbers of the dtype where the tensor lies."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.dim() == 1
+        and tensor.numel() == count
+        and tensor.is_contiguous()
+    )
+
+
+def last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives every occurrence of an element the priority of its last one.
+
+    Then the order in which a device writes them does not matter. No shape depends on the data, so
+    that nothing waits for the device.
+    """
+    ordered, order = index.sort(stable=True)
+    last = torch.searchsorted(ordered, ordered, right=True) - 1
+    return ordered, priority[order[last]]
 
 
 def bounds(values: torch.Tensor) -> tuple[Any, Any]:

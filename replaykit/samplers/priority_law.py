@@ -79,6 +79,16 @@ class PriorityLaw:
             known = self._one = priority, values.item()
         return known[1]
 
+    def positive(self, value: Any) -> Any:
+        """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
+        if not self.may_be_zero:
+            return value
+        tiny = torch.finfo(self.dtype).tiny
+        if isinstance(value, float):
+            return value if value >= tiny else float("inf")
+        value = value.to(self.dtype)  # what is just below may be rounded up
+        return value.masked_fill(value < tiny, float("inf"))
+
 
 def importance_weights(
     values: torch.Tensor, smallest: Any, beta: float, dtype: torch.dtype

@@ -9,7 +9,8 @@ import torch
 
 from replaykit.checkpoint import MappedRows
 from replaykit.errors import CheckpointError
-from replaykit.samplers.priority_law import checked_number
+from replaykit.samplers.priority_arguments import bounds
+from replaykit.samplers.priority_law import PriorityLaw, checked_number
 
 __all__ = ["SavedPriorities"]
 
@@ -89,6 +90,15 @@ class SavedPriorities:
             raw.detach().to(dtype),
             mapped and raw.dtype == dtype,
         )
+
+    def law(self) -> PriorityLaw:
+        """The sampler's law; ValueError where it does not allow the priorities, as far as they are
+        read."""
+        law = PriorityLaw(self.alpha, self.eps, self.priorities.dtype)
+        law.check(0.0, self.max_priority)
+        if len(self.priorities) and not self.unread:
+            law.check(*bounds(self.priorities))
+        return law
 
 
 def _number(state: dict[str, Any], name: str) -> float:

@@ -10,8 +10,9 @@ import torch
 
 from replaykit.checkpoint.changes import Changes, TrackedTensor
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from replaykit.samplers.priority_arguments import as_it_is, last_of_each
 from replaykit.samplers.priority_law import PriorityLaw
-from replaykit.samplers.set_elements import SetElements
+from replaykit.samplers.set_elements import SetElements, Watches
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.ledger import Ledger
 
@@ -48,7 +49,7 @@ class PriorityTable:
         self.length = 0
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
-        self._watches: list[SetElements] = []
+        self._watches = Watches()
         self._allocate(1)
 
     # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
@@ -60,7 +61,7 @@ class PriorityTable:
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
         self.capacity, self._process = capacity, os.getpid()
-        self._all_changed()
+        self._watches.all_changed()
         self._saved = Changes(capacity, raw.element_size())
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
@@ -81,12 +82,12 @@ class PriorityTable:
             value: torch.Tensor | float = self.law.value_of(priority)
         else:
             if not index.is_cpu:
-                index, priority = _last_of_each(index, priority)
+                index, priority = last_of_each(index, priority)
             value = self.law.values(priority)
         # First what checks its arguments once more: nothing has changed if it refuses.
         self._sums.update(index, value)
         if self._least is not None:
-            self._least.update(index, self._positive(value))
+            self._least.update(index, self.law.positive(value))
         if self._most is not None:
             self._most.update(index, priority)
         self._saved.wrote_later(index)
@@ -96,7 +97,7 @@ class PriorityTable:
             # NumPy assigns in order, so that the last of several stays.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
-        self._note(index)
+        self._watches.note(index, max(self.length, _FIRST))
 
     def set_plain(
         self,
@@ -120,15 +121,15 @@ class PriorityTable:
         count, dtype = index.numel(), self.law.dtype
         if not (
             count
-            and _as_it_is(index, torch.int64, count)
-            and _as_it_is(priority, dtype, count)
+            and as_it_is(index, torch.int64, count)
+            and as_it_is(priority, dtype, count)
             and not priority.is_neg()
             and not priority.requires_grad
         ):
             return None
         then = 0
         if generation is not None:
-            if not ledger.counted or not _as_it_is(generation, torch.int64, count):
+            if not ledger.counted or not as_it_is(generation, torch.int64, count):
                 return None
             then = generation.data_ptr()
         if self._saved.saving:  # refused or not: what they were is kept before they are set
@@ -152,18 +153,8 @@ class PriorityTable:
         if largest < 0:
             return None
         self._saved.wrote_later(index)
-        self._note(index)
+        self._watches.note(index, max(self.length, _FIRST))
         return largest
-
-    def _positive(self, value: Any) -> Any:
-        """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
-        if not self.law.may_be_zero:
-            return value
-        tiny = torch.finfo(self.law.dtype).tiny
-        if isinstance(value, float):
-            return value if value >= tiny else float("inf")
-        value = value.to(self.law.dtype)  # what is just below may be rounded up
-        return value.masked_fill(value < tiny, float("inf"))
 
     def cover(self, top: int, default: float) -> None:
         """Counts the elements below ``top`` as stored; those never set get the default."""
@@ -193,7 +184,7 @@ class PriorityTable:
         self._saved.wrote(length, count)
         self._raw[length : self.length] = -1.0
         self.length = length
-        self._all_changed()
+        self._watches.all_changed()
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
@@ -210,7 +201,7 @@ class PriorityTable:
         if self.length:
             law.check(0.0, self._raw[: self.length].amax().item())
         self.law = law
-        self._all_changed()
+        self._watches.all_changed()
         if self.length:
             self._set_range(0, self._raw[: self.length])
 
@@ -249,31 +240,18 @@ class PriorityTable:
             values = self.law.values(block)
             self._sums.update_range(start + at, values)
             if self._least is not None:
-                self._least.update_range(start + at, self._positive(values))
+                self._least.update_range(start + at, self.law.positive(values))
             if self._most is not None:
                 self._most.update_range(start + at, block)
-        if any(not watch.everything for watch in self._watches):
-            self._note(torch.arange(start, start + len(raw), device=self.device))
+        if self._watches.want_elements:
+            index = torch.arange(start, start + len(raw), device=self.device)
+            self._watches.note(index, max(self.length, _FIRST))
 
     # -- being followed -----------------------------------------------------------------------
 
     def watch(self) -> SetElements:
         """Returns what notes which elements are set from now on: at first it may be all of them."""
-        watch = SetElements()
-        self._watches.append(watch)
-        return watch
-
-    def _note(self, index: torch.Tensor) -> None:
-        try:
-            for watch in self._watches:
-                watch.note(index, max(self.length, _FIRST))
-        except BaseException:  # they are set already
-            self._all_changed()
-            raise
-
-    def _all_changed(self) -> None:
-        for watch in self._watches:
-            watch.everything = True
+        return self._watches.new()
 
     def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
         """``v`` as it is in the tree, of elements ``[K]`` or of all stored ones: a copy."""
@@ -408,7 +386,7 @@ class PriorityTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
-        self._models, self._watches = _outputs(0, self.law.dtype), []
+        self._models, self._watches = _outputs(0, self.law.dtype), Watches()
         self.load(raw)
 
 
@@ -417,26 +395,3 @@ def _outputs(batch_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """Slots and weights of a batch, to make others like them."""
     index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
     return index, torch.empty(batch_size, dtype=dtype, device="cpu")
-
-
-def _as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
-    """Whether the core can read ``count`` numbers of the dtype where the tensor lies."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is dtype
-        and tensor.is_cpu
-        and tensor.dim() == 1
-        and tensor.numel() == count
-        and tensor.is_contiguous()
-    )
-
-
-def _last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives every occurrence of an element the priority of its last one.
-
-    Then the order in which a device writes them does not matter. No shape depends on the data, so
-    that nothing waits for the device.
-    """
-    ordered, order = index.sort(stable=True)
-    last = torch.searchsorted(ordered, ordered, right=True) - 1
-    return ordered, priority[order[last]]

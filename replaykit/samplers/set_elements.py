@@ -11,7 +11,7 @@ from replaykit.storages.kept_parts import Changed
 if TYPE_CHECKING:
     from replaykit.samplers.priority_table import PriorityTable
 
-__all__ = ["FollowedTable", "SetElements"]
+__all__ = ["FollowedTable", "SetElements", "Watches"]
 
 
 class SetElements:
@@ -41,6 +41,38 @@ class SetElements:
         taken = None if self.everything else self._index
         self._index, self._count, self.everything = [], 0, False
         return taken
+
+
+class Watches:
+    """All who follow a table, each with what was set since it asked."""
+
+    def __init__(self) -> None:
+        self._each: list[SetElements] = []
+
+    @property
+    def want_elements(self) -> bool:
+        """Whether one of them still tells elements apart."""
+        return any(not watch.everything for watch in self._each)
+
+    def new(self) -> SetElements:
+        """Returns one more; at first it may be all elements."""
+        watch = SetElements()
+        self._each.append(watch)
+        return watch
+
+    def note(self, index: torch.Tensor, most: int) -> None:
+        """Told of elements that were set; see ``SetElements.note``."""
+        try:
+            for watch in self._each:
+                watch.note(index, most)
+        except BaseException:  # they are set already
+            self.all_changed()
+            raise
+
+    def all_changed(self) -> None:
+        """Told that it may be all elements."""
+        for watch in self._each:
+            watch.everything = True
 
 
 class FollowedTable:

@@ -12,9 +12,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.episodes import CountLaw, EpisodeIndex
-from replaykit.errors import CheckpointError
 from replaykit.priorities import SumSegmentTree
-from replaykit.reductions import REDUCTIONS
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.eligible_priorities import EligiblePriorities
 from replaykit.samplers.priority_arguments import (
@@ -25,15 +23,15 @@ from replaykit.samplers.priority_arguments import (
     stored_elements,
 )
 from replaykit.samplers.priority_law import PriorityLaw, checked_number, importance_weights
+from replaykit.samplers.priority_options import REQUIRED, check_options
 from replaykit.samplers.priority_state import SavedPriorities
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.set_elements import FollowedTable
+from replaykit.samplers.stored_priorities import StoredPriorities
 from replaykit.storages import Storage
 from replaykit.storages.kept_parts import Changed
 
 __all__ = ["WithPriorities"]
-
-_WEIGHT_NORMS = ("global", "batch")
 
 _UNKNOWN = 1 << 48
 """Limit of an index where there is no storage to ask."""
@@ -45,14 +43,6 @@ _NO_LOCK = contextlib.nullcontext()
 def _lock_of(storage: Storage | None) -> Any:
     """What guards the priorities: buffers hold it already, other callers do not."""
     return _NO_LOCK if storage is None else storage.lock
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-_REQUIRED: Any = _Required()
 
 
 class WithPriorities(Sampler):
@@ -67,8 +57,8 @@ class WithPriorities(Sampler):
     def __init__(
         self,
         max_capacity: int | None = None,
-        alpha: float = _REQUIRED,
-        beta: float = _REQUIRED,
+        alpha: float = REQUIRED,
+        beta: float = REQUIRED,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
@@ -80,29 +70,20 @@ class WithPriorities(Sampler):
         replacement: bool = True,
     ) -> None:
         super().__init__(replacement=replacement)
-        for name, value in (("alpha", alpha), ("beta", beta)):
-            if value is _REQUIRED:
-                raise TypeError(f"{type(self).__name__} needs {name}; got none")
-        if max_capacity is not None and (type(max_capacity) is not int or max_capacity < 1):
-            raise ValueError(f"expected max_capacity as an int of at least 1, got {max_capacity!r}")
-        if dtype not in (torch.float32, torch.float64):
-            raise NotImplementedError(f"expected dtype float32 or float64, got {dtype}")
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"expected reduction as one of {REDUCTIONS}, got {reduction!r}")
-        if weight_norm not in _WEIGHT_NORMS:
-            raise ValueError(f"expected weight_norm as one of {_WEIGHT_NORMS}, got {weight_norm!r}")
+        check_options(type(self).__name__, alpha, beta, max_capacity, dtype, reduction, weight_norm)
         self.max_capacity = max_capacity
         self.dtype, self.reduction, self.weight_norm = dtype, reduction, weight_norm
         self.max_priority_within_buffer = bool(max_priority_within_buffer)
         self.stratified = bool(stratified)
         self.device = None if device is None else torch.device(device)
         self.dropped_updates = 0
-        self._law = PriorityLaw(alpha, eps, dtype)
-        self._law.check(0.0, 1.0)
+        self._stored = StoredPriorities(
+            PriorityLaw(alpha, eps, dtype),
+            self.device,
+            smallest=weight_norm == "global",
+            within_buffer=self.max_priority_within_buffer,
+        )
         self._beta = checked_number("beta", beta)
-        self._max_priority = 1.0
-        self._read: PriorityTable | None = None
-        self._unread: SavedPriorities | None = None
         self._saving = False
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
@@ -125,10 +106,7 @@ class WithPriorities(Sampler):
         with _lock_of(self._home(None)):
             if law.alpha == self.alpha:
                 return
-            law.check(0.0, self._max_priority)  # new records get it when they are stored already
-            if self._table is not None:
-                self._table.set_law(law)
-            self._law = law
+            self._stored.set_law(law)
 
     @property
     def beta(self) -> float:
@@ -147,12 +125,9 @@ class WithPriorities(Sampler):
     @property
     def default_priority(self) -> float:
         """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
-        table = self._table
-        if not self.max_priority_within_buffer:
-            return self._max_priority
-        return 1.0 if table is None else table.largest()
+        return self._stored.default
 
-    # -- the table ----------------------------------------------------------------------------
+    # -- what it knows -------------------------------------------------------------------------
 
     def _home(self, storage: Storage | None) -> Storage | None:
         """The storage that an index is about: the one given, else the one attached or owned."""
@@ -163,54 +138,16 @@ class WithPriorities(Sampler):
         return storage
 
     @property
+    def _law(self) -> PriorityLaw:
+        return self._stored.law
+
+    @property
     def _table(self) -> PriorityTable | None:
-        """The table; None where there is none yet. Saved priorities that stayed in their file are
-        read now: O(N), once.
-
-        Raises:
-            CheckpointError: they are none.
-        """
-        saved = self._unread
-        if saved is not None:
-            try:
-                self._law.check(*bounds(saved.priorities))
-            except ValueError as error:
-                raise CheckpointError(f"the priorities of the checkpoint: {error}") from None
-            table = self._new_table(self._home(None), self._law)
-            table.load(saved.priorities)
-            self._table = table
-        return self._read
-
-    @_table.setter
-    def _table(self, table: PriorityTable | None) -> None:
-        self._read, self._unread = table, None
-
-    def _new_table(self, storage: Storage | None, law: PriorityLaw) -> PriorityTable:
-        device: Any = self.device
-        if device is None:
-            device = "cpu" if storage is None else storage.device
-        return PriorityTable(
-            law,
-            torch.device(device),
-            smallest=self.weight_norm == "global",
-            largest=self.max_priority_within_buffer,
-        )
-
-    def _known(self, storage: Storage | None) -> PriorityTable:
-        """The table, made where there is none, without records that are gone."""
-        table = self._table
-        if table is None:
-            table = self._table = self._new_table(storage, self._law)
-        table.renew_after_fork()
-        if storage is not None:
-            table.limit = storage.max_size
-            if len(storage) < table.length:
-                table.truncate(len(storage))  # another buffer over the storage has emptied it
-        return table
+        return self._stored.table
 
     def _following(self, storage: Storage) -> PriorityTable:
         """The table, with the default for stored records that it has not been told of."""
-        table = self._known(storage)
+        table = self._stored.known(storage)
         if len(storage) > table.length:
             table.cover(len(storage), self.default_priority)
         return table
@@ -266,7 +203,7 @@ class WithPriorities(Sampler):
                 f"expected max_capacity of at least the storage's max_size of {storage.max_size}, "
                 f"got {self.max_capacity}; leave it out to have it follow the storage"
             )
-        self._attached, self._table, self._chosen = weakref.ref(storage), None, None
+        self._attached, self._stored.table, self._chosen = weakref.ref(storage), None, None
         if len(storage):
             self._following(storage)
         if storage.recovery is not None:
@@ -283,7 +220,7 @@ class WithPriorities(Sampler):
     def priorities_changed(self, *, everything: bool = False) -> Changed | None:
         """What has become of the priorities since the last call, or all of them; see
         ``storages.kept_parts``."""
-        table, counts = self._table, (self._max_priority, self.dropped_updates)
+        table, counts = self._table, (self._stored.most, self.dropped_updates)
         if table is None:
             none = np.zeros(0)
             return Changed(None, none, 0, *counts) if everything else None
@@ -293,10 +230,10 @@ class WithPriorities(Sampler):
         """Takes over what a sampler in this one's place had; ValueError where the exponents do not
         allow it."""
         self._law.check(0.0, most)
-        storage = self._home(None)
-        table = self._new_table(storage, self._law)
+        table = self._stored.new_table(self._home(None), self._law)
         table.load(priorities.to(self.dtype))
-        self._table, self._max_priority, self.dropped_updates = table, most, dropped
+        self._stored.take(self._law, table, most)
+        self.dropped_updates = dropped
 
     def take_changed(self, changed: Changed) -> None:
         """Takes over what another process has made of the priorities; ValueError where the
@@ -339,7 +276,7 @@ class WithPriorities(Sampler):
         """
         storage = self._home(storage)
         with _lock_of(storage):
-            table = self._known(storage)
+            table = self._stored.known(storage)
             elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
             limit = self.max_capacity or _UNKNOWN
             kept, top = stored_elements(elements, limit if storage is None else len(storage))
@@ -354,9 +291,7 @@ class WithPriorities(Sampler):
     def empty(self) -> None:
         """Forgets all priorities, and the largest one that was ever set."""
         super().empty()
-        self._max_priority = 1.0
-        if self._table is not None:
-            self._table.truncate(0)
+        self._stored.forget()
 
     # -- priorities ---------------------------------------------------------------------------
 
@@ -391,22 +326,23 @@ class WithPriorities(Sampler):
         if storage is None:
             storage = self._home(None)
         with _lock_of(storage):
-            table = self._known(storage)
+            stored = self._stored
+            table = stored.known(storage)
             if storage is not None and storage.ndim == 1:
                 # What learners send: tensors that can be taken as they are.
                 largest = table.set_plain(index, priority, generation, storage.ledger)
                 if largest is not None:
-                    if largest > self._max_priority:
-                        self._max_priority = largest
+                    if largest > stored.most:
+                        stored.most = largest
                     return
             limit = table.length if storage is None else len(storage)
-            update = resolved_update(index, priority, generation, self._law, storage, limit)
+            update = resolved_update(index, priority, generation, stored.law, storage, limit)
             self.dropped_updates += update.dropped
             where, top = table.device, update.top
             if not top:
                 return
             table.set(update.elements.to(where), update.priorities.to(where), top)
-            self._max_priority = max(self._max_priority, update.most)
+            stored.most = max(stored.most, update.most)
             if top > table.length:
                 table.cover(top, self.default_priority)
 
@@ -421,7 +357,7 @@ class WithPriorities(Sampler):
             if table is not None and not self._saving:
                 raw = table.priorities.cpu()
             saved = SavedPriorities(
-                self.alpha, self._beta, self.eps, self._max_priority, self.dropped_updates, raw
+                self.alpha, self._beta, self.eps, self._stored.most, self.dropped_updates, raw
             )
         return {**super().state_dict(), **saved.to_state()}
 
@@ -442,7 +378,7 @@ class WithPriorities(Sampler):
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         super().check_state(state_dict, storage)
-        self._checked(state_dict)
+        SavedPriorities.from_state(state_dict, self.dtype).law()
 
     def stored_in(self, state_dict: dict[str, Any]) -> int | None:
         return len(state_dict["_priorities"])
@@ -457,25 +393,16 @@ class WithPriorities(Sampler):
             Nothing has changed then.
         """
         super().load_state_dict(state_dict)
-        saved, law = self._checked(state_dict)
-        storage = self._home(None)
-        table = None
-        if not saved.unread:
-            table = self._new_table(storage, law)
+        saved = SavedPriorities.from_state(state_dict, self.dtype)
+        law, storage = saved.law(), self._home(None)
+        table = self._stored.new_table(storage, law)
+        unread = saved.priorities if saved.unread else None
+        if unread is None:
             table.load(saved.priorities)
         with _lock_of(storage):
-            self._table, self._law, self._beta = table, law, saved.beta
-            self._unread = saved if saved.unread else None
-            self._max_priority, self.dropped_updates = saved.max_priority, saved.dropped_updates
+            self._stored.take(law, table, saved.max_priority, unread)
+            self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False
-
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[SavedPriorities, PriorityLaw]:
-        saved = SavedPriorities.from_state(state_dict, self.dtype)
-        law = PriorityLaw(saved.alpha, saved.eps, self.dtype)
-        law.check(0.0, saved.max_priority)
-        if len(saved.priorities) and not saved.unread:
-            law.check(*bounds(saved.priorities))
-        return saved, law
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         if self._table is not None:

@@ -10,7 +10,9 @@ import torch
 from replaykit.assembly import assembler
 from replaykit.checkpoint.changes import Changes
 from replaykit.schema import Schema
+from replaykit.storages import torch_rows
 from replaykit.storages.carrying import carried
+from replaykit.storages.extents import overlaps, reach
 from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
@@ -72,7 +74,7 @@ class Columns:
         self.lanes = first.shape[1:ndim]
         self._cells = self.lanes.numel()
         self.device = first.device
-        self._overlapping = [p for p, tensor in self.tensors.items() if _overlaps(tensor)]
+        self._overlapping = [p for p, tensor in self.tensors.items() if overlaps(tensor)]
         self._note_memory()
         if changes is None:
             row_bytes = schema.row_bytes() * self._cells
@@ -98,9 +100,9 @@ class Columns:
         held = first + [tensor for path, tensor in self.tensors.items() if path not in packed]
         memory = [tensor.untyped_storage() for tensor in held]
         for tensor, storage in zip(held, memory, strict=True):
-            if storage.nbytes() < _reach(tensor):
+            if storage.nbytes() < reach(tensor):
                 raise RuntimeError(
-                    f"expected {_reach(tensor)} bytes of memory behind stored rows, "
+                    f"expected {reach(tensor)} bytes of memory behind stored rows, "
                     f"got {storage.nbytes()}: it was resized from outside"
                 )
         self._held = [(tensor, tensor.data_ptr()) for tensor in held]
@@ -167,17 +169,7 @@ class Columns:
         """
         if self._native is not None:
             return self._native.gather_some(tuple(paths), elements)
-        self.follow_memory()
-        found, rows = {}, elements.to(self.device)
-        for path in paths:
-            column = self.tensors[path]
-            source = carried(column)
-            if self.ndim > 1:
-                cells = tuple(unravel_index(rows, self.lanes).unbind(-1))
-                found[path] = source[cells].view(column.dtype)
-            else:
-                found[path] = source.index_select(0, rows).view(column.dtype)
-        return found
+        return torch_rows.gather_some(self, paths, elements)
 
     def part(self, paths: Sequence[Path]) -> Columns:
         """Returns columns of some leaves over the same memory; made once for each ``paths``."""
@@ -205,7 +197,7 @@ class Columns:
             check_range(rows, 0, limit)
         rows = rows.to(self.device)
         index = rows if self.ndim == 1 else unravel_index(rows, self.lanes)
-        return self._gather_torch(index, rows, contiguous)
+        return torch_rows.gather(self, index, rows, contiguous)
 
     def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
         """Discounted sums of one number over stored elements and the rows of their lane after them.
@@ -233,32 +225,7 @@ class Columns:
             return self._native.gather(rows, length * self._cells, contiguous)
         if self.device.type == "cpu":  # elsewhere the check would wait for the device
             check_range(rows, 0, length * self._cells)
-        return self._gather_torch(index.to(self.device), rows.to(self.device), contiguous)
-
-    def _gather_torch(
-        self, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
-    ) -> list[torch.Tensor]:
-        self.follow_memory()
-        found: dict[Path, torch.Tensor] = {}
-        if self.layout is not None and self.records is not None:
-            words = self.records.view(self.layout.word).flatten(0, self.ndim - 1)
-            block = self.layout.as_block(words.index_select(0, rows))
-            leaves = self.layout.split(block)
-            if contiguous:
-                leaves = [leaf.contiguous() for leaf in leaves]
-            found.update(zip(self.layout.offsets, leaves, strict=True))
-        for path, column in self.tensors.items():
-            if path in found:
-                continue
-            source = carried(column)
-            if self.ndim == 1:
-                values = source.index_select(0, rows)
-            elif source.is_contiguous():
-                values = source.flatten(0, self.ndim - 1).index_select(0, rows)
-            else:
-                values = source[tuple(index.unbind(-1))]
-            found[path] = values.view(column.dtype)
-        return [found[path] for path in self.order]
+        return torch_rows.gather(self, index.to(self.device), rows.to(self.device), contiguous)
 
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> dict[Path, torch.Tensor]:
         """Indexes the first ``stop`` slots: views, except where torch itself has to copy.
@@ -423,27 +390,6 @@ def _by_dimension(parts: Sequence[Any]) -> bool:
         or (isinstance(part, torch.Tensor) and part.dtype == torch.int64)
         for part in parts
     )
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two places of the tensor may be one in memory."""
-    if not tensor.numel():
-        return False
-    needed = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < needed:
-                return True
-            needed = stride * size
-    return False
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes of its memory up to the tensor's last value."""
-    if not tensor.numel():
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize
 
 
 def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:

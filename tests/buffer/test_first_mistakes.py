@@ -196,7 +196,7 @@ def test_a_device_that_is_none_is_named(storage: Any):
         storage(3, device="foo")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
 def test_a_device_that_is_not_there_is_named():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3, device="cuda"))
     with pytest.raises(RuntimeError, match="got cuda: CUDA is not available"):

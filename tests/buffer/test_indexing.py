@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -264,37 +265,38 @@ def test_rows_with_lanes_are_indexed_in_the_layout_that_was_written(
     assert torch.equal(buffer["x"], expected)
 
 
-@pytest.mark.parametrize("lanes", [(), (2,), (2, 3)], ids=str)
-@pytest.mark.parametrize(
-    "index",
-    [
-        0,
-        -1,
-        slice(None, None, 2),
-        Ellipsis,
-        [1, 0, 1],
-        torch.tensor([[0, 1], [1, 1]]),
-        torch.tensor(1),
-        (0,),
-        (0, 1),
-        (slice(None), -1),
-        (Ellipsis, slice(1, None)),
-        ([1, 0], torch.tensor([0, 1])),
-        (1, 1, 3),
-        (0, [0, 2], slice(None, None, 3)),
-        "mask",
-    ],
-    ids=str,
-)
+# A flat storage takes no tuples, and an index has no more parts than there are dimensions.
+IN_EVERY_STORAGE = [
+    0,
+    -1,
+    slice(None, None, 2),
+    Ellipsis,
+    [1, 0, 1],
+    torch.tensor([[0, 1], [1, 1]]),
+    torch.tensor(1),
+    "mask",
+]
+WITH_LANES = [
+    (0,),
+    (0, 1),
+    (slice(None), -1),
+    (Ellipsis, slice(1, None)),
+    ([1, 0], torch.tensor([0, 1])),
+]
+WITH_TWO_DIMENSIONS_OF_LANES = [(1, 1, 3), (0, [0, 2], slice(None, None, 3))]
+AROUND = [
+    *itertools.product(IN_EVERY_STORAGE, [(), (2,), (2, 3)]),
+    *itertools.product(WITH_LANES, [(2,), (2, 3)]),
+    *itertools.product(WITH_TWO_DIMENSIONS_OF_LANES, [(2, 3)]),
+]
+
+
+@pytest.mark.parametrize(("index", "lanes"), AROUND, ids=str)
 def test_transforms_that_read_around_have_every_form_of_an_index(
     lanes: tuple[int, ...], index: Any
 ) -> None:
     """What they make of a row is the same whichever rows are asked for with it, and in a sample."""
     shape = torch.Size([*lanes, 7])
-    if isinstance(index, tuple) and len(index) - (Ellipsis in index[:1]) > len(shape):
-        pytest.skip("more parts than dimensions")
-    if not lanes and isinstance(index, tuple):
-        pytest.skip("a flat storage takes no tuples")
     x = torch.arange(shape.numel()).view(*shape, 1)
     done = x % 4 == 3
     after = {"x": x + 1, "reward": x.float(), "done": done}

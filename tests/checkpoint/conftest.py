@@ -50,6 +50,21 @@ def save() -> Callable[[Path], None]:
 
 
 @pytest.fixture(scope="session")
+def flipped() -> Callable[[bytes, int], list[bytes]]:
+    """``flipped(content, every)``: copies with a bit changed, one for every so many bytes."""
+
+    def copies(content: bytes, every: int) -> list[bytes]:
+        found = []
+        for at in range(0, len(content), every):
+            copy_ = bytearray(content)
+            copy_[at] ^= 1 << (at % 8)
+            found.append(bytes(copy_))
+        return found
+
+    return copies
+
+
+@pytest.fixture(scope="session")
 def state_of() -> Callable[[ReplayBuffer], Any]:
     """Everything that can be seen of a buffer of ``make``, as plain values that compare."""
 

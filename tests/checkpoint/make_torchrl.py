@@ -6,6 +6,7 @@ The directories ``fixtures/torchrl_*`` were made with it; see ``fixtures/README.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -18,6 +19,28 @@ from torchrl.data import (
     RoundRobinWriter,
     TensorDictReplayBuffer,
 )
+from torchrl.data.replay_buffers.samplers import prioritized as samplers
+
+
+class Leaves:
+    """In the place of TorchRL's trees where these are not compiled for this torch: what is saved
+    of a tree are its leaves, float32."""
+
+    def __init__(self, capacity: int) -> None:
+        self._values = torch.zeros(capacity)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._values[index] = torch.as_tensor(value, dtype=torch.float32)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._values[index]
+        return found if found.ndim else found.item()
+
+
+if samplers.SumSegmentTreeFp32 is None:
+    for kind in ("SumSegmentTreeFp", "MinSegmentTreeFp"):
+        for bits in ("32", "64"):  # it asks for all of them, and uses those of 32
+            setattr(samplers, kind + bits, Leaves)
 
 
 def rows(start: int, stop: int) -> TensorDict:

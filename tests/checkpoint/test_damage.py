@@ -73,7 +73,7 @@ def named_by(folder: Path) -> dict[int, set[str]]:
 
 @pytest.mark.pitfall("CK2")
 def test_every_version_names_its_damaged_file_and_no_other_one(
-    three: tuple[Path, dict[int, Any]], tmp_path: Path
+    three: tuple[Path, dict[int, Any]], tmp_path: Path, flipped: Any
 ):
     """CK2, C6: each file gone, cut, longer, or with one bit flipped; what shares it, is told."""
     good, states = three
@@ -91,10 +91,7 @@ def test_every_version_names_its_damaged_file_and_no_other_one(
             content[:-1],
             content[: len(content) // 2],
         ]
-        for at in range(0, len(content), max(1, len(content) // 40)):
-            flipped = bytearray(content)
-            flipped[at] ^= 1 << (at % 8)
-            damages.append(bytes(flipped))
+        damages += flipped(content, max(1, len(content) // 40))
         for damage in damages:
             shutil.rmtree(bad, ignore_errors=True)
             shutil.copytree(good, bad)

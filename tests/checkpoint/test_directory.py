@@ -20,7 +20,7 @@ from replaykit.errors import CheckpointError
 
 @pytest.mark.pitfall("CK2")
 def test_every_damaged_file_is_named_and_nothing_changes(
-    make: Any, state_of: Any, tmp_path: Path, save: Any
+    make: Any, state_of: Any, tmp_path: Path, save: Any, flipped: Any
 ):
     """CK2, C6: each file removed, truncated, grown, or with one byte flipped, in turn."""
     good, bad = tmp_path / "good", tmp_path / "bad"
@@ -35,10 +35,7 @@ def test_every_damaged_file_is_named_and_nothing_changes(
         steps = {0, 1, len(content) // 2, len(content) - 1}
         damages: list[bytes | None] = [None, content + b"\0"]
         damages += [content[:size] for size in steps]
-        for at in range(0, len(content), 11):
-            flipped = bytearray(content)
-            flipped[at] ^= 1 << (at % 8)
-            damages.append(bytes(flipped))
+        damages += flipped(content, 11)
         for damage in damages:
             shutil.rmtree(bad, ignore_errors=True)
             shutil.copytree(good, bad)

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
-STAGE = """
+from tests.crash.forking import FORKED
+
+STAGE = (
+    FORKED
+    + """
 import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
@@ -69,17 +73,6 @@ def loaded(path, version=None):
     buffer.loads(path, version=version)
     return buffer, buffer.write_count // ROWS - 1
 
-def forked(function):
-    pid = os.fork()
-    if pid == 0:
-        code = 9
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
 path, rounds, chance = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 
 def save_for_ever(live, number):
@@ -129,8 +122,9 @@ assert set(os.listdir(path)) == named, os.listdir(path)
 assert state(loaded(path)[0]) == state(live)
 print(len(seen), kept)
 """
+)
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and forks")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
 
 @pytest.mark.pitfall("CK1")

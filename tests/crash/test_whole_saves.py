@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.crash.forking import FORKED
+
 # A process of its own plays every scene with forks of itself: importing torch once is enough.
-STAGE = """
+STAGE = (
+    FORKED
+    + """
 import os, random, signal, sys, tempfile, time
 import torch
 torch.set_num_threads(1)
@@ -65,19 +69,9 @@ def litter(path):
     named = {"manifest.json", ".lock", *json.load(open(path + "/manifest.json"))["files"]}
     return sorted(set(os.listdir(path)) - named)
 
-def forked(function):
-    pid = os.fork()
-    if pid == 0:
-        code = 9
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
 path = sys.argv[1]
 """
+)
 
 RANDOM_KILLS = """
 rounds, chance = int(sys.argv[2]), random.Random(int(sys.argv[3]))
@@ -176,38 +170,31 @@ print(len(seen))
 NO_SPACE = """
 import resource
 state(1).dumps(path)
-before = sorted(os.listdir(path))
 buffer = state(2)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for limit in (0, 1, 100, 2000, 2999):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        buffer.dumps(path)
-    except OSError as error:
-        assert path in str(error), error
-    else:
-        raise AssertionError(limit)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert loaded(path) == 1
-    assert sorted(os.listdir(path)) == before, os.listdir(path)
+
+def refused(limits, there, **options):
+    '''No file may be longer than that: the save says so, and leaves what is there.'''
+    before = sorted(os.listdir(path))
+    for limit in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            buffer.dumps(path, **options)
+        except OSError as error:
+            assert path in str(error), error
+        else:
+            raise AssertionError(limit)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert loaded(path) == there
+        assert sorted(os.listdir(path)) == before, os.listdir(path)
+
+refused((0, 1, 100, 2000, 2999), 1)
 buffer.dumps(path)
 assert loaded(path) == 2
 # The same, where only what has changed is to be written, and older ones are kept.
-before = sorted(os.listdir(path))
 buffer["a"] = torch.full((40, 50), 7)
-for limit in (0, 1, 100, 1500):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        buffer.dumps(path, keep=3)
-    except OSError as error:
-        assert path in str(error), error
-    else:
-        raise AssertionError(limit)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert loaded(path) == 2
-    assert sorted(os.listdir(path)) == before, os.listdir(path)
+refused((0, 1, 100, 1500), 2, keep=3)
 buffer.dumps(path, keep=3)
 other = empty()
 other.loads(path)
@@ -275,7 +262,7 @@ assert os.listdir(folder) == ["saved"]
 print("fine")
 """
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and forks")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
 
 @pytest.mark.pitfall("CK1")
@@ -315,13 +302,13 @@ def test_processes_that_save_and_load_at_once_see_whole_states(run_python: Any, 
     assert int(done.stdout) >= 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_FSIZE as Linux has it")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_FSIZE as Linux has it")
 def test_a_save_that_does_not_fit_leaves_the_old_one_and_no_litter(run_python: Any, tmp_path: Path):
     """C1: whatever the number of bytes after which the disk is full."""
     assert run_python(STAGE + NO_SPACE, tmp_path / "saved").stdout == "fine\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, to mount a tmpfs")
 def test_a_save_on_a_full_disk_leaves_the_old_one_and_no_litter(run_python: Any, tmp_path: Path):
     """C1: with every amount of room that is too little, and with those that suffice."""
     disk = tmp_path / "disk"

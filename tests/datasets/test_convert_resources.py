@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -22,6 +20,7 @@ from replaykit.datasets.publish import open_published, verify_published
 from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from tests.limits import limited
 
 PEAK = """
 import sys
@@ -90,16 +89,6 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write
     assert data.columns["next", "terminated"][-1]
     assert data.columns["info", "goal"].sum(dtype=torch.float64) == records - 1
     verify_published(tmp_path / "large")
-
-
-@contextmanager
-def limited(what: int, value: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (value, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (soft, hard))
 
 
 @pytest.mark.parametrize("limit", [50, 1000, 2000, 3000])

@@ -71,6 +71,35 @@ def check_same(one: ReplayBuffer, other: ReplayBuffer) -> None:
     assert sorted(episodes(one), key=str) == sorted(episodes(other), key=str)
 
 
+def check_loads(
+    make: Maker,
+    small: int,
+    large: int,
+    write: Callable[..., None],
+    how: str,
+    folder: Path,
+    *,
+    again: bool,
+) -> None:
+    """What is known after a load of a large buffer into a small one, and after it is written on.
+
+    Args:
+        write: writes the same rows to several buffers.
+        again: whether what is loaded was itself loaded.
+    """
+    one, other = make(large), make(small)
+    write(one, other)
+    if again:
+        one = loaded(make, large, one, how, folder)
+        other = loaded(make, small, other, how, folder)
+        write(one, other)
+    moved = loaded(make, small, one, how, folder)
+    other = loaded(make, small, other, how, folder)
+    check_same(moved, other)
+    write(moved, other)
+    check_same(moved, other)
+
+
 @st.composite
 def codes(draw: st.DrawFn, rows: int) -> dict[str, torch.Tensor]:
     """Flags and ids of rows, ends being rare enough that episodes outgrow small rings."""
@@ -117,7 +146,6 @@ def test_rings_and_lanes(
             storage=LazyTensorStorage(slots * lanes, **options), transform=StepCount()
         )
 
-    one, other = make(large), make(small)
     start = 0
 
     def write(*buffers: ReplayBuffer) -> None:
@@ -133,16 +161,7 @@ def test_rings_and_lanes(
                     rb.cut()
             start += rows * lanes
 
-    write(one, other)
-    if data.draw(st.booleans()):  # what was loaded is saved as well
-        one = loaded(make, large, one, how, tmp_path)
-        other = loaded(make, small, other, how, tmp_path)
-        write(one, other)
-    moved = loaded(make, small, one, how, tmp_path)
-    other = loaded(make, small, other, how, tmp_path)
-    check_same(moved, other)
-    write(moved, other)
-    check_same(moved, other)
+    check_loads(make, small, large, write, how, tmp_path, again=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -165,7 +184,6 @@ def test_streams(how: str, by_stream: bool, tmp_path: Path, data: st.DataObject)
         storage = LazyTensorStorage(length * streams, lane_key="env")
         return ReplayBuffer(storage=storage, writer=LaneWriter(length), transform=StepCount())
 
-    one, other = make(large), make(small)
     start = 0
 
     def write(*buffers: ReplayBuffer) -> None:
@@ -183,16 +201,7 @@ def test_streams(how: str, by_stream: bool, tmp_path: Path, data: st.DataObject)
                     rb.cut(0)
             start += rows
 
-    write(one, other)
-    if data.draw(st.booleans()):
-        one = loaded(make, large, one, how, tmp_path)
-        other = loaded(make, small, other, how, tmp_path)
-        write(one, other)
-    moved = loaded(make, small, one, how, tmp_path)
-    other = loaded(make, small, other, how, tmp_path)
-    check_same(moved, other)
-    write(moved, other)
-    check_same(moved, other)
+    check_loads(make, small, large, write, how, tmp_path, again=data.draw(st.booleans()))
 
 
 def stream(env: list[int], done: list[int] | None = None) -> TensorDict:

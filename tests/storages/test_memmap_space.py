@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, ReplayBuffer
-
-
-@contextlib.contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.limits import limited
 
 
 @pytest.mark.parametrize("scratch", ["new/folder", "mine", None])
@@ -44,7 +33,7 @@ def test_a_disk_that_is_full_is_said_with_the_file_and_leaves_nothing(
             pytest.raises(
                 OSError, match=r"cannot reserve 1\.1 MiB .* a smaller max_size"
             ) as caught,
-            files_of_at_most(4096),
+            limited(resource.RLIMIT_FSIZE, 4096),
         ):
             rb.extend(rows)
         assert Path(caught.value.filename).name == "b.memmap"

@@ -1,0 +1,68 @@
+"""Rows gathered by torch, where the core cannot: the counterpart of ``NativeRows``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from replaykit.storages.carrying import carried
+from replaykit.storages.indexing import unravel_index
+from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.columns import Columns
+
+__all__ = ["gather", "gather_some"]
+
+
+def gather(
+    columns: Columns, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
+) -> list[torch.Tensor]:
+    """Copies all leaves of rows out, ``[B, *F]`` in the columns' order; records as whole words.
+
+    Args:
+        index: slots ``[B]``, or coordinates ``[B, ndim]``, on the columns' device.
+        rows: the same as elements.
+        contiguous: whether each leaf is to lie in one piece.
+    """
+    columns.follow_memory()
+    found: dict[Path, torch.Tensor] = {}
+    layout, records, ndim = columns.layout, columns.records, columns.ndim
+    if layout is not None and records is not None:
+        words = records.view(layout.word).flatten(0, ndim - 1)
+        block = layout.as_block(words.index_select(0, rows))
+        leaves = layout.split(block)
+        if contiguous:
+            leaves = [leaf.contiguous() for leaf in leaves]
+        found.update(zip(layout.offsets, leaves, strict=True))
+    for path, column in columns.tensors.items():
+        if path in found:
+            continue
+        source = carried(column)
+        if ndim == 1:
+            values = source.index_select(0, rows)
+        elif source.is_contiguous():
+            values = source.flatten(0, ndim - 1).index_select(0, rows)
+        else:
+            values = source[tuple(index.unbind(-1))]
+        found[path] = values.view(column.dtype)
+    return [found[path] for path in columns.order]
+
+
+def gather_some(
+    columns: Columns, paths: Sequence[Path], elements: torch.Tensor
+) -> dict[Path, torch.Tensor]:
+    """Copies some leaves of stored elements ``[B]`` out, each in one piece."""
+    columns.follow_memory()
+    found, rows = {}, elements.to(columns.device)
+    for path in paths:
+        column = columns.tensors[path]
+        source = carried(column)
+        if columns.ndim > 1:
+            cells = tuple(unravel_index(rows, columns.lanes).unbind(-1))
+            found[path] = source[cells].view(column.dtype)
+        else:
+            found[path] = source.index_select(0, rows).view(column.dtype)
+    return found
