@@ -236,12 +236,6 @@ class EpisodeIndex:
             asked = np.empty((2, self.lanes), np.int64)
             asked[0], asked[1] = time, self._lane_numbers
             begin, _, _, head = ring.lookup(*asked)
-            if self.lanes == 1:  # what keeps rows in files asks after every write
-                began = int(begin[0])
-                begin[0] = -1 if began == time else began + position - time
-                if head[0] == _EVICTED:
-                    head[0] = _RESET
-                return begin, head
             begin[begin == time] = -1
             begin[begin >= 0] += position - time
             head[head == _EVICTED] = _RESET
@@ -252,6 +246,20 @@ class EpisodeIndex:
         return np.array(saved["begin"]), np.array(saved["head"])
 
     # -- state ----------------------------------------------------------------------------------
+
+    def first(self) -> tuple[int, Any, Any]:
+        """Position of the oldest row, where the episodes of its lanes began, -1 where with it, and
+        ``Head``, each ``[lanes]``. What keeps rows in files asks after every write."""
+        self.sync()
+        ring = self._ring
+        lo, hi = ring.lo, ring.hi
+        if self.lanes != 1 or hi == lo or not self._in_order:
+            known = self.state()
+            return known["oldest"], known["begin"], known["head"]
+        began, head = ring.first()
+        oldest = self._noted - (hi - lo)
+        begin = -1 if began == lo else began + oldest - lo
+        return oldest, (begin,), (_RESET if head == _EVICTED else head,)
 
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
         """Returns what does not follow from the rows: where headless episodes began.

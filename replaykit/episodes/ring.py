@@ -196,6 +196,11 @@ class RingEpisodes:
 
     # -- one row --------------------------------------------------------------------------------
 
+    def first(self) -> tuple[int, int]:
+        """Begin and head of the oldest row's episode, in a ring of one lane."""
+        begin, _, _, head = self.lookup(np.array([self.lo]), np.zeros(1, np.int64))
+        return int(begin[0]), int(head[0])
+
     def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Returns begin and last of the episodes of stored rows, the last row's code, the head.
 

@@ -233,7 +233,12 @@ class Home:
         """
         if not self.shared:
             self.check_process()
-        self.journal.save(self._next, target, self._targets[target], at)
+        if type(at) is range:
+            if at.stop <= at.start:
+                return
+            self.journal.save_run(self._next, target, self._targets[target], at.start, at.stop)
+        else:
+            self.journal.save(self._next, target, self._targets[target], at)
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked process, which reads only."""

@@ -105,6 +105,27 @@ class Journal:
         if self._durable:
             self._file.sync()
 
+    def save_run(self, sequence: int, target: int, rows: Array, first: int, until: int) -> None:
+        """``save`` of the rows from ``first`` to ``until``, in less time: every ``extend`` does it
+        once a ring is full."""
+        head, width = self._head, rows.shape[1]
+        same = head[_SEQUENCE] == sequence
+        nbytes = (until - first) * width
+        body = _HEADER + 8 * _ENTRY + (head[_USED] if same else 0)
+        stop = body + (nbytes + 7 & ~7)
+        if self._durable or stop > len(self._plain):
+            self.save(sequence, target, rows, range(first, until))
+            return
+        if not same:  # in this order: what is noted of another operation never counts for this one
+            head[_USED] = 0
+            head[_CHECKED] = False
+            head[_SEQUENCE] = sequence
+        self._bytes[body : body + nbytes] = rows[first:until].reshape(-1)
+        _pack_entry(
+            self._plain, body - 8 * _ENTRY, target, width, until - first, first, stop - body, 0
+        )
+        head[_USED] = stop - _HEADER
+
     @property
     def sequence(self) -> int:
         """Number of the latest operation that has noted anything; 0: none has."""

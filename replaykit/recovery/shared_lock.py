@@ -66,22 +66,22 @@ class SharedLock(CommitLock):
         """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
         if not self._lock.acquire(blocking, timeout):
             return False
-        if self._depth == 0:
-            try:
-                if blocking and timeout < 0:
-                    self._flock(self._fd, self._take)
-                elif not self._tried(timeout if blocking else 0.0):
-                    self._lock.release()
-                    return False
-                self._depth = 1  # what it does takes the lock as well
-                self._enter()
-            except BaseException:
-                self._depth = 0
-                self._flock(self._fd, self._give)
-                self._lock.release()
-                raise
+        if self._depth:
+            self._depth += 1
             return True
-        self._depth += 1
+        try:
+            if blocking and timeout < 0:
+                self._flock(self._fd, self._take)
+            elif not self._tried(timeout if blocking else 0.0):
+                self._lock.release()
+                return False
+            self._depth = 1  # what it does takes the lock as well
+            self._enter()
+        except BaseException:
+            self._depth = 0
+            self._flock(self._fd, self._give)
+            self._lock.release()
+            raise
         return True
 
     def _tried(self, timeout: float) -> bool:

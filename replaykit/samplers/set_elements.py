@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from replaykit.storages.kept_parts import Changed
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from replaykit.samplers.priority_table import PriorityTable
 
 __all__ = ["FollowedTable", "SetElements", "Watches"]
+
+
+_NONE = np.zeros(0, np.int64)
 
 
 class SetElements:
@@ -110,6 +114,16 @@ class FollowedTable:
         index, raw = self._watch.take(), table.raw
         if index is None or everything:
             return Changed(None, raw.double().cpu().numpy(), *numbers)
-        elements = torch.cat(index).unique() if index else raw[:0].long()
-        elements = elements[elements < table.length]
-        return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
+        if not raw.is_cpu:
+            elements = torch.cat(index).unique() if index else raw[:0].long()
+            elements = elements[elements < table.length]
+            return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
+        if len(index) == 1 and index[0].ndim == 1:
+            at = index[0].numpy()
+            if not (at[1:] > at[:-1]).all():
+                at = np.unique(at)
+        else:
+            at = np.unique(np.concatenate([_NONE, *(part.numpy().reshape(-1) for part in index)]))
+        if len(at) and at[-1] >= table.length:
+            at = at[at < table.length]
+        return Changed(at, raw.numpy()[at].astype(np.float64), *numbers)

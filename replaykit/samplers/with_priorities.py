@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing.context
 import weakref
 from typing import Any
@@ -243,14 +244,14 @@ class WithPriorities(Sampler):
             self._chosen = None
             self.take_kept(values, most, dropped)
         else:
-            table = self._known(None)
+            table = self._stored.known(None)
             table.truncate(changed.length)
             if len(changed.elements):
                 self._law.check(0.0, most)
                 index = torch.from_numpy(changed.elements).to(table.device)
                 table.set(index, values.to(table.device, self.dtype), changed.length)
             table.cover(changed.length, most)
-            self._max_priority, self.dropped_updates = most, dropped
+            self._stored.most, self.dropped_updates = most, dropped
         assert self._table is not None
         self._kept.skip(self._table, most, dropped)
 
@@ -421,8 +422,6 @@ class WithPriorities(Sampler):
                 "would have priorities of its own; make one there, or a buffer with shared=True"
             )
         # They lie in files that the other process finds by its storage.
-        table, self._read = self._read, None
-        try:
-            return {**super().__getstate__(), **own}
-        finally:
-            self._read = table
+        stored = copy.copy(self._stored)
+        stored.table = None
+        return {**super().__getstate__(), **own, "_stored": stored}

@@ -210,8 +210,7 @@ class EpisodeIndexes:
         main = self._main
         if type(main) is not EpisodeIndex:
             return None
-        heads = main.state()
-        return heads["oldest"], heads["begin"], heads["head"]
+        return main.first()
 
     @staticmethod
     def check(state: object) -> dict[str, Any] | None:

@@ -173,7 +173,7 @@ class KeptState:
             return None
         self.cursor, self.length = ledger.cursor, ledger.length
         self.next_position = ledger.next_position
-        self.oldest, self.begin, self.head = first
+        self.oldest = first[0]
         self.priorities, self.counts = priorities, counts
         view = numbers.data
         view[0], view[1], view[2] = self.cursor, self.length, self.next_position
@@ -186,9 +186,10 @@ class KeptState:
             view[at] = count
             at += 1
         if lanes == 1:
-            view[at], view[at + 1] = self.begin[0], self.head[0]
+            (view[at],), (view[at + 1],) = first[1:]
         else:
-            numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = self.begin, self.head
+            numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = first[1:]
+        self.begin, self.head = numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes]
         return numbers
 
     def follow(self, numbers: Array) -> bool:

@@ -290,7 +290,9 @@ class Recovery:
             OSError: no room for it; nothing of it counts yet, the next time tries again.
         """
         storage = self._storage()
-        if storage is None or not self.active or os.getpid() != self.home.process:
+        if storage is None or not self.active:
+            return
+        if not self.shared and os.getpid() != self.home.process:
             return
         ledger, marks = storage.ledger, storage.indexes.marks
         now = ledger_counters(ledger)

@@ -117,7 +117,11 @@ class Sharing(Recovery):
         }
 
     def new_lock(self) -> SharedLock:
-        """The lock of this process."""
+        """The lock of this process, which may be a forked child."""
+        if self._process != os.getpid():
+            # A thread of the parent, which is not here, may have been in the middle of anything.
+            self._become_member()
+            self._known, self._noted, self._pending = -1, None, []
         return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
 
     # -- files --------------------------------------------------------------------------------
@@ -195,17 +199,14 @@ class Sharing(Recovery):
         storage = self._storage()
         if storage is None:
             return
-        if self._process != os.getpid():
-            # A thread of the parent, which is not here, may have been in the middle of anything.
-            self._become_member()
-            self._known, self._noted, self._pending = -1, None, []
         if not self.active:
             if not self.home.published:
                 return
             self._attach(storage)
         home = self.home
-        sequence = home.states.sequence
-        if home.journal.used(sequence + 1):  # who noted it has died
+        sequence, used = home.noted()
+        sequence -= 1
+        if used:  # who noted it has died
             home.roll_back()
         if sequence != self._known:
             anew, self._known = self._known < 0, -1
