@@ -133,8 +133,8 @@ def test_a_commit_that_was_interrupted_right_after_it_counted(
         rb.extend(rows(0, 10))
         commit = States.commit
 
-        def interrupted(self: States, numbers: Any) -> None:
-            commit(self, numbers)
+        def interrupted(self: States, *numbers: Any) -> None:
+            commit(self, *numbers)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(States, "commit", interrupted)
