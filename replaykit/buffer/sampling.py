@@ -172,6 +172,44 @@ class Sampling(BufferCore):
         return drawn, data, info
 
     def _draw(self, size: int) -> Drawn:
+        apart = self._draw_apart(size) if self._shared else None
+        return self._draw_held(size) if apart is None else apart
+
+    def _draw_apart(self, size: int) -> Drawn | None:
+        """Draws while other processes write, and looks afterwards whether they have overwritten
+        what was read; None: it takes the lock that keeps them out."""
+        storage, sampler = self._storage, self._sampler
+        sharing, lock = storage.recovery, storage.lock
+        if not lock.enter_apart():
+            return None
+        try:
+            seen = sharing.glance()
+            if seen is None:
+                return None
+            origin = Origin(storage, sampler, size, sampler.ran_out)
+            if size != self._batch_size:
+                origin.random = _random_state(self._generator)
+            try:
+                drawn = self._drawn(storage, size)
+            except Exception:
+                # It may come of rows that were overwritten; if not, the next attempt raises it.
+                return None
+            slots = None
+            if not self._chain.reads_around:
+                slots = (drawn.index[:, 0] if storage.ndim > 1 else drawn.index).numpy()
+            if not sharing.intact(seen, slots):
+                _show(sampler, origin.ran_out)
+                if type(sampler).put_back is not Sampler.put_back:
+                    sampler.put_back([drawn.anchors], storage)
+                return None
+            if size != self._batch_size:
+                origin.random_after = _random_state(self._generator)
+            drawn.origin = origin
+            return drawn
+        finally:
+            lock.leave_apart()
+
+    def _draw_held(self, size: int) -> Drawn:
         while True:
             storage = self._storage
             with storage.lock:

@@ -94,6 +94,11 @@ class EpisodeIndex:
         if ledger.length and (self._noted or not before):
             self._rebuild()
 
+    @property
+    def noted(self) -> int:
+        """Position up to which rows were noted."""
+        return self._noted
+
     # -- being told of writes -------------------------------------------------------------------
 
     def edited(self) -> None:

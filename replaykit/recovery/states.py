@@ -102,6 +102,17 @@ class States:
             self._look()
         return self._numbers[turn][_HEAD:stop]
 
+    def glance(self) -> tuple[int, Array] | None:
+        """Number and numbers of the latest state, a copy, for who holds no lock; None where it was
+        about to be overwritten."""
+        sequence = self.sequence
+        turn = sequence % 2
+        stop = _HEAD + self._heads[turn][_COUNT]
+        if stop > len(self._numbers[turn]):
+            return None
+        numbers = self._numbers[turn][_HEAD:stop].copy()
+        return (sequence, numbers) if self._heads[turn][_SEQUENCE] == sequence else None
+
     def commit(self, numbers: Array, more: Sequence[int] = ()) -> None:
         """Has these int64 numbers be the state from now on, and ``more`` behind them.
 

@@ -307,6 +307,13 @@ class EpisodeIndexes:
         self.stale = True
         self.marks = CutMarks(marks.tolist(), codes.tolist())
 
+    def noted(self) -> int | None:
+        """Up to which position all indexes have noted rows; None: there is no index."""
+        main = self._main
+        if main is not None and not self._others:
+            return main.noted
+        return min((index.noted for index in self._live()), default=None)
+
     def take_heads(self) -> dict[str, Any] | None:
         """Where headless episodes began when the rows were saved, for who indexes them first."""
         return self._saved if self.heads_from is None else self.heads_from()

@@ -247,6 +247,9 @@ class Recovery:
             OSError: there is no room for a copy of them; nothing has changed.
             RuntimeError: in a forked process.
         """
+        self._note(at, paths)
+
+    def _note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
         storage = self._storage()
         assert storage is not None
         stored = storage.ledger.length
@@ -271,17 +274,21 @@ class Recovery:
         self._whole = self.home.noted()[1]
 
     def note_ring(self, first: int, count: int) -> None:
-        """Notes the stored ones of ``count`` slots from ``first`` on, round the ring."""
+        """Notes the stored ones of ``count`` slots from ``first`` on, round the ring: those at the
+        cursor."""
+        self._note_ring(first, count)
+
+    def _note_ring(self, first: int, count: int) -> None:
         storage = self._storage()
         assert storage is not None
         slots = storage.ledger.slots
         first %= slots
         until = first + count
         if until <= slots:
-            self.note(range(first, until))
+            self._note(range(first, until))
             return
-        self.note(range(first, slots))
-        self.note(range(until - slots))
+        self._note(range(first, slots))
+        self._note(range(until - slots))
 
     def settle(self) -> None:
         """Commits what was changed since the last time; called when the lock is let go.
@@ -298,7 +305,7 @@ class Recovery:
         now = ledger_counters(ledger)
         if self._noted is not None:
             if self._noted[1] == now and self._noted[0] == self.home.noted()[0]:
-                self.home.roll_back(self._whole)  # what was given up before anybody knew of it
+                self._take_back(self._whole)  # what was given up before anybody knew of it
             self._noted = None
         counts = self._write_counts()
         seen = now, storage.edits, counts
@@ -322,6 +329,9 @@ class Recovery:
             self._commit(storage, numbers)
             self._seen, self._marks = seen, marks.numbers
         self._again = False
+
+    def _take_back(self, since: int) -> None:
+        self.home.roll_back(since)
 
     def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
         self.home.commit(numbers)

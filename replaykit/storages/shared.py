@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from replaykit.storages.recoverable import (
     ledger_counters,
 )
 from replaykit.storages.row_files import RowFiles, columns_in_files, refuse_taken
+from replaykit.structure import Path
 
 if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
@@ -35,8 +38,17 @@ __all__ = ["Sharing", "memory_folder"]
 
 Array = np.ndarray[Any, Any]
 
-_LOG = 2
-"""Number of the table in which the log of changes lies."""
+_LOG, _SIGNS = 2, 3
+"""Numbers of tables: of the log of changes, and of what writers show to who reads without the
+lock."""
+
+_ANNOUNCED, _IRREGULAR = range(2)
+"""Signs: up to which position rows are being written at the cursor; how often, twice, rows were
+overwritten otherwise, odd while they are."""
+
+_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
+"""Whether what a processor stores and loads is seen in order by the others: elsewhere who reads
+takes the lock."""
 
 _LOG_LENGTH = 1 << 17
 _OWN = 4
@@ -97,6 +109,7 @@ class Sharing(Recovery):
         self._own = [0] * _OWN
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
+        self._signs: Any = None
         self._become_member()
 
     def _become_member(self) -> None:
@@ -169,6 +182,7 @@ class Sharing(Recovery):
         # Others write too, and say so to nobody here: a save takes all rows for changed.
         columns.changes.lend()
         self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
+        self._signs = self.home.table(_SIGNS, np.int64, 2)[:2].data
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -206,8 +220,12 @@ class Sharing(Recovery):
         home = self.home
         sequence, used = home.noted()
         sequence -= 1
+        signs = self._signs
         if used:  # who noted it has died
+            signs[_IRREGULAR] |= 1
             home.roll_back()
+        if signs[_IRREGULAR] & 1:
+            signs[_IRREGULAR] += 1
         if sequence != self._known:
             anew, self._known = self._known < 0, -1
             self._follow(storage, anew)
@@ -222,6 +240,66 @@ class Sharing(Recovery):
         if changed or (not self.active and self.home.published) or self._process != os.getpid():
             with storage.lock:
                 pass
+
+    def glance(self) -> tuple[int, int, int] | None:
+        """Brings this process up to date without the lock, where only rows at the cursor have come.
+
+        Other threads of it are kept out. What is read then is as it was if ``intact`` says so.
+
+        Returns:
+            What ``intact`` asks for; None: it takes the lock.
+        """
+        storage, signs = self._storage(), self._signs
+        if storage is None or signs is None or self._known < 0 or not _ORDERED:
+            return None
+        irregular = signs[_IRREGULAR]
+        if irregular & 1:
+            return None
+        noted = storage.indexes.noted()
+        if self.home.states.sequence != self._known:
+            found, before = self.home.states.glance(), self._committed
+            if found is None or before is None or found[1][-_OWN:].tolist() != self._own:
+                return None
+            if not before.follow(found[1][:-_OWN]):
+                return None
+            self._take_counters(storage, before)
+            self._known = found[0]
+        position = storage.ledger.next_position
+        return irregular, position, position if noted is None else noted
+
+    def intact(self, glanced: tuple[int, int, int], slots: Array | None) -> bool:
+        """Whether rows were as ``glance`` found them until now.
+
+        Args:
+            slots: those that were read, int64 ``[K]``; None: it may have been any.
+        """
+        storage, signs = self._storage(), self._signs
+        assert storage is not None
+        irregular, position, noted = glanced
+        announced, ledger = signs[_ANNOUNCED], storage.ledger
+        if signs[_IRREGULAR] != irregular:
+            return False
+        count = announced - position
+        if count <= 0 or ledger.length + count <= ledger.slots:
+            return True
+        if announced - noted > ledger.slots:
+            # What an index has read of rows that were not noted may have been others.
+            self._known = -1
+            return False
+        if slots is None or count >= ledger.slots:
+            return False
+        return not bool(((slots - ledger.cursor) % ledger.slots < count).any())
+
+    def _take_counters(self, storage: LazyTensorStorage, state: KeptState) -> None:
+        """Takes over what a write at the cursor changes."""
+        ledger = storage.ledger
+        ledger.cursor, ledger.length = state.cursor, state.length
+        ledger.next_position = state.next_position
+        for writer, count in zip(self._writers, state.counts, strict=False):
+            if (part := writer()) is not None:
+                part._write_count = count
+        self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
+        self._saved_at = ledger.next_position, ledger.changes
 
     def _follow(self, storage: LazyTensorStorage, anew: bool) -> None:
         numbers, own = self._state_numbers()
@@ -256,18 +334,14 @@ class Sharing(Recovery):
             indexes.bounding = own[3]
         indexes.heads_from = self._heads
         self._own = own
-        for writer, count in zip(self._writers, before.counts, strict=False):
-            if (part := writer()) is not None:
-                part._write_count = count
         for place, known in enumerate(self._samplers[: len(before.priorities)]):
             sampler = known()
             if sampler is None:
                 continue
             at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
             self._hand_over(sampler, place, at)
-        self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
+        self._take_counters(storage, before)
         self._marks = indexes.marks.numbers
-        self._saved_at = ledger.next_position, ledger.changes
         ledger.touched = []
 
     def _hand_over(self, sampler: KeptPriorities, place: int, at: Array | None) -> None:
@@ -295,14 +369,39 @@ class Sharing(Recovery):
 
     # -- changes ------------------------------------------------------------------------------
 
+    def note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+        self._signs[_IRREGULAR] |= 1
+        super().note(at, paths)
+
+    def note_ring(self, first: int, count: int) -> None:
+        storage, signs = self._storage(), self._signs
+        assert storage is not None
+        ledger = storage.ledger
+        if ledger.changes != self._own[1]:  # the cursor is not where others believe
+            signs[_IRREGULAR] |= 1
+        signs[_ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
+        self._note_ring(first, count)
+
+    def _take_back(self, since: int) -> None:
+        # Who has read rows that are put back finds them as they were, and not what he has read.
+        self._signs[_IRREGULAR] |= 1
+        super()._take_back(since)
+
     def settle(self) -> None:
+        storage, signs = self._storage(), self._signs
         try:
+            if signs is None or storage is None:
+                return
+            if storage.ledger.changes != self._own[1]:
+                signs[_IRREGULAR] |= 1
             super().settle()
+            if signs[_IRREGULAR] & 1:
+                signs[_IRREGULAR] += 1
         except BaseException:
             # What this process believes is not what the others see.
             self._known, self._noted, self._pending, self._again = -1, None, [], False
             if self.active:
-                self.home.roll_back()
+                self._take_back(0)
             raise
 
     def _logged(self, number: int, at: Array | range) -> None:
