@@ -16,6 +16,7 @@ from benchmarks.works import (
     memory,
     prioritized,
     sequences,
+    sharing,
     transitions,
     trees,
     writes,
@@ -45,6 +46,7 @@ WORKS = {
         memory,
         sequences,
         checkpoints,
+        sharing,
     )
 }
 
