@@ -15,7 +15,7 @@ from replaykit.recovery.files import MappedFile
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.members import Members
-from replaykit.recovery.shared_lock import SharedLock
+from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "SharedLock",
     "States",
     "check_file",
+    "check_flock",
 ]

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +234,19 @@ class Home:
         if not self.shared:
             self.check_process()
         if type(at) is range:
-            if at.stop <= at.start:
-                return
-            self.journal.save_run(self._next, target, self._targets[target], at.start, at.stop)
+            if at.stop > at.start:
+                self.note_run(self._next, (target,), at.start, at.stop)
         else:
             self.journal.save(self._next, target, self._targets[target], at)
+
+    def note_run(self, sequence: int, targets: Iterable[int], first: int, until: int) -> None:
+        """``note`` of the rows from ``first`` to ``until`` of several targets, for a state whose
+        number the caller has asked for (``noted``)."""
+        if not self.shared:
+            self.check_process()
+        save, cells = self.journal.save_run, self._targets
+        for target in targets:
+            save(sequence, target, cells[target], first, until)
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked process, which reads only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -11,11 +12,17 @@ from typing import Any
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import let_go_in_children
 
-__all__ = ["SharedLock"]
+__all__ = ["SharedLock", "check_flock"]
 
 _PAUSES = (20e-6, 40e-6, 80e-6, 160e-6, 320e-6, 640e-6, *[1e-3] * 50)
 """Seconds between looks whether it is free, before who waits is put to sleep until it is: whoever
 has it keeps a processor meanwhile, and does not hand it over for a few microseconds of work."""
+
+
+def check_flock() -> None:
+    """Raises RuntimeError on a system without such locks."""
+    if importlib.util.find_spec("fcntl") is None:
+        raise RuntimeError("processes cannot share a buffer on a system without flock")
 
 
 class SharedLock(CommitLock):
@@ -49,12 +56,9 @@ class SharedLock(CommitLock):
 
     def __init__(self, path: Path, enter: Callable[[], None], settle: Callable[[], None]) -> None:
         super().__init__(settle)
-        try:
-            import fcntl
-        except ImportError:
-            raise RuntimeError(
-                "processes cannot share a buffer on a system without flock"
-            ) from None
+        check_flock()
+        import fcntl
+
         self._enter = enter
         self._flock: Callable[[int, int], Any] = fcntl.flock
         self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -71,9 +75,12 @@ class SharedLock(CommitLock):
             self._depth += 1
             return True
         try:
-            if not self._tried(timeout if blocking else 0.0):
-                self._lock.release()
-                return False
+            try:
+                self._flock(self._fd, self._try)
+            except BlockingIOError:
+                if not self._tried(timeout if blocking else 0.0):
+                    self._lock.release()
+                    return False
             self._depth = 1  # what it does takes the lock as well
             self._enter()
         except BaseException:

@@ -189,7 +189,8 @@ class KeptState:
             (view[at],), (view[at + 1],) = first[1:]
         else:
             numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = first[1:]
-        self.begin, self.head = numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes]
+        if self.begin.base is not numbers:
+            self.begin, self.head = numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes]
         return numbers
 
     def follow(self, numbers: Array) -> bool:

@@ -281,14 +281,22 @@ class Recovery:
     def _note_ring(self, first: int, count: int) -> None:
         storage = self._storage()
         assert storage is not None
-        slots = storage.ledger.slots
+        ledger = storage.ledger
+        slots = ledger.slots
         first %= slots
         until = first + count
-        if until <= slots:
+        if until <= ledger.length:  # what every write of few rows is, once the ring is full
+            home = self.home
+            sequence, used = home.noted()
+            now = sequence, ledger_counters(ledger)
+            if now != self._noted:
+                self._noted, self._whole = now, used
+            home.note_run(sequence, self._rows.values(), first, until)
+        elif until <= slots:
             self._note(range(first, until))
-            return
-        self._note(range(first, slots))
-        self._note(range(until - slots))
+        else:
+            self._note(range(first, slots))
+            self._note(range(until - slots))
 
     def settle(self) -> None:
         """Commits what was changed since the last time; called when the lock is let go.

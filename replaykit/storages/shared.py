@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from replaykit.errors import CheckpointError
-from replaykit.recovery import ChangeLog, Home, Members, SharedLock, check_file
+from replaykit.recovery import ChangeLog, Home, Members, SharedLock, check_file, check_flock
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.kept_parts import Changed, KeptCount, KeptPriorities, set_alone
@@ -95,6 +95,12 @@ class Sharing(Recovery):
         existsok: bool = False,
         join: bool = False,
     ) -> None:
+        if join and not folder.exists():
+            raise RuntimeError(
+                f"{folder} is gone: the processes that shared the buffer have ended before this "
+                "one got it"
+            )
+        check_flock()
         home = Home(folder, shared=True)
         super().__init__(storage, home)
         self._folder, self._private, self._mapped = folder, private, mapped
