@@ -126,8 +126,12 @@ class CountLaw:
         rows = stored - skip
         if self.open_future:
             rows -= np.where(is_open, self.open_future, 0)
-        count = np.where(rows >= self.least, np.maximum(rows + self.add, 0), self.below)
-        count[rows < 1] = 0
+        windows = rows + self.add
+        if self.least + self.add < 0:
+            windows = np.maximum(windows, 0)
+        count = np.where(rows >= self.least, windows, self.below)
+        if self.below or self.least < 1:  # else there are none already where no row is left
+            count[rows < 1] = 0
         if self.closed:
             count[is_open] = 0
         if self.intact:
