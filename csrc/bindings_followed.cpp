@@ -38,7 +38,7 @@ std::vector<std::size_t> as_places(const Numbers& numbers, const Numbers& follow
 }
 
 std::vector<const char*> as_rows(const Followed& self, const Numbers& addresses) {
-  if (self.step() != 1) throw nb::value_error("expected rows without lanes");
+  if (!self.in_order()) throw nb::value_error("expected rows without lanes and without links");
   if (addresses.size() != self.width()) {
     throw nb::value_error(("expected an address for each of " + std::to_string(self.width()) +
                            " leaves, got " + std::to_string(addresses.size())).c_str());
@@ -72,7 +72,7 @@ void replaykit::bind_followed(nb::module_& m) {
            [](Followed* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
               const Numbers& follows, const Numbers& ends, const Numbers& ids, std::int64_t rows,
               std::int64_t step, std::int64_t map, bool wide, std::int64_t entries,
-              std::int64_t stack, std::int64_t free) {
+              std::int64_t stack, std::int64_t free, std::int64_t links) {
              const std::size_t width = bases.size();
              if (strides.size() != width || sizes.size() != width || follows.size() != width) {
                throw nb::value_error("expected as many strides, sizes and places as leaves");
@@ -96,12 +96,14 @@ void replaykit::bind_followed(nb::module_& m) {
              }
              new (self) Followed(std::move(leaves), follows, as_places(ends, follows),
                                  as_places(ids, follows), rows, step, {as_address(map), wide},
+                                 {as_address(links), wide},
                                  {entries, reinterpret_cast<std::int64_t*>(stack),
                                   reinterpret_cast<std::int64_t*>(free)});
            },
            nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"), nb::arg("follows"),
            nb::arg("ends"), nb::arg("ids"), nb::arg("rows"), nb::arg("step"), nb::arg("map"),
-           nb::arg("wide"), nb::arg("entries"), nb::arg("stack"), nb::arg("free"))
+           nb::arg("wide"), nb::arg("entries"), nb::arg("stack"), nb::arg("free"),
+           nb::arg("links") = 0)
       .def("gather",
            [](const Followed& self, std::int64_t index, std::int64_t n, const Numbers& to,
               const Numbers& strides, int threads) {

@@ -14,8 +14,8 @@
 
 namespace replaykit {
 
-// 1 + the entry of each row, 0 where it has none: in 4 or 8 bytes each.
-struct EntryMap {
+// A number for each row, in 4 or 8 bytes each.
+struct RowNumbers {
   char* base;
   bool wide;
 
@@ -47,12 +47,13 @@ class Followed {
  public:
   // `leaves`: where each leaf of a row lies; of those that follow another leaf, `follows` >= 0, where
   // they lie in an entry. `ends`: leaves of which any byte that is not zero ends an episode, `ids`:
-  // those that end it where they change. The row behind a row is `step` further, round the ring.
+  // those that end it where they change. The row behind a row is `step` further, round the ring, or,
+  // where there are `links`, as far away as these say. `map`: 1 + the entry of each row, 0 for none.
   Followed(std::vector<Field> leaves, const std::vector<std::int64_t>& follows,
            std::vector<std::size_t> ends, std::vector<std::size_t> ids, std::int64_t rows,
-           std::int64_t step, EntryMap map, Entries entries)
+           std::int64_t step, RowNumbers map, RowNumbers links, Entries entries)
       : leaves_(std::move(leaves)), ends_(std::move(ends)), ids_(std::move(ids)), rows_(rows),
-        step_(step), map_(map), entries_(entries), stored_(stored(leaves_, follows), rows) {
+        step_(step), map_(map), links_(links), entries_(entries), stored_(stored(leaves_, follows), rows) {
     for (std::size_t leaf = 0; leaf < leaves_.size(); ++leaf) {
       if (follows[leaf] < 0) {
         places_.push_back(leaf);
@@ -67,7 +68,7 @@ class Followed {
   }
 
   std::int64_t rows() const { return rows_; }
-  std::int64_t step() const { return step_; }
+  bool in_order() const { return step_ == 1 && !links_.base; }
   std::int64_t row_bytes() const { return stored_.row_bytes(); }
   std::int64_t pair_bytes() const { return pair_bytes_; }
   std::size_t width() const { return leaves_.size(); }
@@ -82,9 +83,9 @@ class Followed {
               int threads) const {
     constexpr std::int64_t ahead = 64;
     std::vector<std::int64_t> from(static_cast<std::size_t>(n));  // a row, or -1 - an entry
-    for (std::int64_t i = 0; i < std::min(n, ahead); ++i) map_.prefetch(index[i]);
+    for (std::int64_t i = 0; i < std::min(n, ahead); ++i) prefetch(index[i]);
     for (std::int64_t i = 0; i < n; ++i) {
-      if (i + ahead < n) map_.prefetch(index[i + ahead]);
+      if (i + ahead < n) prefetch(index[i + ahead]);
       const std::int64_t entry = map_.at(index[i]);
       if (entry) check_entry(entry);
       from[static_cast<std::size_t>(i)] = entry ? -entry : after(index[i]);
@@ -205,7 +206,17 @@ class Followed {
     return found;
   }
 
+  void prefetch(std::int64_t row) const {
+    map_.prefetch(row);
+    if (links_.base) links_.prefetch(row);
+  }
+
   std::int64_t after(std::int64_t row) const {
+    if (links_.base) {
+      const std::int64_t found = row + links_.at(row);
+      if (found < 0 || found >= rows_) throw std::runtime_error("a link to a row that is not there");
+      return found;
+    }
     return row + step_ < rows_ ? row + step_ : row + step_ - rows_;
   }
 
@@ -272,7 +283,7 @@ class Followed {
   std::vector<std::size_t> ends_, ids_, places_, followers_;
   std::vector<Pair> pairs_;
   std::int64_t rows_, step_, pair_bytes_ = 0;
-  EntryMap map_;
+  RowNumbers map_, links_;
   Entries entries_;
   Table stored_;
   // What `compare` found.

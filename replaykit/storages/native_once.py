@@ -11,6 +11,7 @@ from replaykit import native
 from replaykit.native.strides import row_stride
 from replaykit.storages.beside import Beside
 from replaykit.storages.columns import Columns
+from replaykit.storages.links import Links
 from replaykit.storages.pairs import Pairs
 from replaykit.storages.records import alone, plan_records
 from replaykit.structure import Path
@@ -35,17 +36,22 @@ class NativeOnce:
         pairs: which leaves are those of the following row.
         rows: columns of the leaves that every row has.
         beside: what the other rows have of their own.
+        links: where the following rows lie; None: one time slot further. Such rows are only read.
     """
 
     @classmethod
-    def over(cls, pairs: Pairs, rows: Columns, beside: Beside) -> NativeOnce | None:
+    def over(
+        cls, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> NativeOnce | None:
         """Returns it where the core can move the rows, else None; as ``NativeRows.over``."""
         if native.Followed is None or not rows.native:
             return None
-        return cls(pairs, rows, beside)
+        return cls(pairs, rows, beside, links)
 
-    def __init__(self, pairs: Pairs, rows: Columns, beside: Beside) -> None:
-        self._rows, self._beside = rows, beside
+    def __init__(
+        self, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> None:
+        self._rows, self._beside, self._links = rows, beside, links
         self._cells = rows.lanes.numel()
         leaves = pairs.schema.leaves
         self._paths = list(leaves)
@@ -102,6 +108,7 @@ class NativeOnce:
             memory.entries,
             memory.stack,
             memory.free,
+            0 if self._links is None else self._links.address,
         )
         self._plan_reads(lies, elements)
         self._table, self._moves = table, (self._rows.moves, table.moves)

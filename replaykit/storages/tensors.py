@@ -6,23 +6,28 @@ from typing import Any
 
 import torch
 
+from replaykit.episodes.stream_keys import stream_keys
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
-from replaykit.storages.continuity import check_batch, check_newest
+from replaykit.storages.continuity import check_batch, check_newest, check_streams
+from replaykit.storages.links import chains
 from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
+from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.pairs import (
     DedupNext,
     Mismatch,
+    Pairs,
     checked_keys,
     checked_mismatch,
     pairs_of,
 )
 from replaykit.storages.restorable import RestorableStorage
 from replaykit.structure import build
+from replaykit.ted import format_key
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]
 
@@ -190,11 +195,6 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         self.dedup_next = checked_keys(dedup_next)
         self.on_mismatch = checked_mismatch(on_mismatch)
-        if self.dedup_next and lane_key is not None:
-            raise ValueError(
-                f"expected dedup_next without lane_key, got {lane_key!r}: of streams that lie row "
-                "by row in one another the next row lies somewhere else; use ndim=2"
-            )
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
 
     @property
@@ -234,8 +234,15 @@ class LazyTensorStorage(TensorStorage):
         ):
             return
         self._check(rows)
+        if isinstance(columns, StreamColumns):
+            columns.check(rows)
+            return
         if not isinstance(columns, OnceColumns):
-            check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
+            pairs = self._pairs_of(Schema(rows.root))
+            if self.lane_key is None:
+                check_batch(rows.leaves, rows.batch, pairs)
+            else:
+                check_streams(rows.leaves, chains(stream_keys(rows.leaves[self.lane_key])), pairs)
             return
         compared = columns.compare(rows, self.ledger.cursor)
         try:
@@ -251,9 +258,21 @@ class LazyTensorStorage(TensorStorage):
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:
             return self._take_memory(schema, lanes, rows)
-        pairs = pairs_of(schema, self.dedup_next)
+        pairs = self._pairs_of(schema)
         taken = self._take_memory(pairs.stored, lanes, rows)
-        return OnceColumns(pairs, taken, self._grow(taken.device))
+        grow = self._grow(taken.device)
+        if self.lane_key is not None:
+            return StreamColumns(pairs, taken, grow, self.lane_key)
+        return OnceColumns(pairs, taken, grow)
+
+    def _pairs_of(self, schema: Schema) -> Pairs:
+        pairs = pairs_of(schema, self.dedup_next)
+        if self.lane_key in pairs.root_of:
+            raise ValueError(
+                f"dedup_next: expected keys without the lane_key {format_key(self.lane_key)}, which "
+                "says where the next row lies; name the root key, or give dedup_next a list"
+            )
+        return pairs
 
     def _grow(self, device: torch.device) -> Grow:
         """What takes memory for rows beside; it knows nothing of this object, which may die."""
