@@ -65,6 +65,9 @@ class _SavedColumns:
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self._leaves[path]
 
+    def follow_memory(self) -> None:
+        """Nobody else holds these columns: they stay where they are."""
+
 
 class _SavedRows:
     """Saved rows with the face by which an index knows its storage."""
