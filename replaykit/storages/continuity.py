@@ -126,9 +126,7 @@ def check_streams(leaves: _Leaves, found: Chains, pairs: Pairs) -> None:
         _refuse(path, pairs, f"row {followers}", f"row {rows}, of the same stream, has", 0, 1)
 
 
-def check_newest_of(
-    earlier: _Leaves, leaves: _Leaves, first: torch.Tensor, pairs: Pairs
-) -> None:
+def check_newest_of(earlier: _Leaves, leaves: _Leaves, first: torch.Tensor, pairs: Pairs) -> None:
     """Checks rows ``first``, int64 ``[m]``, of a batch against the newest stored ones of their
     streams, leaves ``[m, *F]``.
 

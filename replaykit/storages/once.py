@@ -55,9 +55,7 @@ class OnceColumns(FollowedRows):
     cannot do it, some forty operations on small tensors.
     """
 
-    def __init__(
-        self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None
-    ) -> None:
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         super().__init__(pairs, rows, grow, links)
         self._stored = 0  # time slots that hold rows, or held some
         # The time slot that was written last, all of it beside. Known as long as the next row at
@@ -237,7 +235,7 @@ class OnceColumns(FollowedRows):
         self._commit(change, values, cleared, holders, write)
         self._newest = last
 
-    def newestcarried_rows(self) -> _Leaves:
+    def newest_rows(self) -> _Leaves:
         """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
         assert self._newest is not None
         elements = self._elements_at(self._newest)

@@ -42,9 +42,7 @@ class FollowedRows:
     Cost of a read: that of a dense one, and a few operations on int64 ``[B]``.
     """
 
-    def __init__(
-        self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None
-    ) -> None:
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         self.pairs = pairs
         self.schema = pairs.schema
         self.rows = rows

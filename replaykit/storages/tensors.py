@@ -269,8 +269,8 @@ class LazyTensorStorage(TensorStorage):
         pairs = pairs_of(schema, self.dedup_next)
         if self.lane_key in pairs.root_of:
             raise ValueError(
-                f"dedup_next: expected keys without the lane_key {format_key(self.lane_key)}, which "
-                "says where the next row lies; name the root key, or give dedup_next a list"
+                f"dedup_next: expected no lane_key under 'next', got {format_key(self.lane_key)}: "
+                "it says where the next row lies; name the root key, or give dedup_next a list"
             )
         return pairs
 
