@@ -127,17 +127,17 @@ class LazyTensorStorage(TensorStorage):
         device: where the rows lie; ``"auto"``: where the first data lies.
         ndim: number of leading dimensions that count as rows: time, then lanes.
         dedup_next: stores observations once: ``("next", key)`` of a row is that of the following
-            row at the root, and is kept beside where it is not (the last row of an episode, the
-            newest row, rows edited or written elsewhere). ``True``: every key that occurs at the
-            root and under ``next`` with one shape and dtype, except ``reward`` and flags. A list:
-            these root keys. Every read is bit for bit that of dense rows; but what would be views
+            row (with ``lane_key``, of its stream) at the root, and is kept beside where it is not
+            (the last row of an episode, the newest row, rows edited or written elsewhere).
+            ``True``: every key that occurs at the root and under ``next`` with one shape and dtype,
+            except ``reward`` and flags. A list: these root keys. Every read is bit for bit that of dense rows; but what would be views
             of these keys (``storage[a:b]``, ``rb[i]``, ``column``) are copies. Takes half the
             memory where observations are most of a row. With ``False`` it costs nothing.
-        on_mismatch: of a row written at the cursor that goes on an episode (no flag under ``next``
+        on_mismatch: of a row written in turn that goes on an episode (no flag under ``next``
             is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
             observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
-            stores both. Nothing is expected of the first row written after ``write_at``, an edit
-            of these keys, ``empty`` or a load.
+            stores both. Nothing is expected of the first row written (of each stream, with
+            ``lane_key``) after ``write_at``, an edit of these keys, ``empty`` or a load.
         lane_key: column that says which of several streams a row belongs to, where the rows of
             several environments come one by one in any order: an environment's or a trajectory's
             id. Rows of one stream then follow each other whatever lies between them. Only with
@@ -145,11 +145,11 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
-            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1`` or with
-            ``dedup_next``, which needs the rows of a stream one after the other.
+            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1``.
         TypeError: ``dedup_next`` holds no keys.
-        ValueError: at the first write, where a key of ``dedup_next`` is not in both places; at
-            any, where ``on_mismatch`` refuses it. Nothing has changed then.
+        ValueError: at the first write, where a key of ``dedup_next`` is not in both places, or
+            its counterpart is the ``lane_key``; at any, where ``on_mismatch`` refuses it. Nothing
+            has changed then.
         KeyError: at the first write, where the data has no column ``lane_key``.
         MemoryError: at the first write, where the device has less memory than the capacity needs.
 
@@ -180,6 +180,15 @@ class LazyTensorStorage(TensorStorage):
         >>> _ = rb.extend(steps)
         >>> rb["next", "observation"], rb.storage.kept_beside
         (tensor([1., 2., 3., 4.]), 1)
+
+        Two environments in turn, of each of which the newest row has it beside:
+
+        >>> storage = LazyTensorStorage(100, dedup_next=True, lane_key="env")
+        >>> rows = {"env": torch.arange(6) % 2, "observation": torch.arange(6) // 2}
+        >>> rows["next"] = {"observation": rows["observation"] + 1}
+        >>> _ = ReplayBuffer(storage=storage).extend(TensorDict(rows, [6]))
+        >>> storage[:]["next", "observation"], storage.kept_beside
+        (tensor([1, 1, 2, 2, 3, 3]), 2)
     """
 
     def __init__(
