@@ -191,10 +191,14 @@ class ColumnStorage(SequencedStorage):
         columns = self._columns
         if not isinstance(columns, StreamColumns):
             self.write(slots, rows, kept)
-            return
-        going_on = columns.going_on
-        self.write(slots, rows, kept)
-        columns.goes_on_from(going_on, stream_keys(rows.leaves[columns.key]))
+        elif type(self).write is ColumnStorage.write:
+            self.indexes.settle()
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            columns.write_streams(slots, rows, kept, matched=matched)
+        else:
+            going_on = columns.going_on
+            self.write(slots, rows, kept)
+            columns.goes_on_from(going_on, stream_keys(rows.leaves[columns.key]))
 
     def cut(self, lanes: Any) -> None:
         super().cut(lanes)

@@ -39,6 +39,15 @@ class Chains(NamedTuple):
             return bool(self.rows.stop > self.rows.start)
         return len(self.rows) > 0
 
+    def followers_of(self, count: int) -> Array:
+        """The place of the next one for each of the ``count`` rows, or -1: int64 ``[count]``."""
+        found = np.full(count, -1, np.int64)
+        if isinstance(self.rows, slice) or isinstance(self.followers, slice):
+            found[self.rows] = np.arange(count)[self.followers]
+        else:
+            found[self.rows.numpy()] = self.followers.numpy()
+        return found
+
     def at(self, device: torch.device) -> tuple[Picked, Picked]:
         """``rows`` and ``followers`` as they index tensors on a device."""
         if isinstance(self.rows, slice) or isinstance(self.followers, slice):
@@ -115,11 +124,10 @@ class Links:
         dtype = torch.int64 if self.wide else torch.int32
         return torch.zeros(self.slots, dtype=dtype, device=self.device)
 
-    @property
-    def address(self) -> int:
-        """Where, for each slot, lies how far away the next row is: int64 if ``wide``, else
-        int32."""
-        return self._after.data_ptr()
+    def addresses(self) -> tuple[int, int]:
+        """Where, for each slot, lies how far away the next row is, and the one before: int64 if
+        ``wide``, else int32."""
+        return self._after.data_ptr(), self._before.data_ptr()
 
     def nbytes(self) -> int:
         """Bytes of both tables."""

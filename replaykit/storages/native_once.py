@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replaykit import native
@@ -17,13 +18,31 @@ from replaykit.storages.records import alone, plan_records
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
 
-__all__ = ["NativeOnce"]
+__all__ = ["Batch", "NativeOnce"]
+
+Array = np.ndarray[Any, Any]
 
 _THREADS_FROM = 2**20
 """Bytes of a batch from which on more than one thread is worth asking for."""
 
 _CPU = torch.device("cpu")
 """Named wherever memory is taken: a default device of the caller's has no say here."""
+
+
+class Batch(NamedTuple):
+    """Rows of streams, as the core compares them: int64 arrays.
+
+    Attributes:
+        followers: the place of the next row of its stream for each row, or -1.
+        newest: slots of the newest stored rows of some streams; nothing follows them.
+        first: places of the first rows of these streams.
+        expected: whether they have to go on from the newest ones, 0 or 1.
+    """
+
+    followers: Array
+    newest: Array
+    first: Array
+    expected: Array
 
 
 class NativeOnce:
@@ -36,7 +55,7 @@ class NativeOnce:
         pairs: which leaves are those of the following row.
         rows: columns of the leaves that every row has.
         beside: what the other rows have of their own.
-        links: where the following rows lie; None: one time slot further. Such rows are only read.
+        links: where the following rows lie; None: one time slot further.
     """
 
     @classmethod
@@ -93,8 +112,10 @@ class NativeOnce:
         lies = {path: (t.data_ptr(), row_stride(t, ndim)) for path, t in tensors.items()}
         lies.update((path, (t.data_ptr(), row_stride(t, 1))) for path, t in table.tensors.items())
         elements = self._rows.slots * self._cells
-        memory = self._beside.memory()
-        self._core = native.Followed(
+        memory, links = self._beside.memory(), self._links
+        linked = () if links is None else links.addresses()
+        kind = native.Followed if links is None else native.Linked
+        self._core = kind(
             [lies[path][0] for path in self._paths],
             [lies[path][1] for path in self._paths],
             [self._sizes[path] for path in self._paths],
@@ -108,7 +129,7 @@ class NativeOnce:
             memory.entries,
             memory.stack,
             memory.free,
-            0 if self._links is None else self._links.address,
+            *linked,
         )
         self._plan_reads(lies, elements)
         self._table, self._moves = table, (self._rows.moves, table.moves)
@@ -246,4 +267,44 @@ class NativeOnce:
             self._ready()  # the table lies somewhere else now
             self._core.compare(addresses, count, newest, True, threads)
             self._core.write(first, count, addresses, threads)
+        return True
+
+    # -- writing streams ----------------------------------------------------------------------
+
+    def compare_streams(self, addresses: Sequence[int], batch: Batch) -> bool | None:
+        """``compare`` of rows each of which follows the one before it in its stream.
+
+        What was found is kept for ``write_streams`` of the same rows.
+        """
+        if not self._ready():
+            return None
+        threads = self._threads(len(batch.followers))
+        return not self._core.compare_linked(
+            addresses,
+            len(batch.followers),
+            batch.followers.ctypes.data,
+            len(batch.newest),
+            batch.newest.ctypes.data,
+            batch.first.ctypes.data,
+            batch.expected.ctypes.data,
+            threads,
+        )
+
+    def write_streams(self, addresses: Sequence[int], batch: Batch, slots: torch.Tensor) -> bool:
+        """Writes the rows compared last to distinct slots.
+
+        False where they may be views of the columns.
+
+        Raises:
+            As ``write``.
+        """
+        count = len(slots)
+        if self._rows.overlap(addresses, count, self._leaf_sizes):
+            return False
+        threads, slots = self._threads(count), slots.contiguous()
+        short = self._core.write_linked(slots.data_ptr(), count, addresses, threads)
+        if short:
+            self._beside.take(short)
+            self.compare_streams(addresses, batch)  # the table lies somewhere else now
+            self._core.write_linked(slots.data_ptr(), count, addresses, threads)
         return True

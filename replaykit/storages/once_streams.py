@@ -18,6 +18,7 @@ from replaykit.storages.carrying import carried, carried_rows
 from replaykit.storages.columns import Columns, picked
 from replaykit.storages.continuity import check_newest_of, check_streams
 from replaykit.storages.links import Chains, Links, chains
+from replaykit.storages.native_once import Batch
 from replaykit.storages.neighbours import Neighbours
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import Pairs
@@ -38,11 +39,16 @@ class _Compared:
 
     Attributes:
         chains: which of them follow each other.
-        differs: which of those that are followed do not lead to what follows; None: none is.
+        differs: which of those that are followed do not lead to what follows; None: none is
+            followed, or the core knows.
+        batch: what the core has compared, last of all; None: torch did.
+        goes_on: whether every row that goes on an episode begins where the one before led to.
     """
 
     chains: Chains
     differs: torch.Tensor | None
+    batch: Batch | None = None
+    goes_on: bool = True
 
 
 class StreamColumns(OnceColumns):
@@ -56,8 +62,8 @@ class StreamColumns(OnceColumns):
         key: path of the leaf that says to which stream a row belongs.
 
     Cost: 8 bytes a row more, and an entry of a dict for each stream. A read looks into the table
-    once for each row. A write costs a sort of the keys and some sixty operations on small tensors:
-    nothing of it is done by the core.
+    once for each row. A write costs a sort of the keys, a step of a dict for each stream in it,
+    and, where the core cannot do it, some sixty operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, key: Path) -> None:
@@ -70,12 +76,14 @@ class StreamColumns(OnceColumns):
         # Streams of which the next row has to go on from the newest one, if that is there.
         self._going_on: set[Any] = set()
         self._streams_compared: tuple[Rows, _Compared] | None = None
+        # By stream, and where they will lie: rows that are being loaded.
+        self._coming: tuple[Chains, torch.Tensor] | None = None
 
     def clear(self) -> None:
         self.links.clear(self._stored)
         super().clear()
         self._tails, self._going_on = {}, set()
-        self._streams_compared = None
+        self._streams_compared = self._coming = None
 
     def nbytes(self) -> int:
         return super().nbytes() + self.links.nbytes()
@@ -145,10 +153,13 @@ class StreamColumns(OnceColumns):
 
     # -- what goes on ---------------------------------------------------------------------------
 
-    def check(self, rows: Rows) -> None:
+    def check(self, rows: Rows, *, matched: bool) -> None:
         """Checks rows that come next, each with the one before it in its stream.
 
         What was found is kept for a write of the same rows, which has to come next.
+
+        Args:
+            matched: the rows have addresses, in the order of the schema.
 
         Raises:
             ValueError: a row goes on an episode with another value than the one before led to.
@@ -156,12 +167,18 @@ class StreamColumns(OnceColumns):
         self._streams_compared = None
         leaves = rows.leaves
         found = chains(stream_keys(leaves[self.key]))
-        flat = self._flat(leaves)
         at, slots = self._newest_of(found)
         names = found.keys[at].tolist()
-        expected = [place for place, name in enumerate(names) if name in self._going_on]
-        if expected:
-            first, slots = found.first[at[expected]], slots[expected]
+        expected = np.array([name in self._going_on for name in names], np.int64)
+        if matched:
+            compared = self._compare_streams(rows, found, at, slots, expected)
+            if compared is not None and compared.goes_on:
+                self._streams_compared = rows, compared
+                return
+        flat = self._flat(leaves)
+        if expected.any():
+            which = np.flatnonzero(expected)
+            first, slots = found.first[at[which]], slots[torch.from_numpy(which).to(self.device)]
             now = carried_rows(self._roots_of(flat), first.to(self.device))
             if bool(any_differing(self._following(slots), now).any()):
                 check_newest_of(self._rows_at(slots), leaves, first, self.pairs)
@@ -169,6 +186,16 @@ class StreamColumns(OnceColumns):
         if compared.differs is not None and bool(compared.differs.any()):
             check_streams(leaves, found, self.pairs)
         self._streams_compared = rows, compared
+
+    def _compare_streams(
+        self, rows: Any, found: Chains, at: Array, slots: torch.Tensor, expected: Array
+    ) -> _Compared | None:
+        if self._native is None:
+            return None
+        first = np.ascontiguousarray(found.first.numpy()[at])
+        batch = Batch(found.followers_of(len(rows)), slots.numpy(), first, expected)
+        goes_on = self._native.compare_streams(rows.addresses, batch)
+        return None if goes_on is None else _Compared(found, None, batch, goes_on)
 
     def forget(self) -> None:
         super().forget()
@@ -199,6 +226,10 @@ class StreamColumns(OnceColumns):
         is forgotten."""
         return self._going_on
 
+    def goes_on(self, rows: Any, first: int) -> bool:
+        """False: ``check`` tells."""
+        return False
+
     def goes_on_from(self, streams: set[Any], keys: Array) -> None:
         """Told that the next rows go on from what was written, of some streams and of ``keys``."""
         streams.update(keys.tolist())
@@ -207,27 +238,67 @@ class StreamColumns(OnceColumns):
     # -- writing --------------------------------------------------------------------------------
 
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
-        count, going_on = len(rows), self._going_on
-        compared, self._streams_compared = self._streams_compared, None
-        slots = (arange(skipped, count) + first) % self.slots
-        if skipped or compared is None or compared[0] is not rows:
-            self.scatter(slots, rows.leaves, slice(skipped, None))
-            keys = stream_keys(rows.leaves[self.key])
+        slots = (arange(skipped, len(rows)) + first) % self.slots
+        self.write_streams(slots, rows, slice(skipped, None), matched=matched)
+
+    def write_streams(
+        self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice, *, matched: bool
+    ) -> None:
+        """Writes ``rows[kept]`` to distinct slots ``[K]``, as ``scatter``: the next rows of their
+        streams go on from them.
+
+        Args:
+            matched: the rows have addresses, in the order of the schema.
+        """
+        if not len(slots):
+            return
+        known, self._streams_compared = self._streams_compared, None
+        compared = known[1] if known is not None and known[0] is rows else None
+        going_on, leaves = self._going_on, rows.leaves
+        if len(slots) < len(rows):
+            self.scatter(slots, leaves, kept)
+            keys = stream_keys(leaves[self.key])
         else:
-            leaves = rows.leaves
-            sources = {path: self.rows.own(carried(leaves[path])) for path in self.schema.leaves}
-
-            def write() -> None:
-                if matched:
-                    addresses = rows.addresses  # type: ignore[attr-defined]
-                    mine = [addresses[place] for place in self._places]
-                    if self.rows.scatter_ring(first, count, mine, 0):
-                        return
-                self.rows.scatter(slots, sources, slice(None))
-
-            self._write_streams(slots, compared[1], sources, write)
-            keys = compared[1].chains.keys
+            found = chains(stream_keys(leaves[self.key])) if compared is None else compared.chains
+            keys = found.keys
+            if not (matched and self._write_linked(slots, rows, found, compared)):
+                if compared is not None and compared.batch is not None:
+                    compared = None
+                self._scatter_all(slots, leaves, found, compared)
         self.goes_on_from(going_on, keys)
+
+    def _write_linked(
+        self, slots: torch.Tensor, rows: Any, found: Chains, compared: _Compared | None
+    ) -> bool:
+        if compared is None or compared.batch is None:
+            at, newest = self._newest_of(found)
+            nothing = np.zeros(len(at), np.int64)
+            compared = self._compare_streams(rows, found, at, newest, nothing)
+        if compared is None or compared.batch is None or self._native is None:
+            return False
+        stored = self._stored
+        self._stored = max(stored, int(slots.max()) + 1)
+        self.rows.changes.wrote_at(slots)
+        if not self._native.write_streams(rows.addresses, compared.batch, slots):
+            return False
+        self._note_newest(found, slots)
+        return True
+
+    def _scatter_all(
+        self,
+        slots: torch.Tensor,
+        leaves: Mapping[Path, Any],
+        found: Chains,
+        compared: _Compared | None,
+    ) -> None:
+        sources = {path: self.rows.own(carried(leaves[path])) for path in self.schema.leaves}
+        if compared is None:
+            compared = _Compared(found, self._inside(found, sources))
+
+        def write() -> None:
+            self.rows.scatter(slots, sources, slice(None))
+
+        self._write_streams(slots, compared, sources, write)
 
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
@@ -329,9 +400,7 @@ class StreamColumns(OnceColumns):
             rows, followers = found.at(self.device)
             self.links.join(elements[rows], elements[followers])
         self._stored = len(order)  # what the tables know of
-        newest = order[found.last].tolist()
-        self._tails = dict(zip(found.keys.tolist(), newest, strict=True))
-        self._known_most = max(_LEAST_KNOWN, 2 * len(newest))
+        self._coming = found, order
 
     def fill(self, start: int, leaves: Mapping[Path, Any], kept: torch.Tensor | slice) -> None:
         """Writes rows ``kept`` of the leaves to the slots from ``start`` on, up to which rows are
@@ -344,6 +413,9 @@ class StreamColumns(OnceColumns):
             self.rows.scatter(slots, sources, slice(None))
 
         self._settle(slots.to(self.device), flat, write, start)
+        if start + len(slots) == self._stored and self._coming is not None:
+            self._note_newest(*self._coming)
+            self._coming = None
 
     def own_following(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
         # A row that nothing follows has an entry.

@@ -130,9 +130,10 @@ class LazyTensorStorage(TensorStorage):
             row (with ``lane_key``, of its stream) at the root, and is kept beside where it is not
             (the last row of an episode, the newest row, rows edited or written elsewhere).
             ``True``: every key that occurs at the root and under ``next`` with one shape and dtype,
-            except ``reward`` and flags. A list: these root keys. Every read is bit for bit that of dense rows; but what would be views
-            of these keys (``storage[a:b]``, ``rb[i]``, ``column``) are copies. Takes half the
-            memory where observations are most of a row. With ``False`` it costs nothing.
+            except ``reward`` and flags. A list: these root keys. Every read is bit for bit that of
+            dense rows; but what would be views of these keys (``storage[a:b]``, ``rb[i]``,
+            ``column``) are copies. Takes half the memory where observations are most of a row.
+            With ``False`` it costs nothing.
         on_mismatch: of a row written in turn that goes on an episode (no flag under ``next``
             is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
             observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
@@ -244,7 +245,8 @@ class LazyTensorStorage(TensorStorage):
             return
         self._check(rows)
         if isinstance(columns, StreamColumns):
-            columns.check(rows)
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            columns.check(rows, matched=matched)
             return
         if not isinstance(columns, OnceColumns):
             pairs = self._pairs_of(Schema(rows.root))
