@@ -15,6 +15,7 @@ __all__ = ["Chains", "Links", "chains"]
 Array = np.ndarray[Any, Any]
 
 _INT32 = 2**31 - 1
+_ZERO = np.zeros(1, np.int64)
 
 
 class Chains(NamedTuple):
@@ -79,8 +80,9 @@ def chains(keys: Array) -> Chains:
     order = np.argsort(keys, kind="stable")
     grouped = keys[order]
     same = grouped[1:] == grouped[:-1]
-    starts = np.flatnonzero(np.append(True, ~same))
-    ends = np.append(starts[1:], count) - 1
+    others = np.flatnonzero(~same)
+    starts = np.concatenate([_ZERO, others + 1])
+    ends = np.concatenate([others, [count - 1]])
     rows: Any = order[:-1][same]
     followers: Any = order[1:][same]
     step = count - len(rows)
@@ -140,6 +142,13 @@ class Links:
     def before(self, slots: torch.Tensor) -> torch.Tensor:
         """Slots of the rows before."""
         return slots + self._before.index_select(0, slots)
+
+    def ends(self, slots: Array) -> Array:
+        """Of which rows nothing is known to follow, bool ``[B]``; slots and answer on the CPU."""
+        if self.device.type == "cpu":
+            return np.asarray(self._after.numpy()[slots] == 0)
+        found = self._after.index_select(0, torch.from_numpy(slots).to(self.device)) == 0
+        return np.asarray(found.cpu().numpy())
 
     def steps(self, stop: int) -> torch.Tensor:
         """How far away the next row is, of the first ``stop`` slots: a copy."""

@@ -108,14 +108,13 @@ class StreamColumns(OnceColumns):
         known = self._tails
         slots = np.array([known.get(key, -1) for key in found.keys.tolist()], np.int64)
         at = np.flatnonzero(slots >= 0)
-        newest = torch.from_numpy(slots[at])
+        newest = slots[at]
         if len(at):
-            held = self._keys_at(newest) == found.keys[at]
-            newest = newest.to(self.device)
-            held &= (self.links.after(newest) == newest).cpu().numpy()
+            held = self.links.ends(newest)
+            held &= self._keys_at(torch.from_numpy(newest)) == found.keys[at]
             if not held.all():
-                at, newest = at[held], newest[torch.from_numpy(held).to(self.device)]
-        return at, newest.to(self.device)
+                at, newest = at[held], newest[held]
+        return at, torch.from_numpy(newest).to(self.device)
 
     def _keys_at(self, slots: torch.Tensor) -> Array:
         return stream_keys(self.rows.gather_keys([self.key], slots)[self.key])
@@ -277,7 +276,7 @@ class StreamColumns(OnceColumns):
         if compared is None or compared.batch is None or self._native is None:
             return False
         stored = self._stored
-        self._stored = max(stored, int(slots.max()) + 1)
+        self._stored = max(stored, int(slots.numpy().max()) + 1)
         self.rows.changes.wrote_at(slots)
         if not self._native.write_streams(rows.addresses, compared.batch, slots):
             return False
@@ -374,7 +373,7 @@ class StreamColumns(OnceColumns):
             links.join(newest, elements[first])
             self._note_newest(found, slots)
 
-        self._stored = max(self._stored, int(slots.max()) + 1)
+        self._stored = max(self._stored, int(slots.numpy().max()) + 1)
         self._commit(change, values, torch.cat(cleared), holders, both)
 
     def _neighbours(self, elements: torch.Tensor, stored: int, *, at_cursor: bool) -> Neighbours:

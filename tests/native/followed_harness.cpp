@@ -15,9 +15,9 @@
 namespace {
 
 using replaykit::Entries;
-using replaykit::RowNumbers;
 using replaykit::Field;
 using replaykit::Followed;
+using replaykit::RowNumbers;
 using replaykit::Side;
 
 using Bytes = std::vector<unsigned char>;

@@ -218,7 +218,7 @@ def _apply(twins: Twins, stream: Streams, kind: str, size: int, which: int, fold
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("length", [None, 3], ids=["ring", "by stream"])
 @given(data=st.data())
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_calls_leave_what_a_dense_storage_has(
     make: Any,
     core: bool,
