@@ -387,12 +387,10 @@ class StreamColumns(OnceColumns):
         Those come by ``fill``, every one of them.
 
         Args:
-            keys: of their streams, ``[n]`` by slot.
+            keys: of their streams, ``[n]`` by slot, ``n >= 1``.
             order: slots from the oldest row to the newest, int64 ``[n]``.
         """
         self.clear()
-        if not len(order):
-            return
         found = chains(keys[order.numpy()])
         elements = order.to(self.device)
         if found.linked:

@@ -216,7 +216,9 @@ def _fill(
         ledger: of the rows; None: they lie in the order in which they were written.
     """
     count = count if rows is None else len(rows)
-    if isinstance(columns, StreamColumns):
+    if isinstance(columns, StreamColumns) and not count:
+        columns.clear()
+    elif isinstance(columns, StreamColumns):
         keys = picked(leaves[columns.key], slice(None) if rows is None else rows)
         known = ledger is not None and rows is None
         order = ledger.write_order() if known and ledger is not None else arange(count)
