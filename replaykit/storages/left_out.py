@@ -66,7 +66,7 @@ class _SavedColumns:
         return self._leaves[path]
 
     def follow_memory(self) -> None:
-        """Nobody else holds these columns: they stay where they are."""
+        """Nobody else has the memory of rows that are being read: it stays where it is."""
 
 
 class _SavedRows:
