@@ -14,8 +14,8 @@
 
 namespace replaykit {
 
-// 1 + the entry of each row, 0 where it has none: in 4 or 8 bytes each.
-struct EntryMap {
+// A number for each row, in 4 or 8 bytes each.
+struct RowNumbers {
   char* base;
   bool wide;
 
@@ -47,12 +47,13 @@ class Followed {
  public:
   // `leaves`: where each leaf of a row lies; of those that follow another leaf, `follows` >= 0, where
   // they lie in an entry. `ends`: leaves of which any byte that is not zero ends an episode, `ids`:
-  // those that end it where they change. The row behind a row is `step` further, round the ring.
+  // those that end it where they change. The row behind a row is `step` further, round the ring, or,
+  // where there are links, as far away as these say. `map`: 1 + the entry of each row, 0 for none.
   Followed(std::vector<Field> leaves, const std::vector<std::int64_t>& follows,
            std::vector<std::size_t> ends, std::vector<std::size_t> ids, std::int64_t rows,
-           std::int64_t step, EntryMap map, Entries entries)
+           std::int64_t step, RowNumbers map, Entries entries, RowNumbers links = {nullptr, false})
       : leaves_(std::move(leaves)), ends_(std::move(ends)), ids_(std::move(ids)), rows_(rows),
-        step_(step), map_(map), entries_(entries), stored_(stored(leaves_, follows), rows) {
+        step_(step), map_(map), links_(links), entries_(entries), stored_(stored(leaves_, follows), rows) {
     for (std::size_t leaf = 0; leaf < leaves_.size(); ++leaf) {
       if (follows[leaf] < 0) {
         places_.push_back(leaf);
@@ -67,7 +68,7 @@ class Followed {
   }
 
   std::int64_t rows() const { return rows_; }
-  std::int64_t step() const { return step_; }
+  bool in_order() const { return step_ == 1 && !links_.base; }
   std::int64_t row_bytes() const { return stored_.row_bytes(); }
   std::int64_t pair_bytes() const { return pair_bytes_; }
   std::size_t width() const { return leaves_.size(); }
@@ -82,9 +83,9 @@ class Followed {
               int threads) const {
     constexpr std::int64_t ahead = 64;
     std::vector<std::int64_t> from(static_cast<std::size_t>(n));  // a row, or -1 - an entry
-    for (std::int64_t i = 0; i < std::min(n, ahead); ++i) map_.prefetch(index[i]);
+    for (std::int64_t i = 0; i < std::min(n, ahead); ++i) prefetch(index[i]);
     for (std::int64_t i = 0; i < n; ++i) {
-      if (i + ahead < n) map_.prefetch(index[i + ahead]);
+      if (i + ahead < n) prefetch(index[i + ahead]);
       const std::int64_t entry = map_.at(index[i]);
       if (entry) check_entry(entry);
       from[static_cast<std::size_t>(i)] = entry ? -entry : after(index[i]);
@@ -127,7 +128,7 @@ class Followed {
     for (std::int64_t i = 0; i + 1 < n; ++i) {
       if (!differs_[static_cast<std::size_t>(i)]) continue;
       beside_.push_back(i);
-      wrong = wrong || !ended(addresses, i);
+      wrong = wrong || !ended(addresses, i, i + 1);
     }
     beside_.push_back(n - 1);
     newest_differs_ = false;
@@ -138,7 +139,7 @@ class Followed {
           newest_differs_ ||
           std::memcmp(held, addresses[pair.root], static_cast<std::size_t>(field.bytes)) != 0;
     }
-    if (newest_differs_ && !severed) wrong = wrong || !newest_ended(addresses, newest);
+    if (newest_differs_ && !severed) wrong = wrong || !stored_ended(newest, addresses, 0);
     compared_ = n;
     return wrong;
   }
@@ -157,20 +158,9 @@ class Followed {
     const auto back = static_cast<std::int64_t>(returned_.size());
     const auto needed = static_cast<std::int64_t>(beside_.size());
     std::int64_t free = *entries_.free;
-    if (free < 0 || free + back > entries_.count) {
-      throw std::runtime_error("more entries are free than there are");
-    }
-    if (free + back < needed) return needed - back - free;
-    for (std::int64_t i = std::max(std::int64_t{0}, free - needed); i < free; ++i) {
-      check_entry(entries_.stack[i] + 1);
-    }
+    if (const std::int64_t missing = check_free(back, needed)) return missing;
     // Nothing is refused from here on.
-    std::vector<Side> sides;
-    sides.reserve(places_.size());
-    for (const std::size_t leaf : places_) {
-      sides.push_back({const_cast<char*>(addresses[leaf]), leaves_[leaf].bytes});
-    }
-    stored_.scatter_ring(first, n, sides, threads);
+    stored_.scatter_ring(first, n, stored_sides(addresses), threads);
     if (!newest_differs_) map_.put(newest, 0);
     for (std::int64_t i = 0, slot = first; i < n; ++i) {
       if (map_.at(slot)) map_.put(slot, 0);
@@ -179,11 +169,7 @@ class Followed {
     for (const std::int64_t number : returned_) entries_.stack[free++] = number;
     for (const std::int64_t row : beside_) {
       const std::int64_t number = entries_.stack[--free];
-      for (const Pair& pair : pairs_) {
-        const Field& field = leaves_[pair.next];
-        detail::copy(field.base + number * field.stride, addresses[pair.next] + row * field.bytes,
-                     field.bytes);
-      }
+      keep(number, addresses, row);
       map_.put((first + row) % rows_, number + 1);
     }
     *entries_.free = free;
@@ -191,7 +177,7 @@ class Followed {
     return 0;
   }
 
- private:
+ protected:
   struct Pair {
     std::size_t next, root;
   };
@@ -205,7 +191,17 @@ class Followed {
     return found;
   }
 
+  void prefetch(std::int64_t row) const {
+    map_.prefetch(row);
+    if (links_.base) links_.prefetch(row);
+  }
+
   std::int64_t after(std::int64_t row) const {
+    if (links_.base) {
+      const std::int64_t found = row + links_.at(row);
+      if (found < 0 || found >= rows_) throw std::runtime_error("a link to a row that is not there");
+      return found;
+    }
     return row + step_ < rows_ ? row + step_ : row + step_ - rows_;
   }
 
@@ -219,6 +215,38 @@ class Followed {
     const std::int64_t entry = map_.at(slot);
     check_entry(entry);
     returned_.push_back(entry - 1);
+  }
+
+  // How many entries are missing where so many come back and so many are needed; those that will be
+  // taken are there.
+  std::int64_t check_free(std::int64_t back, std::int64_t needed) const {
+    const std::int64_t free = *entries_.free;
+    if (free < 0 || free + back > entries_.count) {
+      throw std::runtime_error("more entries are free than there are");
+    }
+    if (free + back < needed) return needed - back - free;
+    for (std::int64_t i = std::max(std::int64_t{0}, free - needed); i < free; ++i) {
+      check_entry(entries_.stack[i] + 1);
+    }
+    return 0;
+  }
+
+  std::vector<Side> stored_sides(const std::vector<const char*>& addresses) const {
+    std::vector<Side> sides;
+    sides.reserve(places_.size());
+    for (const std::size_t leaf : places_) {
+      sides.push_back({const_cast<char*>(addresses[leaf]), leaves_[leaf].bytes});
+    }
+    return sides;
+  }
+
+  // Copies what a row of a batch leads to into an entry.
+  void keep(std::int64_t number, const std::vector<const char*>& addresses, std::int64_t row) const {
+    for (const Pair& pair : pairs_) {
+      const Field& field = leaves_[pair.next];
+      detail::copy(field.base + number * field.stride, addresses[pair.next] + row * field.bytes,
+                   field.bytes);
+    }
   }
 
   void gather_pair(const Pair& pair, const std::int64_t* from, std::int64_t begin, std::int64_t end,
@@ -244,7 +272,8 @@ class Followed {
     return std::any_of(bytes, bytes + count, [](char byte) { return byte != 0; });
   }
 
-  bool ended(const std::vector<const char*>& addresses, std::int64_t row) const {
+  // Whether an episode ends with a row of a batch that another one follows.
+  bool ended(const std::vector<const char*>& addresses, std::int64_t row, std::int64_t next) const {
     for (const std::size_t leaf : ends_) {
       const std::int64_t bytes = leaves_[leaf].bytes;
       if (any_set(addresses[leaf] + row * bytes, bytes)) return true;
@@ -252,18 +281,22 @@ class Followed {
     return std::any_of(ids_.begin(), ids_.end(), [&](std::size_t leaf) {
       const std::int64_t bytes = leaves_[leaf].bytes;
       const char* at = addresses[leaf] + row * bytes;
-      return bytes && std::memcmp(at, at + bytes, static_cast<std::size_t>(bytes)) != 0;
+      const char* then = addresses[leaf] + next * bytes;
+      return bytes && std::memcmp(at, then, static_cast<std::size_t>(bytes)) != 0;
     });
   }
 
-  bool newest_ended(const std::vector<const char*>& addresses, std::int64_t slot) const {
+  // Whether one ends with a stored row that a row of a batch follows.
+  bool stored_ended(std::int64_t slot, const std::vector<const char*>& addresses,
+                    std::int64_t next) const {
     for (const std::size_t leaf : ends_) {
       const Field& field = leaves_[leaf];
       if (any_set(field.base + slot * field.stride, field.bytes)) return true;
     }
     return std::any_of(ids_.begin(), ids_.end(), [&](std::size_t leaf) {
       const Field& field = leaves_[leaf];
-      return field.bytes && std::memcmp(field.base + slot * field.stride, addresses[leaf],
+      const char* then = addresses[leaf] + next * field.bytes;
+      return field.bytes && std::memcmp(field.base + slot * field.stride, then,
                                         static_cast<std::size_t>(field.bytes)) != 0;
     });
   }
@@ -272,7 +305,7 @@ class Followed {
   std::vector<std::size_t> ends_, ids_, places_, followers_;
   std::vector<Pair> pairs_;
   std::int64_t rows_, step_, pair_bytes_ = 0;
-  EntryMap map_;
+  RowNumbers map_, links_;
   Entries entries_;
   Table stored_;
   // What `compare` found.

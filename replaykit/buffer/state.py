@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -18,6 +18,7 @@ from replaykit.samplers import Sampler
 from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.base import warn_left_out
 from replaykit.storages.content import Content
+from replaykit.writers.base import ledger_of
 
 __all__ = [
     "BufferState",
@@ -132,7 +133,8 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
         elif state.mapped and state.content.groups:
             cast(LazyTensorStorage, storage).map_content(state.content, target.slots)
         else:
-            storage.load_content(state.content, target, rows)
+            content = replace(state.content, ledger=ledger_of(state.writer))
+            storage.load_content(content, target, rows)
     except BaseException:
         with contextlib.suppress(Exception):
             buffer._chain.load_state_dict(chain_before)

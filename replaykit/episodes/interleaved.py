@@ -92,6 +92,11 @@ class InterleavedIndex(StreamWrites):
             chosen[streams.rank[streams.known[key]]] = True
         return chosen
 
+    def keys(self, lanes: Array) -> list[Any]:
+        """The keys (``stream_keys``) of lanes, bool ``[lanes]``."""
+        found: list[Any] = self._streams.keys[lanes].tolist()
+        return found
+
     # -- rows -----------------------------------------------------------------------------------
 
     def place(self, element: Array) -> tuple[Array, Array]:

@@ -31,6 +31,7 @@ __all__ = [
     "WHY_NOT",
     "BinaryTree",
     "Followed",
+    "Linked",
     "RankHeap",
     "Table",
     "ask_for_large_pages",
@@ -77,6 +78,7 @@ Table: Any = None if _core is None else _core.Table
 """Gather and scatter of rows by address, in the core only; torch does the same without it."""
 
 Followed: Any = None if _core is None else _core.Followed
+Linked: Any = None if _core is None else _core.Linked
 """Rows whose next observations are those of the row behind; in the core only, as ``Table``."""
 
 

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -442,7 +443,7 @@ def restore_rows(
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))
     episodes = storage.episodes_of_kept(content, episodes, saved, rows)
-    storage.load_content(content, target, rows)
+    storage.load_content(replace(content, ledger=saved), target, rows)
     storage.ledger.restore(state, rows)
     storage.restore_episodes(episodes, saved, rows)
     storage.edits += 1

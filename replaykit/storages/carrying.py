@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import torch
 
-__all__ = ["carried"]
+__all__ = ["carried", "carried_rows"]
+
+_Key = TypeVar("_Key")
 
 _NATIVE = frozenset(
     {
@@ -21,3 +26,10 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _NATIVE:
         return tensor
     return tensor.view(_CARRIERS[tensor.dtype.itemsize])
+
+
+def carried_rows(
+    leaves: Mapping[_Key, torch.Tensor], at: slice | torch.Tensor
+) -> dict[_Key, torch.Tensor]:
+    """Returns some rows of leaves, in dtypes that every torch operation knows."""
+    return {key: carried(leaf)[at] for key, leaf in leaves.items()}

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
+from replaykit.episodes import InterleavedIndex
+from replaykit.episodes.stream_keys import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate, as_device
@@ -27,6 +29,7 @@ from replaykit.storages.indexing import (
 )
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
+from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.records import plan_records
 from replaykit.storages.sequenced import SequencedStorage
 from replaykit.structure import Leaf, Path, build
@@ -183,10 +186,33 @@ class ColumnStorage(SequencedStorage):
         tensors, records = allocate(schema, slots, lanes, device, layout)
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
+    def write_by_stream(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        """What ``write`` does, of rows each of which is the newest of its stream in turn: the next
+        ones go on from them."""
+        columns = self._columns
+        if not isinstance(columns, StreamColumns):
+            self.write(slots, rows, kept)
+        elif type(self).write is ColumnStorage.write:
+            self.indexes.settle()
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            columns.write_streams(slots, rows, kept, matched=matched)
+        else:
+            going_on = columns.going_on
+            self.write(slots, rows, kept)
+            columns.goes_on_from(going_on, stream_keys(rows.leaves[columns.key]))
+
     def cut(self, lanes: Any) -> None:
         super().cut(lanes)
-        if isinstance(self._columns, OnceColumns):
+        if isinstance(self._columns, StreamColumns):
+            index = None if lanes is None else self.episodes
+            self._columns.sever(index.keys(lanes) if isinstance(index, InterleavedIndex) else None)
+        elif isinstance(self._columns, OnceColumns):
             self._columns.sever(lanes)
+
+    def resume(self, *, over: bool) -> None:
+        super().resume(over=over)
+        if over and isinstance(self._columns, OnceColumns):
+            self._columns.sever(None)
 
     def slots_for(self, rows: Rows) -> int:
         return self.ledger.slots if self.initialized else self._slots_for(rows.batch[1:])

@@ -15,6 +15,7 @@ from replaykit.checkpoint.changes import Changes, TrackedTensor
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.followed import FollowedColumn, plain_column, rebuilt_column
+from replaykit.storages.ledger import Ledger
 from replaykit.structure import Node, Path, build
 
 __all__ = ["Content", "Group"]
@@ -77,6 +78,7 @@ class Content:
         plain: rows of lists that are no tensors or containers of them, in their order.
         check: for a storage that says so (``takes_over_whole``): called when the rows were read and
             before they count, raises where they are damaged.
+        ledger: which of them was written when; None: they lie in that order.
     """
 
     rows: int
@@ -85,6 +87,7 @@ class Content:
     order: torch.Tensor | None = None
     plain: tuple[Any, ...] = ()
     check: Callable[[], None] | None = None
+    ledger: Ledger | None = None
 
     def copied(self) -> Content:
         """The same rows in memory of their own; of column storages."""

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
+from replaykit._compat import arange
 from replaykit.storages.bits import differing
+from replaykit.storages.carrying import carried
+from replaykit.storages.links import Chains
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, Key, format_key
 
-__all__ = ["check_batch", "check_newest", "mismatch"]
+__all__ = ["check_batch", "check_newest", "check_newest_of", "check_streams", "mismatch"]
 
 _Leaves = Mapping[Path, torch.Tensor]
 
@@ -108,6 +111,38 @@ def check_newest(
         _refuse(found[0], pairs, "row 0", "the newest stored row has", found[1], cells)
 
 
+def check_streams(leaves: _Leaves, found: Chains, pairs: Pairs) -> None:
+    """Checks the rows of a batch, leaves ``[n, *F]``, each against the one before in its stream.
+
+    Raises:
+        ValueError: as ``check_batch``.
+    """
+    known = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
+    places = arange(len(next(iter(known.values()))))
+    wrong = mismatch(_some(known, found.rows), _some(known, found.followers), pairs)
+    if wrong is not None:
+        path, pair = wrong
+        rows, followers = (int(places[part][pair]) for part in (found.rows, found.followers))
+        _refuse(path, pairs, f"row {followers}", f"row {rows}, of the same stream, has", 0, 1)
+
+
+def check_newest_of(earlier: _Leaves, leaves: _Leaves, first: torch.Tensor, pairs: Pairs) -> None:
+    """Checks rows ``first``, int64 ``[m]``, of a batch against the newest stored ones of their
+    streams, leaves ``[m, *F]``.
+
+    Raises:
+        ValueError: as ``check_batch``.
+    """
+    known = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
+    device = next(iter(earlier.values())).device
+    later = {path: leaf.to(device) for path, leaf in _some(known, first).items()}
+    found = mismatch(earlier, later, pairs)
+    if found is not None:
+        path, place = found
+        row = f"row {int(first[place])}"
+        _refuse(path, pairs, row, "the newest stored row of its stream has", 0, 1)
+
+
 def _matters(path: Path, pairs: Pairs) -> bool:
     return (
         path in pairs.root_of
@@ -115,6 +150,10 @@ def _matters(path: Path, pairs: Pairs) -> bool:
         or path in _END_KEYS
         or path in EPISODE_KEYS
     )
+
+
+def _some(leaves: _Leaves, at: slice | torch.Tensor) -> dict[Path, torch.Tensor]:
+    return {path: carried(leaf)[at].view(leaf.dtype) for path, leaf in leaves.items()}
 
 
 def _refuse(path: Path, pairs: Pairs, row: str, before: str, lane: int, cells: int) -> None:

@@ -17,11 +17,11 @@ Column = torch.Tensor | RowChunks
 
 
 class FollowedColumn:
-    """Rows ``[n, *lanes, *F]`` of which each is the next row of ``source``, or has its own value.
+    """Rows ``[n, *lanes, *F]`` of which each is another row of ``source``, or has its own value.
 
     Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, ``device``, and indexing
-    by int, slice (forward) and int64 ``[K]``, which copies just those rows. After the last row
-    comes the first one.
+    by int, slice (forward) and int64 ``[K]``, which copies just those rows. The other row is
+    the next one, after the last the first, or lies as far away as ``steps`` say.
 
     Args:
         source: the column of which this one is the next row, ``[n, *lanes, *F]``.
@@ -29,14 +29,21 @@ class FollowedColumn:
             ``[K]``.
         values: their values, ``[K, *F]``.
         lanes: how many dimensions of a row are lanes.
+        steps: int32 or int64 ``[n]``, without lanes; ``0 <= row + steps[row] < n``.
 
     Raises:
         ValueError: the parts do not fit each other.
     """
 
     def __init__(
-        self, source: Column, elements: torch.Tensor, values: Column, lanes: torch.Size
+        self,
+        source: Column,
+        elements: torch.Tensor,
+        values: Column,
+        lanes: torch.Size,
+        steps: torch.Tensor | None = None,
     ) -> None:
+        self.steps = steps
         self.source = source
         self.elements = elements
         self.values = values
@@ -70,7 +77,7 @@ class FollowedColumn:
         if not len(index):
             shape = (0, *self.shape[1:])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        after = (index + 1) % len(self)
+        after = (index + 1) % len(self) if self.steps is None else index + self.steps[index]
         source = self.source
         found = source[after] if isinstance(source, RowChunks) else carried(source)[after]
         if len(self.elements):
@@ -91,7 +98,13 @@ def plain_column(column: Any, columns: tuple[Any, ...]) -> Any:
     if not isinstance(column, FollowedColumn):
         return column
     place = next(i for i, other in enumerate(columns) if other is column.source)
-    return {"follows": place, "elements": column.elements, "values": column.values}
+    if column.steps is None:
+        return {"follows": place, "elements": column.elements, "values": column.values}
+    # Under other names: who does not know of steps refuses them.
+    return {
+        "follows": place, "own": column.elements, "own_values": column.values,
+        "steps": column.steps,
+    }  # fmt: skip
 
 
 def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
@@ -102,7 +115,8 @@ def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
     """
     if not isinstance(record, Mapping):
         return record
-    place, elements, values = (record.get(name) for name in ("follows", "elements", "values"))
+    names = ("own", "own_values") if "steps" in record else ("elements", "values")
+    place, elements, values = (record.get(name) for name in ("follows", *names))
     source = columns[place] if type(place) is int and 0 <= place < len(columns) else None
     if not isinstance(source, (torch.Tensor, RowChunks)):
         raise ValueError(f"expected the place of a column that another one follows, got {place!r}")
@@ -119,4 +133,21 @@ def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
         raise ValueError(f"expected rising elements of a column, got {elements!r}")
     if not isinstance(values, (torch.Tensor, RowChunks)):
         raise ValueError(f"expected the values beside a column, got {type(values).__name__}")
-    return FollowedColumn(source, elements, values, lanes)
+    steps = _checked_steps(record["steps"], source.shape[0], lanes) if "steps" in record else None
+    return FollowedColumn(source, elements, values, lanes, steps)
+
+
+def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor:
+    if isinstance(steps, RowChunks):
+        steps = steps[:]
+    if not (
+        isinstance(steps, torch.Tensor)
+        and steps.dtype in (torch.int32, torch.int64)
+        and steps.shape == (rows,)
+        and not lanes
+    ):
+        raise ValueError(f"expected how far away {rows} rows lie that follow others, got {steps!r}")
+    after = arange(rows).to(steps.device) + steps
+    if rows and not 0 <= int(after.min()) <= int(after.max()) < rows:
+        raise ValueError(f"expected rows in [0, {rows}) after others, got {after}")
+    return steps

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replaykit import native
 from replaykit.native.strides import row_stride
 from replaykit.storages.beside import Beside
 from replaykit.storages.columns import Columns
+from replaykit.storages.links import Links
 from replaykit.storages.pairs import Pairs
 from replaykit.storages.records import alone, plan_records
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
 
-__all__ = ["NativeOnce"]
+__all__ = ["Batch", "NativeOnce"]
+
+Array = np.ndarray[Any, Any]
 
 _THREADS_FROM = 2**20
 """Bytes of a batch from which on more than one thread is worth asking for."""
 
 _CPU = torch.device("cpu")
 """Named wherever memory is taken: a default device of the caller's has no say here."""
+
+
+class Batch(NamedTuple):
+    """Rows of streams, as the core compares them: int64 arrays.
+
+    Attributes:
+        followers: the place of the next row of its stream for each row, or -1.
+        newest: slots of the newest stored rows of some streams; nothing follows them.
+        first: places of the first rows of these streams.
+        expected: whether they have to go on from the newest ones, 0 or 1.
+    """
+
+    followers: Array
+    newest: Array
+    first: Array
+    expected: Array
 
 
 class NativeOnce:
@@ -35,17 +55,22 @@ class NativeOnce:
         pairs: which leaves are those of the following row.
         rows: columns of the leaves that every row has.
         beside: what the other rows have of their own.
+        links: where the following rows lie; None: one time slot further.
     """
 
     @classmethod
-    def over(cls, pairs: Pairs, rows: Columns, beside: Beside) -> NativeOnce | None:
+    def over(
+        cls, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> NativeOnce | None:
         """Returns it where the core can move the rows, else None; as ``NativeRows.over``."""
         if native.Followed is None or not rows.native:
             return None
-        return cls(pairs, rows, beside)
+        return cls(pairs, rows, beside, links)
 
-    def __init__(self, pairs: Pairs, rows: Columns, beside: Beside) -> None:
-        self._rows, self._beside = rows, beside
+    def __init__(
+        self, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> None:
+        self._rows, self._beside, self._links = rows, beside, links
         self._cells = rows.lanes.numel()
         leaves = pairs.schema.leaves
         self._paths = list(leaves)
@@ -87,8 +112,10 @@ class NativeOnce:
         lies = {path: (t.data_ptr(), row_stride(t, ndim)) for path, t in tensors.items()}
         lies.update((path, (t.data_ptr(), row_stride(t, 1))) for path, t in table.tensors.items())
         elements = self._rows.slots * self._cells
-        memory = self._beside.memory()
-        self._core = native.Followed(
+        memory, links = self._beside.memory(), self._links
+        linked = () if links is None else links.addresses()
+        kind = native.Followed if links is None else native.Linked
+        self._core = kind(
             [lies[path][0] for path in self._paths],
             [lies[path][1] for path in self._paths],
             [self._sizes[path] for path in self._paths],
@@ -102,6 +129,7 @@ class NativeOnce:
             memory.entries,
             memory.stack,
             memory.free,
+            *linked,
         )
         self._plan_reads(lies, elements)
         self._table, self._moves = table, (self._rows.moves, table.moves)
@@ -239,4 +267,44 @@ class NativeOnce:
             self._ready()  # the table lies somewhere else now
             self._core.compare(addresses, count, newest, True, threads)
             self._core.write(first, count, addresses, threads)
+        return True
+
+    # -- writing streams ----------------------------------------------------------------------
+
+    def compare_streams(self, addresses: Sequence[int], batch: Batch) -> bool | None:
+        """``compare`` of rows each of which follows the one before it in its stream.
+
+        What was found is kept for ``write_streams`` of the same rows.
+        """
+        if not self._ready():
+            return None
+        threads = self._threads(len(batch.followers))
+        return not self._core.compare_linked(
+            addresses,
+            len(batch.followers),
+            batch.followers.ctypes.data,
+            len(batch.newest),
+            batch.newest.ctypes.data,
+            batch.first.ctypes.data,
+            batch.expected.ctypes.data,
+            threads,
+        )
+
+    def write_streams(self, addresses: Sequence[int], batch: Batch, slots: torch.Tensor) -> bool:
+        """Writes the rows compared last to distinct slots.
+
+        False where they may be views of the columns.
+
+        Raises:
+            As ``write``.
+        """
+        count = len(slots)
+        if self._rows.overlap(addresses, count, self._leaf_sizes):
+            return False
+        threads, slots = self._threads(count), slots.contiguous()
+        short = self._core.write_linked(slots.data_ptr(), count, addresses, threads)
+        if short:
+            self._beside.take(short)
+            self.compare_streams(addresses, batch)  # the table lies somewhere else now
+            self._core.write_linked(slots.data_ptr(), count, addresses, threads)
         return True

@@ -12,11 +12,12 @@ from replaykit._compat import arange
 from replaykit.schema import Rows
 from replaykit.storages.beside import Change, Grow
 from replaykit.storages.bits import any_differing
-from replaykit.storages.carrying import carried
+from replaykit.storages.carrying import carried, carried_rows
 from replaykit.storages.columns import Columns, picked
 from replaykit.storages.indexing import last_occurrences, ravel
+from replaykit.storages.links import Links
 from replaykit.storages.matching import MatchedRows
-from replaykit.storages.neighbours import neighbours
+from replaykit.storages.neighbours import Neighbours, neighbours
 from replaykit.storages.once_reading import FollowedRows
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
@@ -54,8 +55,8 @@ class OnceColumns(FollowedRows):
     cannot do it, some forty operations on small tensors.
     """
 
-    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow) -> None:
-        super().__init__(pairs, rows, grow)
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
+        super().__init__(pairs, rows, grow, links)
         self._stored = 0  # time slots that hold rows, or held some
         # The time slot that was written last, all of it beside. Known as long as the next row at
         # the cursor follows it in time.
@@ -323,7 +324,7 @@ class OnceColumns(FollowedRows):
         """Replaces some values in pairs of stored elements; the others are as they are stored."""
         if not len(elements):
             return
-        self._newest = None
+        self._forget_newest()
         known = dict(flat)
         for path, leaf in (*self._at_root(elements).items(), *self._following(elements).items()):
             known.setdefault(path, leaf)
@@ -345,27 +346,24 @@ class OnceColumns(FollowedRows):
             write: writes them, but for the counterparts; called again after an interrupt.
             stored: how many time slots held rows before.
         """
-        near = neighbours(
-            elements, self._cells, self._elements, stored * self._cells, at_cursor=at_cursor
-        )
+        near = self._neighbours(elements, stored, at_cursor=at_cursor)
         nexts = {path: flat[path] for path in self._nexts}
         roots = {path: flat[root] for path, root in self.pairs.root_of.items()}
         alone = torch.ones(len(elements), dtype=torch.bool, device=self.device)
         for rows, followers in near.inside:
-            alone[rows] = any_differing(_rows(nexts, rows), _rows(roots, followers))
+            alone[rows] = any_differing(carried_rows(nexts, rows), carried_rows(roots, followers))
         if len(near.outside):
-            after = (elements[near.outside] + self._cells) % self._elements
-            held = self._at_root(after)
+            held = self._at_root(self._after(elements[near.outside]))
             held = {path: held[root] for path, root in self.pairs.root_of.items()}
-            alone[near.outside] = any_differing(_rows(nexts, near.outside), held)
+            alone[near.outside] = any_differing(carried_rows(nexts, near.outside), held)
         places = alone.nonzero().flatten()
-        holders, values = elements[places], _rows(nexts, places)
+        holders, values = elements[places], carried_rows(nexts, places)
         entries = self._beside.entries(elements)
         cleared, back = elements, entries[entries > 0]
         if len(near.before):
             # The rows before keep what they have, wherever it has to be.
             current, entries = self._following(near.before), self._beside.entries(near.before)
-            differs = any_differing(current, _rows(roots, near.after_before))
+            differs = any_differing(current, carried_rows(roots, near.after_before))
             freed, lost = ~differs & (entries > 0), differs & (entries == 0)
             cleared, back = (
                 torch.cat([cleared, near.before[freed]]),
@@ -379,6 +377,14 @@ class OnceColumns(FollowedRows):
         change = self._beside.plan(back.to(torch.int64) - 1, len(holders))
 
         self._commit(change, values, cleared, holders, write)
+
+    def _neighbours(self, elements: torch.Tensor, stored: int, *, at_cursor: bool) -> Neighbours:
+        total = self._elements
+        return neighbours(elements, self._cells, total, stored * self._cells, at_cursor=at_cursor)
+
+    def _forget_newest(self) -> None:
+        """Told that nothing is expected of what comes next."""
+        self._newest = None
 
     def _commit(
         self,
@@ -401,7 +407,3 @@ class OnceColumns(FollowedRows):
         except KeyboardInterrupt:
             commit()
             raise
-
-
-def _rows(leaves: Mapping[Path, torch.Tensor], at: slice | torch.Tensor) -> _Leaves:
-    return {path: carried(leaf)[at] for path, leaf in leaves.items()}

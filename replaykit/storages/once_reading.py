@@ -12,6 +12,7 @@ from replaykit.assembly import assembler
 from replaykit.storages.beside import Beside, Grow
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel, selected_elements
+from replaykit.storages.links import Links
 from replaykit.storages.native_once import NativeOnce
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
@@ -26,12 +27,13 @@ class FollowedRows:
     """The reading face of ``OnceColumns``: as that of ``Columns``, with all leaves.
 
     Rows are elements here, counted through time slots and lanes; the one that follows an element
-    lies one time slot further, round the ring, in the same lane.
+    lies one time slot further, round the ring, in the same lane, or where ``links`` say.
 
     Args:
         pairs: which leaves are those of the following row.
         rows: columns of the leaves that every row has.
         grow: takes memory for the rows beside.
+        links: where the following rows lie, without lanes.
 
     Attributes:
         order: the paths, in the order in which leaves are gathered.
@@ -40,7 +42,7 @@ class FollowedRows:
     Cost of a read: that of a dense one, and a few operations on int64 ``[B]``.
     """
 
-    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow) -> None:
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         self.pairs = pairs
         self.schema = pairs.schema
         self.rows = rows
@@ -57,7 +59,8 @@ class FollowedRows:
         self._beside = Beside(pairs.beside, self._elements, self.device, grow)
         self.order = [*rows.order, *self._nexts]
         self._assemble = assembler(self.schema.root, self.order)
-        self._native = NativeOnce.over(pairs, rows, self._beside)
+        self._links = links
+        self._native = NativeOnce.over(pairs, rows, self._beside, links)
         if self._native is not None:
             self._assemble_native = assembler(self.schema.root, self._native.order)
 
@@ -134,10 +137,18 @@ class FollowedRows:
             found = self._native.following(elements)
             if found is not None:
                 return found
-        # The slot after the newest row may never have been written; what it holds is replaced.
-        after = (elements + self._cells).remainder_(self._elements)
+        after = self._after(elements)
         leaves = self._roots.gather_elements(after, self._elements, contiguous=contiguous)
         return self._beside.patch(elements, dict(zip(self._nexts, leaves, strict=True)))
+
+    def _after(self, elements: torch.Tensor) -> torch.Tensor:
+        """The elements that follow elements ``[B]``.
+
+        The one after the newest row may never have been written; what it holds is not asked for.
+        """
+        if self._links is not None:
+            return self._links.after(elements)
+        return (elements + self._cells).remainder_(self._elements)
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
         """Returns the first ``stop`` slots of a leaf: a copy where it is one of a pair."""

@@ -14,11 +14,13 @@ from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
+from replaykit.storages.columns import picked
 from replaykit.storages.content import Content, Group
 from replaykit.storages.followed import FollowedColumn, rebuilt_column
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.once import OnceColumns
+from replaykit.storages.once_streams import StreamColumns, keys_of
 from replaykit.storages.plain_state import from_plain, to_plain
 from replaykit.structure import Branch, Path
 
@@ -47,8 +49,11 @@ class RestorableStorage(ColumnStorage):
         if isinstance(columns, OnceColumns):
             leaves.update(columns.rows.view(length))
             elements, values = columns.own_following(length)
+            steps = columns.links.steps(length) if isinstance(columns, StreamColumns) else None
             for path, root in columns.pairs.root_of.items():
-                leaves[path] = FollowedColumn(leaves[root], elements, values[path], columns.lanes)
+                leaves[path] = FollowedColumn(
+                    leaves[root], elements, values[path], columns.lanes, steps
+                )
         else:
             leaves.update(columns.view(length))
         views = tuple(leaves[path] for path in columns.schema.leaves)
@@ -108,7 +113,7 @@ class RestorableStorage(ColumnStorage):
             self._columns = columns
             self._adopt(columns)
             self.recovery.note(range(self.ledger.length))
-        _fill(columns, leaves, content.rows, rows)
+        _fill(columns, leaves, content.rows, rows, content.ledger)
         if content.check is not None:
             content.check()
         self._columns = columns
@@ -193,16 +198,31 @@ class RestorableStorage(ColumnStorage):
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
             self._adopt(self._columns)
-            _fill(self._columns, rows.leaves, self.ledger.length, None)
+            _fill(self._columns, rows.leaves, self.ledger.length, None, self.ledger)
             self.indexes.restore(episodes, self.ledger, None, restarted=False)
 
 
 def _fill(
-    columns: AnyColumns, leaves: Mapping[Path, Any], count: int, rows: torch.Tensor | None
+    columns: AnyColumns,
+    leaves: Mapping[Path, Any],
+    count: int,
+    rows: torch.Tensor | None,
+    ledger: Ledger | None,
 ) -> None:
-    """Writes the first ``count`` rows of the leaves, or ``rows`` of them, to slots ``0, 1, ...``,
-    block by block."""
+    """Writes the first ``count`` rows of the leaves, or ``rows`` of them, oldest first, to slots
+    ``0, 1, ...``, block by block.
+
+    Args:
+        ledger: of the rows; None: they lie in the order in which they were written.
+    """
     count = count if rows is None else len(rows)
+    if isinstance(columns, StreamColumns) and not count:
+        columns.clear()
+    elif isinstance(columns, StreamColumns):
+        keys = picked(leaves[columns.key], slice(None) if rows is None else rows)
+        known = ledger is not None and rows is None
+        order = ledger.write_order() if known and ledger is not None else arange(count)
+        columns.begin(keys_of(keys[:count], columns.schema.leaves[columns.key].dtype), order)
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
     block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
     pieces = [leaf for leaf in leaves.values() if isinstance(leaf, RowChunks)]
@@ -214,4 +234,7 @@ def _fill(
             border = min(leaf.border(start) for leaf in pieces)
             stop = border if start + block // 8 < border < stop else stop
         kept = slice(start, stop) if rows is None else rows[start:stop]
-        columns.scatter(arange(start, stop), leaves, kept)
+        if isinstance(columns, StreamColumns):
+            columns.fill(start, leaves, kept)
+        else:
+            columns.scatter(arange(start, stop), leaves, kept)

@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 
+from replaykit.episodes.stream_keys import stream_keys
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
-from replaykit.storages.continuity import check_batch, check_newest
+from replaykit.storages.continuity import check_batch, check_newest, check_streams
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.links import chains
 from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
+from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.pairs import (
     DedupNext,
     Mismatch,
+    Pairs,
     checked_keys,
     checked_mismatch,
     pairs_of,
@@ -28,6 +32,7 @@ from replaykit.storages.pairs import (
 from replaykit.storages.restorable import RestorableStorage
 from replaykit.storages.shared import Sharing, memory_folder
 from replaykit.structure import build
+from replaykit.ted import format_key
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]
 
@@ -127,17 +132,18 @@ class LazyTensorStorage(TensorStorage):
         device: where the rows lie; ``"auto"``: where the first data lies.
         ndim: number of leading dimensions that count as rows: time, then lanes.
         dedup_next: stores observations once: ``("next", key)`` of a row is that of the following
-            row at the root, and is kept beside where it is not (the last row of an episode, the
-            newest row, rows edited or written elsewhere). ``True``: every key that occurs at the
-            root and under ``next`` with one shape and dtype, except ``reward`` and flags. A list:
-            these root keys. Every read is bit for bit that of dense rows; but what would be views
-            of these keys (``storage[a:b]``, ``rb[i]``, ``column``) are copies. Takes half the
-            memory where observations are most of a row. With ``False`` it costs nothing.
-        on_mismatch: of a row written at the cursor that goes on an episode (no flag under ``next``
+            row (with ``lane_key``, of its stream) at the root, and is kept beside where it is not
+            (the last row of an episode, the newest row, rows edited or written elsewhere).
+            ``True``: every key that occurs at the root and under ``next`` with one shape and dtype,
+            except ``reward`` and flags. A list: these root keys. Every read is bit for bit that of
+            dense rows; but what would be views of these keys (``storage[a:b]``, ``rb[i]``,
+            ``column``) are copies. Takes half the memory where observations are most of a row.
+            With ``False`` it costs nothing.
+        on_mismatch: of a row written in turn that goes on an episode (no flag under ``next``
             is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
             observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
-            stores both. Nothing is expected of the first row written after ``write_at``, an edit
-            of these keys, ``empty`` or a load.
+            stores both. Nothing is expected of the first row written (of each stream, with
+            ``lane_key``) after ``write_at``, an edit of these keys, ``empty`` or a load.
         lane_key: column that says which of several streams a row belongs to, where the rows of
             several environments come one by one in any order: an environment's or a trajectory's
             id. Rows of one stream then follow each other whatever lies between them. Only with
@@ -145,11 +151,11 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
-            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1`` or with
-            ``dedup_next``, which needs the rows of a stream one after the other.
+            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1``.
         TypeError: ``dedup_next`` holds no keys.
-        ValueError: at the first write, where a key of ``dedup_next`` is not in both places; at
-            any, where ``on_mismatch`` refuses it. Nothing has changed then.
+        ValueError: at the first write, where a key of ``dedup_next`` is not in both places, or
+            its counterpart is the ``lane_key``; at any, where ``on_mismatch`` refuses it. Nothing
+            has changed then.
         KeyError: at the first write, where the data has no column ``lane_key``.
         MemoryError: at the first write, where the device has less memory than the capacity needs.
 
@@ -180,6 +186,15 @@ class LazyTensorStorage(TensorStorage):
         >>> _ = rb.extend(steps)
         >>> rb["next", "observation"], rb.storage.kept_beside
         (tensor([1., 2., 3., 4.]), 1)
+
+        Two environments in turn, of each of which the newest row has it beside:
+
+        >>> storage = LazyTensorStorage(100, dedup_next=True, lane_key="env")
+        >>> rows = {"env": torch.arange(6) % 2, "observation": torch.arange(6) // 2}
+        >>> rows["next"] = {"observation": rows["observation"] + 1}
+        >>> _ = ReplayBuffer(storage=storage).extend(TensorDict(rows, [6]))
+        >>> storage[:]["next", "observation"], storage.kept_beside
+        (tensor([1, 1, 2, 2, 3, 3]), 2)
     """
 
     def __init__(
@@ -195,11 +210,6 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         self.dedup_next = checked_keys(dedup_next)
         self.on_mismatch = checked_mismatch(on_mismatch)
-        if self.dedup_next and lane_key is not None:
-            raise ValueError(
-                f"expected dedup_next without lane_key, got {lane_key!r}: of streams that lie row "
-                "by row in one another the next row lies somewhere else; use ndim=2"
-            )
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
 
     def share(self) -> None:
@@ -296,8 +306,16 @@ class LazyTensorStorage(TensorStorage):
         ):
             return
         self._check(rows)
+        if isinstance(columns, StreamColumns):
+            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            columns.check(rows, matched=matched)
+            return
         if not isinstance(columns, OnceColumns):
-            check_batch(rows.leaves, rows.batch, pairs_of(Schema(rows.root), self.dedup_next))
+            pairs = self._pairs_of(Schema(rows.root))
+            if self.lane_key is None:
+                check_batch(rows.leaves, rows.batch, pairs)
+            else:
+                check_streams(rows.leaves, chains(stream_keys(rows.leaves[self.lane_key])), pairs)
             return
         compared = columns.compare(rows, self.ledger.cursor)
         try:
@@ -313,9 +331,21 @@ class LazyTensorStorage(TensorStorage):
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:
             return self._take_memory(schema, lanes, rows)
-        pairs = pairs_of(schema, self.dedup_next)
+        pairs = self._pairs_of(schema)
         taken = self._take_memory(pairs.stored, lanes, rows)
-        return OnceColumns(pairs, taken, self._grow(taken.device))
+        grow = self._grow(taken.device)
+        if self.lane_key is not None:
+            return StreamColumns(pairs, taken, grow, self.lane_key)
+        return OnceColumns(pairs, taken, grow)
+
+    def _pairs_of(self, schema: Schema) -> Pairs:
+        pairs = pairs_of(schema, self.dedup_next)
+        if self.lane_key in pairs.root_of:
+            raise ValueError(
+                f"dedup_next: expected no lane_key under 'next', got {format_key(self.lane_key)}: "
+                "it says where the next row lies; name the root key, or give dedup_next a list"
+            )
+        return pairs
 
     def _grow(self, device: torch.device) -> Grow:
         """What takes memory for rows beside; it knows nothing of this object, which may die."""

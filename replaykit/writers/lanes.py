@@ -98,12 +98,13 @@ class LaneWriter(Writer):
             return self._no_rows()
         index = self._index(rows)
         places = self._places(rows, index)
+        storage.check_order(rows)
         storage.accept(rows)
         if index is None:
             _ = storage.episodes  # is there from now on, and told of what follows
         slots = torch.from_numpy(places.slots)
         last = last_occurrences(slots) if places.turn.any() else slice(None)
-        storage.write(slots[last], rows, last)
+        storage.write_by_stream(slots[last], rows, last)
         storage.commit_by_stream(rows, slots, places.displacing, places.turn)
         self._count(len(rows))
         return slots

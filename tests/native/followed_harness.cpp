@@ -15,9 +15,9 @@
 namespace {
 
 using replaykit::Entries;
-using replaykit::EntryMap;
 using replaykit::Field;
 using replaykit::Followed;
+using replaykit::RowNumbers;
 using replaykit::Side;
 
 using Bytes = std::vector<unsigned char>;
@@ -65,7 +65,7 @@ struct Ring {
     return rows && sizes[leaf] ? (rows - 1) * strides[leaf] + sizes[leaf] : 0;
   }
 
-  EntryMap entry_map() { return {address(map), wide}; }
+  RowNumbers entry_map() { return {address(map), wide}; }
   std::int64_t* numbers() { return reinterpret_cast<std::int64_t*>(stack.data()); }
 
   // More entries, in another place.

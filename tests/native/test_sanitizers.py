@@ -23,6 +23,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 SOURCES: dict[str, dict[str, list[str]]] = {
     "episodes": {},
     "followed": {},
+    "linked": {},
     "marks": {},
     "rank_heap": {},
     "relabel": {},
@@ -114,6 +115,7 @@ def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run],
     [
         ("episodes", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("followed", "--break", "AddressSanitizer: heap-buffer-overflow"),
+        ("linked", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("marks", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
         ("rank_heap", "--overflow", "integer overflow"),

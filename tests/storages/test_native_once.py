@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
+from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
 from replaykit.storages.native_once import NativeOnce
 
 CORE = pytest.mark.skipif(native.Followed is None, reason="needs the compiled core")
@@ -358,3 +358,118 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     assert memory["root"].tolist() == [0, 0, 0, 0]
     with pytest.raises(ValueError, match="without lanes"):
         _core(step=2)[0].compare(rows, 1, 0, False, 1)
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+@CORE
+@pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("length", [None, 20], ids=["ring", "by stream"])
+def test_the_core_is_used_for_streams(
+    length: int | None, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"compare_streams": 0, "write_streams": 0, "gather": 0}
+
+    def counted(name: str) -> None:
+        method = getattr(NativeOnce, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            found = method(*args, **options)
+            made[name] += found is not None and found is not False
+            return found
+
+        monkeypatch.setattr(NativeOnce, name, call)
+
+    for name in made:
+        counted(name)
+    rb = ReplayBuffer(
+        storage=make(50, dedup_next=True, lane_key="env"),
+        writer=None if length is None else LaneWriter(length),
+        batch_size=8,
+    )
+    rb.extend(_steps([0, 1, 2], env=[1, 1]))
+    rb.extend(_steps([2, 3, 4], env=[1, 1]))
+    rb.extend(_steps([7, 8], env=[2]))
+    rb.add(_steps([4, 5], env=[1])[0])
+    assert made == {"compare_streams": 3, "write_streams": 3, "gather": 0}
+    rb.sample()
+    assert made["gather"] == (make is LazyTensorStorage)
+    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 8, 5]
+    assert rb.storage.kept_beside == 2
+    with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
+        rb.extend(_steps([6, 7], env=[2]))
+    assert made["write_streams"] == 3
+
+
+def _linked(**changes: Any) -> tuple[Any, dict[str, Any]]:
+    steps = {"after": np.zeros(4, np.int32), "before": np.zeros(4, np.int32)}
+    _, memory = _core()
+    address = {name: array.ctypes.data for name, array in {**memory, **steps}.items()}
+    arguments = {
+        "bases": [address["root"], address["own"]],
+        "strides": [8, 8],
+        "sizes": [8, 8],
+        "follows": [-1, 0],
+        "ends": [],
+        "ids": [],
+        "rows": 4,
+        "step": 1,
+        "wide": False,
+        "entries": 2,
+        **{name: address[name] for name in ("map", "stack", "free", "after", "before")},
+    }
+    return native.Linked(**{**arguments, **changes}), {**memory, **steps}
+
+
+@CORE
+def test_calls_for_streams_that_do_not_fit_are_refused() -> None:
+    core, memory = _linked()
+    batch = np.arange(3, dtype=np.int64)
+    rows = [batch.ctypes.data, batch.ctypes.data]
+
+    def compare(
+        followers: list[int], newest: list[int], first: list[int], addresses: Any = rows
+    ) -> Any:
+        parts = [np.array(part, np.int64) for part in (followers, newest, first, first)]
+        place = [part.ctypes.data for part in parts]
+        return core.compare_linked(addresses, len(followers), place[0], len(newest), *place[1:], 1)
+
+    def write(slots: list[int]) -> Any:
+        at = np.array(slots, np.int64)
+        return core.write_linked(at.ctypes.data, len(slots), rows, 1)
+
+    with pytest.raises(ValueError, match="without lanes"):
+        _linked(step=2)
+    with pytest.raises(ValueError, match="each of 2 leaves, got 1"):
+        compare([-1], [], [], rows[:1])
+    for followers in ([], [-1] * 5):
+        with pytest.raises(ValueError, match="no more than slots"):
+            compare(followers, [], [])
+    for followers, newest, first in (([-2], [], []), ([1], [], []), ([-1], [0], [1])):
+        with pytest.raises(IndexError, match="places of rows"):
+            compare(followers, newest, first)
+    with pytest.raises(IndexError, match="got 4"):
+        compare([-1], [4], [0])
+    with pytest.raises(RuntimeError, match="entry"):
+        compare([-1], [1], [0])  # the row at slot 1 has none
+    with pytest.raises(ValueError, match="compared last"):
+        write([1])
+    with pytest.raises(ValueError, match="one after the other"):
+        core.compare(rows, 1, 0, False, 1)
+    compare([-1, -1, -1], [], [])
+    with pytest.raises(ValueError, match="compared last"):
+        write([1, 2])
+    with pytest.raises(IndexError, match="got 4"):
+        write([1, 2, 4])
+    assert write([1, 2, 3]) == 2
+    assert memory["root"].tolist() == [0, 0, 0, 0]
+    compare([-1], [0], [0])
+    assert write([3]) == 0
+    assert memory["after"].tolist() == [3, 0, 0, 0]
+    assert memory["before"].tolist() == [0, 0, 0, -3]
+    memory["after"][0] = 4
+    out = [np.empty(1, np.int64).ctypes.data]
+    memory["map"][0] = 0
+    with pytest.raises(RuntimeError, match="link"):
+        core.gather(np.zeros(1, np.int64).ctypes.data, 1, out, [8], 1)

@@ -119,10 +119,14 @@ def test_options_that_are_none(make: Any, dedup_next: Any, error: type, message:
 
 
 @STORAGES
-def test_streams_in_one_another_are_stored_densely(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"without lane_key, got 'env'.*ndim=2"):
-        make(10, dedup_next=True, lane_key="env")
-    make(10, lane_key="env")
+def test_a_lane_key_that_would_be_rebuilt_itself_is_refused(make: Any) -> None:
+    rows = _steps([0, 1, 2], env=[1, 1], next__env=[1, 1])
+    rb = ReplayBuffer(storage=make(10, dedup_next=True, lane_key=("next", "env")))
+    _refused(rb, rows, r"no lane_key under 'next', got \('next', 'env'\)")
+    assert not rb.storage.initialized
+    rb = ReplayBuffer(storage=make(10, dedup_next=["observation"], lane_key=("next", "env")))
+    rb.extend(rows)
+    assert rb.storage.kept_beside == 1
 
 
 def test_on_mismatch_is_one_of_two_words() -> None:
