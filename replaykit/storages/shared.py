@@ -338,6 +338,7 @@ class Sharing(Recovery):
         if not steady:
             indexes.follow(before.marks, before.codes, anew=anew, edited=own[3] != self._own[3])
             indexes.bounding = own[3]
+        indexes.stale = True  # what others wrote is noted before it is overwritten here
         indexes.heads_from = self._heads
         self._own = own
         for place, known in enumerate(self._samplers[: len(before.priorities)]):
