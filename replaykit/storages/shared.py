@@ -116,14 +116,19 @@ class Sharing(Recovery):
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
         self._signs: Any = None
+        self._members: Members | None = None
         self._become_member()
 
     def _become_member(self) -> None:
         self._process = self.home.process = os.getpid()
-        members = Members(self.home.folder / _MEMBERS)
-        # It is run in processes that multiprocessing has started too, which `atexit` is not.
+        inherited = self._members
+        self._members = Members(self.home.folder / _MEMBERS)
+        if inherited is not None:
+            inherited.let_go()
+        # It is run in processes that multiprocessing has started too, which `atexit` is not. Below
+        # 0: after this process has waited for its children, which may have yet to open the folder.
         self._leave = multiprocessing.util.Finalize(
-            self, _leave, args=(members, self._folder, self._private), exitpriority=0
+            self, _leave, args=(self._members, self._folder, self._private), exitpriority=-1
         )
 
     def invitation(self) -> dict[str, Any]:
