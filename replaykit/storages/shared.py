@@ -146,6 +146,7 @@ class Sharing(Recovery):
             # A thread of the parent, which is not here, may have been in the middle of anything.
             self._become_member()
             self._known, self._noted, self._pending = -1, None, []
+            self.active = False
         return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
 
     # -- files --------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Sharing(Recovery):
         self._open_log(columns)
         storage._columns = columns
         storage._adopt(columns)
-        self.active, self._known = True, 0
+        self.active = True
 
     def _open_log(self, columns: Columns) -> None:
         # Others write too, and say so to nobody here: a save takes all rows for changed.
@@ -306,6 +307,7 @@ class Sharing(Recovery):
         ledger = storage.ledger
         ledger.cursor, ledger.length = state.cursor, state.length
         ledger.next_position = state.next_position
+        storage.indexes.stale = True  # it is noted before it is overwritten here
         for writer, count in zip(self._writers, state.counts, strict=False):
             if (part := writer()) is not None:
                 part._write_count = count
@@ -343,7 +345,6 @@ class Sharing(Recovery):
         if not steady:
             indexes.follow(before.marks, before.codes, anew=anew, edited=own[3] != self._own[3])
             indexes.bounding = own[3]
-        indexes.stale = True  # what others wrote is noted before it is overwritten here
         indexes.heads_from = self._heads
         self._own = own
         for place, known in enumerate(self._samplers[: len(before.priorities)]):
