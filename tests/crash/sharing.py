@@ -12,19 +12,25 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
 
 WIDE = 3000
 _SALT = 2654435761
 
 
-def new_buffer(slots: int, folder: Path | None = None) -> ReplayBuffer:
-    """A shared buffer with priorities, in memory or in a folder."""
+def new_buffer(slots: int, folder: Path | None = None, *, prioritized: bool = True) -> ReplayBuffer:
+    """A shared buffer in memory or in a folder."""
     return ReplayBuffer(
         storage=LazyTensorStorage(slots)
         if folder is None
         else LazyMemmapStorage(slots, scratch_dir=folder),
-        sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
         batch_size=16,
         shared=True,
     )
@@ -101,7 +107,7 @@ def extends(
         size = size_of(writer, batch)
         index = buffer.extend(rows(writer, batch, first, size))
         first += size
-        if batch % 3 == 1:
+        if batch % 3 == 1 and buffer.sampler.prioritized:
             buffer.update_priority(index[:1], torch.tensor([1.0 + batch % 4]))
         if said is not None:
             said.send(batch)

@@ -99,9 +99,9 @@ def batches_of(buffer: ReplayBuffer, writer: int) -> int:
 
 
 def test_nothing_is_lost_and_rows_are_whole(context: Any, tmp_path: Path) -> None:
-    slots, batches = 400, 40
+    slots, batches = 45, 60
     for folder in (None, tmp_path / "rows"):
-        buffer = new_buffer(slots, folder)
+        buffer = new_buffer(slots, folder, prioritized=folder is not None)
         stop, (hear, said) = context.Event(), context.Pipe(duplex=False)
         reader = context.Process(target=samples, args=(buffer, stop, said))
         writers = [
