@@ -193,7 +193,9 @@ class EpisodeIndex:
         start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
-        known = self._heads(start_slot, oldest) if length else None
+        known = self._told(oldest) if length and self._storage.indexes.is_told else None
+        if known is None and length:
+            known = self._heads(start_slot, oldest)
         if known is not None:
             began, head = known
             begin = np.where(began >= 0, start - (oldest - began), -1)
@@ -245,6 +247,10 @@ class EpisodeIndex:
             begin[begin >= 0] += position - time
             head[head == _EVICTED] = _RESET
             return begin, head
+        return self._told(position)
+
+    def _told(self, position: int) -> tuple[Array, Array] | None:
+        """The same as somebody else has noted it."""
         saved = self._storage.indexes.take_heads()
         if saved is None or saved["oldest"] != position:
             return None

@@ -242,8 +242,16 @@ class StreamWrites(EpisodeIndex):
         slots = streams.slot(lane.lo[order], order)
         position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
         known = np.zeros((len(order), 4), np.int64)
+        indexes, told = self._storage.indexes, np.zeros(len(order), bool)
+        saved = indexes.saved_streams() if indexes.is_told or not old.stored else []
+        if saved:
+            given = np.array(saved, np.int64)
+            given = given[np.argsort(given[:, 0], kind="stable")]
+            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
+            told = given[at, 0] == position
+            known[told] = given[at[told]]
         if old.stored:
-            same = np.flatnonzero(position < noted)
+            same = np.flatnonzero((position < noted) & ~told)
             time, record = old.place(slots[same])
             same, time, record = (
                 part[old.keys[old.rank[record]] == streams.keys[same]]
@@ -252,12 +260,6 @@ class StreamWrites(EpisodeIndex):
             was = old.owner(time, record)
             gone = time - old.episode.begin[was]
             known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
-        elif saved := self._storage.indexes.saved_streams():
-            given = np.array(saved, np.int64)
-            given = given[np.argsort(given[:, 0], kind="stable")]
-            at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
-            same = np.flatnonzero(given[at, 0] == position)
-            known[same] = given[at[same]]
         # A row that is stored as the first of its episode has nothing to be told but its head.
         told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
         one, known = one[told], known[told]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from replaykit.recovery.exclusive import let_go_in_children
-
 __all__ = ["Members"]
 
 
 class Members:
     """Says, as long as it lives, that this process uses a folder; the kernel forgets one that dies.
 
-    A forked child is not among them until it makes its own.
+    A forked child is among them too, by the file that it inherits, until it lets go: what it has
+    yet to open does not go with its parent.
 
     Args:
         path: the file that they lock; made if it is not there.
@@ -36,7 +35,6 @@ class Members:
         self.process = os.getpid()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
-        let_go_in_children(self)
 
     @staticmethod
     def nobody(path: Path) -> bool:

@@ -97,6 +97,8 @@ class ColumnStorage(SequencedStorage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> Rows:
+        if self._columns is None:
+            self.look()  # another process may have fixed keys and shapes
         matcher = self._matcher
         if matcher is not None and not time_dim and len(optional) <= 1:
             known = matcher.rows(data, single=single, optional=next(iter(optional), None))

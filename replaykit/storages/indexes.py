@@ -304,7 +304,7 @@ class EpisodeIndexes:
         if edited or not np.array_equal(marks, self.marks.numbers):
             for index in self._live():
                 index.edited()
-        self.stale = True
+        self.stale, self._saved = True, None
         self.marks = CutMarks(marks.tolist(), codes.tolist())
 
     def noted(self) -> int | None:
@@ -316,7 +316,15 @@ class EpisodeIndexes:
 
     def take_heads(self) -> dict[str, Any] | None:
         """Where headless episodes began when the rows were saved, for who indexes them first."""
-        return self._saved if self.heads_from is None else self.heads_from()
+        if self._saved is not None or self.heads_from is None:
+            return self._saved
+        return self.heads_from()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether others have noted how the first episodes began, who saw edits of rows that are
+        gone: what they say counts more than what an index knows."""
+        return self.heads_from is not None
 
     def saved_streams(self) -> list[list[int]]:
         """The same for interleaved streams; see ``InterleavedIndex.state``."""

@@ -105,8 +105,8 @@ class KeptState:
         if self.oldest is not None:
             heads = {
                 "oldest": self.oldest,
-                "begin": self.begin.tolist(),
-                "head": self.head.tolist(),
+                "begin": np.asarray(self.begin, np.int64).tolist(),
+                "head": np.asarray(self.head, np.int64).tolist(),
                 "streams": self.streams.tolist(),
             }
         return {"marks": self.marks.tolist(), "codes": self.codes.tolist(), "heads": heads}

@@ -116,14 +116,19 @@ class Sharing(Recovery):
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
         self._signs: Any = None
+        self._members: Members | None = None
         self._become_member()
 
     def _become_member(self) -> None:
         self._process = self.home.process = os.getpid()
-        members = Members(self.home.folder / _MEMBERS)
-        # It is run in processes that multiprocessing has started too, which `atexit` is not.
+        inherited = self._members
+        self._members = Members(self.home.folder / _MEMBERS)
+        if inherited is not None:
+            inherited.let_go()
+        # It is run in processes that multiprocessing has started too, which `atexit` is not. Below
+        # 0: after this process has waited for its children, which may have yet to open the folder.
         self._leave = multiprocessing.util.Finalize(
-            self, _leave, args=(members, self._folder, self._private), exitpriority=0
+            self, _leave, args=(self._members, self._folder, self._private), exitpriority=-1
         )
 
     def invitation(self) -> dict[str, Any]:
@@ -141,6 +146,7 @@ class Sharing(Recovery):
             # A thread of the parent, which is not here, may have been in the middle of anything.
             self._become_member()
             self._known, self._noted, self._pending = -1, None, []
+            self.active = False
         return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
 
     # -- files --------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ class Sharing(Recovery):
         self._open_log(columns)
         storage._columns = columns
         storage._adopt(columns)
-        self.active, self._known = True, 0
+        self.active = True
 
     def _open_log(self, columns: Columns) -> None:
         # Others write too, and say so to nobody here: a save takes all rows for changed.
@@ -301,6 +307,7 @@ class Sharing(Recovery):
         ledger = storage.ledger
         ledger.cursor, ledger.length = state.cursor, state.length
         ledger.next_position = state.next_position
+        storage.indexes.stale = True  # it is noted before it is overwritten here
         for writer, count in zip(self._writers, state.counts, strict=False):
             if (part := writer()) is not None:
                 part._write_count = count

@@ -225,6 +225,8 @@ class LazyTensorStorage(TensorStorage):
 
     def _check_shareable(self) -> None:
         name = type(self).__name__
+        if self.recovery is not None and self.recovery.shared:
+            raise ValueError(f"expected a {name} that no other buffer shares for shared=True")
         if self._columns is not None or self.ledger.next_position:
             raise ValueError(
                 f"expected a {name} without rows for shared=True, got {len(self)} rows"

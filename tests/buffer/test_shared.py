@@ -1,0 +1,360 @@
+"""Shared buffers: what is refused, what a copy is, saves while others write, folders that go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+)
+from replaykit.storages import shared
+from tests.storages.sharing import another, shown
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict({"number": number, "next": {"done": number % 4 == 3}}, [count])
+
+
+def folder_of(buffer: ReplayBuffer) -> Path:
+    found: Path = buffer.storage.recovery.home.folder.parent
+    return found
+
+
+def written() -> LazyTensorStorage:
+    storage = LazyTensorStorage(10)
+    ReplayBuffer(storage=storage).extend(torch.arange(3))
+    return storage
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": lambda: ListStorage(10)}, "ListStorage"),
+        ({"storage": lambda: LazyStackStorage(10)}, "LazyStackStorage"),
+        ({"storage": lambda: TensorStorage(torch.zeros(3))}, "TensorStorage"),
+        ({"storage": None}, "ListStorage"),
+        ({"writer": TensorDictMaxValueWriter}, "TensorDictMaxValueWriter"),
+        ({"writer": ImmutableDatasetWriter}, "ImmutableDatasetWriter"),
+        ({"prefetch": 2, "batch_size": 4}, "prefetch"),
+        ({"storage": lambda: LazyTensorStorage(10, device="cuda")}, "cuda"),
+        ({"storage": lambda: LazyTensorStorage(10, device="auto")}, "auto"),
+        ({"storage": lambda: LazyTensorStorage(10, dedup_next=True)}, "dedup_next"),
+        ({"storage": written}, "3 rows"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(options: dict[str, Any], message: str) -> None:
+    options = {"storage": lambda: LazyTensorStorage(10), **options}
+    with pytest.raises(ValueError, match=message):
+        ReplayBuffer(**options, shared=True)
+
+
+def test_a_storage_that_recovers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recover=True"):
+        ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True), shared=True)
+
+
+def test_parts_cannot_be_exchanged() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    parts = (buffer.storage, buffer.sampler, buffer.writer)
+    for name, part in (
+        ("storage", LazyTensorStorage(10)),
+        ("sampler", RandomSampler()),
+        ("writer", RoundRobinWriter()),
+    ):
+        with pytest.raises(RuntimeError, match=name):
+            getattr(buffer, f"set_{name}")(part)
+    assert parts == (buffer.storage, buffer.sampler, buffer.writer)
+
+
+def test_one_buffer_over_a_shared_storage() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
+        shared=True,
+    )
+    with pytest.raises(ValueError, match="no other buffer shares"):
+        ReplayBuffer(storage=buffer.storage, shared=True)
+    with pytest.raises(RuntimeError, match="one buffer"):
+        ReplayBuffer(storage=buffer.storage)
+    buffer.extend(rows(0, 3))
+    assert another(buffer)["number"].tolist() == [0, 1, 2]
+
+
+def test_a_folder_in_use_is_refused_and_one_that_is_not_is_taken(tmp_path: Path) -> None:
+    def made(**options: Any) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyMemmapStorage(10, scratch_dir=tmp_path, **options), shared=True
+        )
+
+    buffer = made()
+    buffer.extend(rows(0, 3))
+    with pytest.raises(RuntimeError, match="in use"):
+        made(existsok=True)
+    assert buffer["number"].tolist() == [0, 1, 2]
+    del buffer
+    gc.collect()
+    again = made()
+    with pytest.raises(RuntimeError, match=r"\.memmap"):
+        again.extend(rows(5, 1))
+    del again
+    gc.collect()
+    last = made(existsok=True)
+    last.extend(rows(5, 1))
+    assert last["number"].tolist() == [5]
+
+
+# -- what others see ------------------------------------------------------------------------------
+
+
+def test_counts_are_seen_without_a_draw() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    other = another(buffer)
+    assert (len(other), other.write_count, other.shared) == (0, 0, True)
+    buffer.extend(rows(0, 13))
+    assert (len(other), other.write_count, other.stats()["size"]) == (10, 13, 10)
+    other.add(rows(13, 1)[0])
+    assert (len(buffer), buffer.write_count) == (10, 14)
+    assert buffer["number"].tolist() == [*range(10, 14), *range(4, 10)]
+
+
+def test_rows_that_do_not_fit_those_of_another_process_are_refused() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    other = another(buffer)
+    buffer.extend(rows(0, 2))
+    with pytest.raises(ValueError, match="number"):
+        other.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+    assert len(buffer) == len(other) == 2
+
+
+def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
+        shared=True,
+    )
+    other = another(buffer)
+    buffer.extend(rows(0, 2))
+    more = rows(2, 2)
+    more["td_error"] = torch.tensor([3.0, 5.0])
+    other.extend(more)
+    sampler: Any = buffer.sampler
+    assert len(buffer) == 4
+    assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 3, 5]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_copies_have_rows_of_their_own(copied: Callable[[Any], ReplayBuffer]) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
+        shared=True,
+    )
+    buffer.extend(rows(0, 3))
+    own = copied(buffer)
+    before = shown(buffer)
+    own.extend(rows(3, 4))
+    own.update_priority(torch.tensor([0]), torch.tensor([9.0]))
+    assert (own.shared, len(own), len(buffer)) == (False, 7, 3)
+    assert shown(buffer) == before
+    buffer.extend(rows(50, 1))
+    assert own["number"].tolist() == list(range(7))
+    assert own.storage.recovery is None
+
+
+# -- saving and loading ---------------------------------------------------------------------------
+
+
+def _writes(buffer: ReplayBuffer, stop: Any) -> None:
+    torch.set_num_threads(1)
+    first = buffer.write_count
+    while not stop.is_set():
+        index = buffer.extend(rows(first, 7))
+        buffer.update_priority(index, torch.full((7,), 1.0 + first % 5))
+        first += 7
+
+
+@needs_fork
+def test_a_save_while_another_process_writes_is_of_one_instant(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(70),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
+        shared=True,
+    )
+    buffer.extend(rows(0, 7))
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    writer = context.Process(target=_writes, args=(buffer, stop))
+    writer.start()
+    try:
+        counts = set()
+        for _ in range(8):
+            buffer.dumps(tmp_path / "saved")
+            found = ReplayBuffer(
+                storage=LazyTensorStorage(70), sampler=PrioritizedSampler(alpha=1.0, beta=1.0)
+            )
+            found.loads(tmp_path / "saved")
+            counts.add(found.write_count)
+            order = found.storage.ledger.write_order()
+            numbers = found[order]["number"]
+            # Whole extends, in order, the newest last.
+            assert len(found) == min(found.write_count, 70)
+            assert found.write_count % 7 == 0
+            last = found.write_count
+            assert numbers.tolist() == list(range(last - len(found), last))
+    finally:
+        stop.set()
+        writer.join(60)
+    assert writer.exitcode == 0
+    assert len(counts) > 1
+
+
+def test_a_load_is_seen_by_all(tmp_path: Path) -> None:
+    plain = ReplayBuffer(storage=LazyTensorStorage(10))
+    plain.extend(rows(100, 13))
+    plain.dumps(tmp_path / "saved")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    other = another(buffer)
+    other.extend(rows(0, 5))
+    buffer.loads(tmp_path / "saved")
+    assert other["number"].tolist() == buffer["number"].tolist() == plain["number"].tolist()
+    assert other.write_count == 13
+
+
+# -- folders that go ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_the_last_one_removes_a_private_folder(kind: Any) -> None:
+    buffer = ReplayBuffer(storage=kind(10), shared=True)
+    other = another(buffer)
+    folder = folder_of(buffer)
+    buffer.extend(rows(0, 3))
+    del buffer
+    gc.collect()
+    assert folder.exists()
+    assert other["number"].tolist() == [0, 1, 2]
+    del other
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), shared=True)
+    buffer.extend(rows(0, 3))
+    del buffer
+    gc.collect()
+    assert (tmp_path / "records.memmap").exists()
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_HEAD = """
+import multiprocessing, os, sys, time
+import torch
+from replaykit import LazyTensorStorage, ReplayBuffer
+
+def work(buffer):
+    time.sleep(0.5)
+    buffer.extend(torch.arange(3))
+    assert len(buffer) == 5, len(buffer)
+    print("wrote", flush=True)
+
+buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+print(buffer.storage.recovery.home.folder.parent, flush=True)
+buffer.extend(torch.arange(2))
+"""
+
+
+@needs_fork
+def test_a_parent_that_has_come_to_its_end_waits_with_the_folder() -> None:
+    """The end of a script joins its processes: what they have yet to open is there until then."""
+    script = """
+    multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
+    """
+    folder, said = run(_HEAD + textwrap.dedent(script)).split()
+    assert said == "wrote"
+    assert not Path(folder).exists()
+
+
+@needs_fork
+def test_a_parent_that_exits_first_leaves_the_folder_to_its_child() -> None:
+    script = """
+    hear, told = os.pipe()
+    if not os.fork():
+        os.close(told)
+        os.read(hear, 1)  # the parent is gone
+        work(buffer)
+        sys.exit()
+    """
+    folder, said = run(_HEAD + textwrap.dedent(script)).split()
+    assert said == "wrote"
+    until = time.monotonic() + 30
+    while Path(folder).exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(folder).exists()
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = """
+    os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAD + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    folder = Path(done.stdout.strip())
+    assert folder.exists()
+    used = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    assert folder.exists(), "one may be in the making"
+    long_ago = time.time() - 2 * shared._YOUNG
+    for one in (folder, folder_of(used)):
+        os.utime(one, (long_ago, long_ago))
+    ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    assert not folder.exists()
+    assert folder_of(used).exists(), "somebody uses it"

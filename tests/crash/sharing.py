@@ -1,0 +1,131 @@
+"""Processes that write and read one shared buffer, and are killed while they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
+
+WIDE = 3000
+_SALT = 2654435761
+
+
+def new_buffer(slots: int, folder: Path | None = None, *, prioritized: bool = True) -> ReplayBuffer:
+    """A shared buffer in memory or in a folder."""
+    return ReplayBuffer(
+        storage=LazyTensorStorage(slots)
+        if folder is None
+        else LazyMemmapStorage(slots, scratch_dir=folder),
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
+        batch_size=16,
+        shared=True,
+    )
+
+
+def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
+    """Rows ``first ..`` of a writer, of its extend number ``batch``; a column of each follows from
+    all others."""
+    number = torch.arange(first, first + count)
+    noise = (number * 7919 + writer * 104729) % 251
+    found = TensorDict(
+        {
+            "writer": torch.full((count,), writer),
+            "batch": torch.full((count,), batch),
+            "size": torch.full((count,), count),
+            "number": number,
+            "wide": noise[:, None].expand(count, WIDE).to(torch.uint8).contiguous(),
+            "next": {"done": number % 5 == 4},
+        },
+        [count],
+    )
+    found["check"] = check_of(found)
+    return found
+
+
+def check_of(found: TensorDict) -> torch.Tensor:
+    """What stands in the column that follows from the others."""
+    mixed = found["writer"] * 31 + found["batch"] * 17 + found["size"] * 7 + found["number"]
+    mixed = (
+        mixed + found["wide"].long().sum(-1) * 3 + found["next", "done"].long().reshape(mixed.shape)
+    )
+    return (mixed * _SALT) % (1 << 40)
+
+
+def assert_whole(found: TensorDict) -> None:
+    """No row is made of two."""
+    wrong = (found["check"] != check_of(found)) | (found["wide"] != found["wide"][:, :1]).any(-1)
+    assert not wrong.any(), [found[key][wrong].tolist() for key in ("writer", "batch", "number")]
+
+
+def size_of(writer: int, batch: int) -> int:
+    """Rows of an extend."""
+    return 1 + (writer * 5 + batch * 3) % 9
+
+
+def extends(
+    buffer: ReplayBuffer,
+    writer: int,
+    batches: range,
+    said: Any = None,
+    die_at: int = 0,
+) -> None:
+    """Extends by as many batches, and says after each which one it was.
+
+    Args:
+        die_at: the call of a function of the package at which it is killed; 0: none.
+    """
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        if "replaykit" in frame.f_code.co_filename:
+            calls += 1
+            if calls == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    first = sum(size_of(writer, batch) for batch in range(batches.start))
+    if said is not None:
+        said.send("ready")
+    if die_at:
+        sys.setprofile(count)
+    for batch in batches:
+        size = size_of(writer, batch)
+        index = buffer.extend(rows(writer, batch, first, size))
+        first += size
+        if batch % 3 == 1 and buffer.sampler.prioritized:
+            buffer.update_priority(index[:1], torch.tensor([1.0 + batch % 4]))
+        if said is not None:
+            said.send(batch)
+    sys.setprofile(None)
+
+
+def samples(buffer: ReplayBuffer, until: Any, said: Any) -> None:
+    """Samples until it is told to stop; says how often it did, or what it found wrong."""
+    torch.set_num_threads(1)
+    count = 0
+    try:
+        while not until.is_set():
+            if len(buffer):
+                assert_whole(buffer.sample())
+                count += 1
+            else:
+                time.sleep(0.002)
+    except BaseException as error:
+        said.send(f"{type(error).__name__}: {error}")
+        raise
+    said.send(count)

@@ -1,0 +1,335 @@
+"""Several processes on one buffer: nothing is lost, rows are whole, a killed one stops nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import ReplayBuffer
+from replaykit.recovery import Home
+from replaykit.storages import shared
+from tests.crash.sharing import assert_whole, extends, new_buffer, rows, samples, size_of
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+SECOND = 1.0
+"""Within which others go on after a kill, as promised."""
+
+
+@pytest.fixture(params=["fork", "forkserver"])
+def context(request: pytest.FixtureRequest) -> Any:
+    """Processes that have the buffer from before, or that get it pickled, as spawned ones do."""
+    found = multiprocessing.get_context(request.param)
+    if request.param == "forkserver":  # which has imported everything
+        found.set_forkserver_preload(["tests.crash.sharing"])
+    return found
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Runs it in a forked process, which does not come back; returns its number."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child
+
+
+def ended(child: int) -> int:
+    """Waits for a child, which a test would otherwise wait for without end; its exit code."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("it did not come to its end")
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pause() -> float:
+    """How long this machine may keep a process that could run from running, as it is just now."""
+    longest = 0.0
+    for _ in range(50):
+        begun = time.monotonic()
+        time.sleep(0.001)
+        longest = max(longest, time.monotonic() - begun)
+    return longest
+
+
+def numbers_by_writer(buffer: ReplayBuffer) -> dict[int, list[int]]:
+    """The rows of every writer, in the order in which they were written."""
+    found = buffer[buffer.storage.ledger.write_order()]
+    assert_whole(found)
+    return {
+        writer: found["number"][found["writer"] == writer].tolist()
+        for writer in found["writer"].unique().tolist()
+    }
+
+
+def batches_of(buffer: ReplayBuffer, writer: int) -> int:
+    """How many extends of a writer are there, from its first on: each whole, in order."""
+    wanted, batch = numbers_by_writer(buffer).get(writer, []), 0
+    while sum(size_of(writer, one) for one in range(batch)) < len(wanted):
+        batch += 1
+    assert wanted == list(range(sum(size_of(writer, one) for one in range(batch))))
+    return batch
+
+
+def test_nothing_is_lost_and_rows_are_whole(context: Any, tmp_path: Path) -> None:
+    slots, batches = 45, 60
+    for folder in (None, tmp_path / "rows"):
+        buffer = new_buffer(slots, folder, prioritized=folder is not None)
+        stop, (hear, said) = context.Event(), context.Pipe(duplex=False)
+        reader = context.Process(target=samples, args=(buffer, stop, said))
+        writers = [
+            context.Process(target=extends, args=(buffer, writer, range(batches)))
+            for writer in range(3)
+        ]
+        for process in [reader, *writers]:
+            process.start()
+        for process in writers:
+            process.join(120)
+            assert process.exitcode == 0
+        stop.set()
+        assert hear.poll(60)
+        answer = hear.recv()
+        reader.join(60)
+        assert isinstance(answer, int), answer
+        total = {w: sum(size_of(w, batch) for batch in range(batches)) for w in range(3)}
+        assert buffer.write_count == sum(total.values())
+        assert len(buffer) == min(slots, buffer.write_count)
+        for writer, numbers in numbers_by_writer(buffer).items():
+            assert numbers == list(range(total[writer] - len(numbers), total[writer]))
+        assert sum(map(len, numbers_by_writer(buffer).values())) == len(buffer)
+
+
+def killed(
+    buffer: ReplayBuffer, context: Any, writer: int, batches: range, draw: random.Random
+) -> int:
+    """Has a process extend until it is killed; returns the last batch that it said was there."""
+    hear, said = context.Pipe(duplex=False)
+    by_call = draw.random() < 0.6
+    die_at = draw.randrange(1, 4000) if by_call else 0
+    process = context.Process(target=extends, args=(buffer, writer, batches, said, die_at))
+    process.start()
+    said.close()
+    done = batches.start - 1
+    with contextlib.suppress(EOFError):
+        assert hear.poll(60)
+        assert hear.recv() == "ready"
+        if not by_call:
+            time.sleep(draw.random() * 0.05)
+            process.kill()
+        while True:
+            done = hear.recv()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return done
+
+
+def kill_again_and_again(buffer: ReplayBuffer, context: Any, kills: int, seed: int) -> None:
+    """Kills writers one after another, while this process goes on writing itself."""
+    draw = random.Random(seed)
+    batch = 0
+    unsure: set[int] = set()
+    for own in range(kills):
+        done = killed(buffer, context, 1, range(batch, batch + 60), draw)
+        # Somebody else can go on at once.
+        before, begun = pause(), time.monotonic()
+        buffer.extend(rows(7, own, own, 1))
+        took = time.monotonic() - begun
+        assert took < SECOND + 20 * max(before, pause()), took
+        # Every extend is there as a whole or not at all, and there where its call had returned.
+        there = batches_of(buffer, 1)
+        assert there in (done + 1, done + 2), (there, done)
+        batch = there
+        written = sum(size_of(1, one) for one in range(batch))
+        assert buffer.write_count == written + own + 1 == len(buffer)
+        if there == done + 2:
+            unsure.add(done + 1)  # it came to its extend, perhaps not to the update after it
+        check_priorities(buffer, unsure)
+        assert len(buffer.episodes.index) == len(buffer)
+
+
+def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
+    """They are those that were set, of the first row of every third batch."""
+    found = buffer[:]
+    sampler: Any = buffer.sampler
+    raw = sampler.state_dict()["_priorities"]
+    first = torch.cat([torch.ones(1, dtype=torch.bool), found["batch"].diff() != 0])
+    first |= torch.cat([torch.ones(1, dtype=torch.bool), found["writer"].diff() != 0])
+    own = (found["writer"] == 1) & first & (found["batch"] % 3 == 1)
+    sure = own & ~torch.isin(found["batch"], torch.tensor(sorted(unsure), dtype=torch.int64))
+    assert raw[sure].tolist() == (1.0 + found["batch"][sure] % 4).tolist()
+    assert (raw[~own] >= 1).all()
+    assert len(raw) == len(buffer)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_killed_writer_stops_nobody(disk: bool, tmp_path: Path) -> None:
+    buffer = new_buffer(4000, tmp_path / "rows" if disk else None)
+    kill_again_and_again(buffer, multiprocessing.get_context("fork"), 10, int(disk))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_the_same_for_long(seed: int, tmp_path: Path) -> None:
+    buffer = new_buffer(12000, tmp_path / "rows" if seed % 2 else None)
+    kill_again_and_again(buffer, multiprocessing.get_context("fork"), 15, seed)
+
+
+def test_a_spawned_process_writes_what_others_see() -> None:
+    buffer = new_buffer(100)
+    buffer.extend(rows(0, 0, 0, 3))
+    process = multiprocessing.get_context("spawn").Process(
+        target=extends, args=(buffer, 1, range(4))
+    )
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    assert batches_of(buffer, 1) == 4
+
+
+def test_half_written_rows_are_taken_back_by_who_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = new_buffer(10)
+    for batch in range(4):
+        buffer.extend(rows(0, batch, 3 * batch, 3))
+    before = buffer[:].clone()
+    priorities = buffer.sampler.state_dict()["_priorities"].tolist()
+
+    def work() -> None:
+        monkeypatch.setattr(type(buffer.storage.recovery), "_commit", die)
+        buffer.extend(rows(1, 0, 0, 8))
+
+    assert ended(in_child(work)) == -signal.SIGKILL
+    assert buffer.write_count == 12
+    assert (buffer[:] == before).all()
+    assert buffer.sampler.state_dict()["_priorities"].tolist() == priorities
+    buffer.extend(rows(0, 4, 12, 1))
+    assert numbers_by_writer(buffer) == {0: list(range(3, 13))}
+
+
+def test_a_child_of_a_killed_process_does_not_hold_the_lock() -> None:
+    buffer = new_buffer(10)
+    buffer.extend(rows(0, 0, 0, 3))
+    hear, told = os.pipe()
+    waiting, leave = os.pipe()
+
+    def work() -> None:
+        os.close(leave)
+        with buffer.storage.lock:
+            if not os.fork():
+                os.write(told, b"there")
+                os.read(waiting, 1)  # until the test has ended
+                os._exit(0)
+            os.read(hear, 5)
+            die()
+
+    assert ended(in_child(work)) == -signal.SIGKILL
+    before, begun = pause(), time.monotonic()
+    buffer.extend(rows(0, 1, 3, 3))
+    assert time.monotonic() - begun < SECOND + 20 * max(before, pause())
+    assert numbers_by_writer(buffer) == {0: list(range(6))}
+    os.close(leave)
+
+
+def test_a_stopped_process_that_holds_nothing_stops_nobody() -> None:
+    buffer = new_buffer(100)
+    hear, told = os.pipe()
+
+    def work() -> None:
+        buffer.extend(rows(1, 0, 0, 2))
+        os.write(told, b"there")
+        time.sleep(60)
+
+    child = in_child(work)
+    os.read(hear, 5)
+    os.kill(child, signal.SIGSTOP)
+    try:
+        buffer.extend(rows(0, 0, 0, 3))
+        assert numbers_by_writer(buffer) == {0: [0, 1, 2], 1: [0, 1]}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_children_are_forked_while_a_thread_extends() -> None:
+    buffer, stop = new_buffer(4000), threading.Event()
+    count = 0
+
+    def write() -> None:
+        nonlocal count
+        while not stop.is_set():
+            buffer.extend(rows(0, 0, count, 3))
+            count += 3
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for writer in range(1, 13):
+            time.sleep(0.002 * writer)
+            child = in_child(lambda writer=writer: extends(buffer, writer, range(3)))
+            assert ended(child) == 0
+    finally:
+        stop.set()
+        thread.join()
+    total = sum(size_of(w, batch) for w in range(1, 13) for batch in range(3))
+    assert buffer.write_count == total + count
+    for writer, numbers in numbers_by_writer(buffer).items():
+        if len(buffer) < 4000:
+            assert numbers == list(range(len(numbers)))
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), writer
+
+
+@pytest.mark.parametrize("place", ["columns_in_files", "begin", "published", "opened"])
+def test_a_child_forked_while_the_first_rows_are_written(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = new_buffer(50)
+    children: list[int] = []
+
+    def forking(call: Any) -> Any:
+        def called(*args: Any, **options: Any) -> Any:
+            if not children:
+                children.append(0)  # the child forks none
+                children[0] = in_child(lambda: extends(buffer, 1, range(3)))
+            return call(*args, **options)
+
+        return called
+
+    module, name = {
+        "columns_in_files": (shared, "columns_in_files"),
+        "begin": (shared.Sharing, "begin"),
+        "published": (Home, "publish"),
+        "opened": (shared.Sharing, "_open_log"),
+    }[place]
+    monkeypatch.setattr(module, name, forking(getattr(module, name)))
+    buffer.extend(rows(0, 0, 0, 3))
+    assert ended(children[0]) == 0
+    assert numbers_by_writer(buffer)[0] == [0, 1, 2]
+    assert batches_of(buffer, 1) == 3

@@ -1,0 +1,78 @@
+"""What was changed since any count is told, or that it may be all; against a plain list."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaykit.recovery import ChangeLog
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 8, 9]),
+        st.one_of(st.none(), st.lists(st.integers(0, 2**48 - 2), max_size=6)),
+    ),
+    max_size=3,
+)
+
+
+@given(st.sampled_from([2, 4, 16, 64]), st.lists(changes, max_size=12))
+def test_nothing_that_was_changed_is_left_out(
+    length: int, commits: list[list[tuple[int, list[int] | None]]]
+) -> None:
+    numbers = np.zeros(length, np.int64)
+    writing, reading = ChangeLog(numbers), ChangeLog(numbers)
+    counts, said = [0], []
+    for commit in commits:
+        noted = [(t, None if at is None else np.array(at, np.int64)) for t, at in commit]
+        counts.append(writing.note(counts[-1], noted))
+        said.append(commit)
+        for since, count in enumerate(counts):
+            wanted: dict[int, set[int] | None] = {}
+            for table, at in (one for commit in said[since:] for one in commit):
+                if at is None or wanted.get(table, set()) is None:
+                    wanted[table] = None
+                elif at:
+                    wanted[table] = (wanted.get(table) or set()) | set(at)
+            found = reading.since(count, counts[-1])
+            if found is None:  # all of every table
+                assert counts[-1] - count > length // 2
+                continue
+            for table, elements in wanted.items():
+                there = found[table]
+                if elements is None:
+                    assert there is None
+                elif there is not None:  # None: more of them at a time than the log takes
+                    assert set(there.tolist()) == elements
+            assert found.keys() <= wanted.keys()
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 99), max_size=8))
+def test_what_is_told_is_exact_while_it_is_little(before: int, at: list[int]) -> None:
+    log = ChangeLog(np.zeros(16, np.int64))
+    count = 0
+    for number in range(before):
+        count = log.note(count, [(1, np.array([number]))])
+    now = log.note(count, [(9, np.array(at, np.int64))])
+    found = log.since(count, now)
+    assert found is not None
+    told = found.get(9, np.zeros(0, np.int64))
+    assert told is not None
+    assert told.tolist() == sorted(set(at))
+    assert now == count + len(at)
+
+
+def test_who_dies_before_it_counts_harms_nobody() -> None:
+    log = ChangeLog(np.zeros(16, np.int64))
+    count = log.note(0, [(3, np.arange(8))])
+    log.note(count, [(4, np.arange(8))])  # never counted
+    found = log.since(0, count)
+    assert found is not None
+    assert list(found) == [3]
+    assert found[3] is not None
+    assert found[3].tolist() == list(range(8))
+    after = log.note(count, [(5, np.array([1]))])
+    again = log.since(count, after)
+    assert again is not None
+    assert list(again) == [5]

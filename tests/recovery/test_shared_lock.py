@@ -1,0 +1,114 @@
+"""A lock of several holders, each with a file of its own, as processes have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from replaykit.recovery import SharedLock
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def nothing() -> None:
+    pass
+
+
+def new(folder: Path) -> SharedLock:
+    return SharedLock(folder / "lock", nothing, nothing)
+
+
+def test_entered_and_settled_once_at_the_outermost_level(tmp_path: Path) -> None:
+    said: list[str] = []
+    lock = SharedLock(tmp_path / "lock", lambda: said.append("in"), lambda: said.append("out"))
+    with lock, lock:
+        assert said == ["in"]
+        assert lock.acquire(blocking=False)
+        lock.release()
+    assert said == ["in", "out"]
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    one, other = new(tmp_path), new(tmp_path)
+    with one:
+        assert not other.acquire(blocking=False)
+        begun = time.monotonic()
+        assert not other.acquire(timeout=0.05)
+        assert time.monotonic() - begun >= 0.05
+    assert other.acquire(blocking=False)
+    assert not one.acquire(blocking=False)
+    other.release()
+    assert one.acquire(timeout=0)
+    one.release()
+
+
+def test_threads_of_one_holder_take_turns_too(tmp_path: Path) -> None:
+    lock, count = new(tmp_path), 0
+
+    def work() -> None:
+        nonlocal count
+        for _ in range(200):
+            with lock:
+                before = count
+                time.sleep(0)
+                count = before + 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count == 800
+
+
+@pytest.mark.parametrize("raising", ["enter", "settle"])
+def test_what_its_callers_raise_leaves_it_free(tmp_path: Path, raising: str) -> None:
+    def refuse() -> None:
+        raise OSError("full")
+
+    calls = {"enter": nothing, "settle": nothing, raising: refuse}
+    lock, other = SharedLock(tmp_path / "lock", **calls), new(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"), lock:
+            pass
+        assert other.acquire(blocking=False)
+        other.release()
+
+
+@needs_fork
+def test_who_dies_gives_it_back_and_who_was_forked_meanwhile_has_it_not(tmp_path: Path) -> None:
+    lock = new(tmp_path)
+    hear, told = os.pipe()
+    waiting, leave = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(leave)
+        with new(tmp_path):
+            if not os.fork():
+                os.write(told, b"there")
+                os.read(waiting, 1)
+                os._exit(0)
+            os.read(hear, 5)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert lock.acquire(timeout=30)
+    lock.release()
+    os.close(leave)
+
+
+@needs_fork
+def test_a_child_that_ends_does_not_give_back_what_its_parent_holds(tmp_path: Path) -> None:
+    lock, other = new(tmp_path), new(tmp_path)
+    with lock:
+        child = os.fork()
+        if not child:
+            lock.let_go()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not other.acquire(blocking=False)
+    assert other.acquire(blocking=False)

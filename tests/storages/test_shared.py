@@ -1,0 +1,381 @@
+"""Handles onto the same rows, in one process: whoever writes, all agree, with a plain buffer too.
+
+What a handle does not know it has to learn from the files, in what order the others ever wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+)
+from replaykit.storages import shared
+from tests.storages.sharing import another, drawn, shown
+
+SLOTS, LANES = 7, 2
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "slices": lambda: SliceSampler(num_slices=2, strict_length=False),
+    "prioritized slices": lambda: PrioritizedSliceSampler(
+        alpha=0.7, beta=0.5, num_slices=2, strict_length=False
+    ),
+}
+
+
+class Kind:
+    """How the buffers of a test are made, and rows that fit them."""
+
+    def __init__(self, sampler: str, *, ndim: int = 1, streams: bool = False) -> None:
+        self.sampler, self.ndim, self.streams = sampler, ndim, streams
+
+    def buffer(self, folder: Path | None, *, shared: bool) -> ReplayBuffer:
+        lanes = LANES if self.ndim == 2 else 1
+        options: dict[str, Any] = {"ndim": self.ndim}
+        if self.streams:
+            options["lane_key"] = "lane"
+        storage: Any = (
+            LazyTensorStorage(SLOTS * lanes, **options)
+            if folder is None
+            else LazyMemmapStorage(SLOTS * lanes, scratch_dir=folder, **options)
+        )
+        return ReplayBuffer(
+            storage=storage,
+            sampler=SAMPLERS[self.sampler](),
+            generator=torch.Generator(),
+            priority_key="p",
+            shared=shared,
+        )
+
+    def rows(self, first: int, count: int, bits: int, *, priorities: bool = False) -> TensorDict:
+        shape = [LANES, count] if self.ndim == 2 else [count]
+        steps = torch.arange(first, first + count)
+        number = (steps * 10 + torch.arange(LANES)[:, None]) if self.ndim == 2 else steps * 10
+        done = ((bits >> (number % 31)) & 3) == 0
+        rows = TensorDict(
+            {
+                "number": number,
+                "lane": (number // 10 + (bits >> (number % 7))) % 3,
+                "wide": number[..., None].expand(*shape, 2100).to(torch.uint8).contiguous(),
+                "next": {"done": done, "truncated": ((bits >> (number % 29)) & 7) == 1},
+            },
+            shape,
+        )
+        if priorities:
+            rows["p"] = (number % 5 + 0.5) * (1 + bits % 3)
+        return rows
+
+
+KINDS = {
+    "random": Kind("random"),
+    "prioritized": Kind("prioritized"),
+    "slices": Kind("slices"),
+    "prioritized slices": Kind("prioritized slices"),
+    "lanes": Kind("prioritized", ndim=2),
+    "slices of lanes": Kind("prioritized slices", ndim=2),
+    "streams": Kind("prioritized", streams=True),
+    "slices of streams": Kind("prioritized slices", streams=True),
+}
+
+
+class Worked:
+    """A plain buffer and handles onto a shared one, to which the same is done."""
+
+    def __init__(self, kind: Kind, folder: Path | None, handles: int) -> None:
+        self.kind, self.model = kind, kind.buffer(None, shared=False)
+        self.handles = [kind.buffer(folder, shared=True)]
+        self.handles += [another(self.handles[0]) for _ in range(handles - 1)]
+        self.number = 0
+        self.saved: list[Path] = []
+        self.emptied = self.placed = False
+
+    def do(self, at: int, what: Callable[[ReplayBuffer], Any]) -> None:
+        """The same to one handle and to the plain buffer; both answer the same."""
+        answers = []
+        for buffer in (self.handles[at], self.model):
+            try:
+                answers.append(what(buffer))
+            except (RuntimeError, ValueError, IndexError) as error:
+                answers.append((type(error).__name__, str(error)))
+        if len(self.model):
+            _ = self.model.storage.episodes  # noted at every commit, where rows are shared
+        one, other = answers
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            one, other = one.tolist(), other.tolist()
+        assert one == other
+
+    def check(self, at: int) -> None:
+        """All that a handle knows is what the plain buffer knows."""
+        if self.placed:  # whoever saw in what order they came knows more than the rows tell
+            for buffer in (self.handles[at], self.model):
+                with buffer.storage.lock:
+                    for index in buffer.storage.indexes._live():
+                        index.edited()
+        found, wanted = shown(self.handles[at]), shown(self.model)
+        if self.emptied:  # whether a stream was open when rows were forgotten is known to one alone
+            for one in (found, wanted):
+                one["episodes' head"] = [max(2, head) for head in one.get("episodes' head", [])]
+        if self.placed:
+            for one in (found, wanted):
+                for name in ("begin", "evicted", "head", "id"):
+                    one.pop(f"episodes' {name}", None)
+        different = [
+            (name, found.get(name), wanted.get(name))
+            for name in found.keys() | wanted.keys()
+            if found.get(name) != wanted.get(name)
+        ]
+        assert not different, (at, different)
+
+    def rows(self, count: int, bits: int, **options: Any) -> TensorDict:
+        first, self.number = self.number, self.number + count
+        return self.kind.rows(first, count, bits, **options)
+
+    def elements(self, picks: list[int]) -> torch.Tensor:
+        """Some stored elements as an index."""
+        stored = len(self.model)
+        some = torch.tensor([pick % stored for pick in picks])
+        return torch.stack([some // LANES, some % LANES], -1) if self.kind.ndim == 2 else some
+
+
+numbers = st.integers(0, 2**31 - 1)
+picks = st.lists(st.integers(0, 50), min_size=1, max_size=6)
+steps = st.one_of(
+    st.tuples(st.just("extend"), st.integers(0, 2 * SLOTS), numbers, st.booleans()),
+    st.tuples(st.just("extend"), st.integers(1, 3), numbers, st.just(False)),
+    st.tuples(st.just("add"), numbers),
+    st.tuples(st.just("update"), picks, numbers),
+    st.tuples(st.just("edit"), picks, numbers),
+    st.tuples(st.just("flags"), st.integers(0, 50), st.booleans()),
+    st.tuples(st.just("cut"), st.integers(0, 2)),
+    st.tuples(st.just("empty"), st.booleans()),
+    st.tuples(st.just("write_at"), picks, numbers),
+    st.tuples(st.just("set"), picks, numbers),
+    st.tuples(st.just("save")),
+    st.tuples(st.just("load"), st.integers(0, 5)),
+    st.tuples(st.just("sample"), numbers),
+)
+
+
+def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
+    """One step, through one of the handles."""
+    what, *more = step
+    kind, model = worked.kind, worked.model
+    if what == "extend":
+        prioritized = more[2] and "prioritized" in kind.sampler
+        rows = worked.rows(more[0], more[1], priorities=prioritized)
+        worked.do(at, lambda buffer: buffer.extend(rows))
+    elif what == "add":
+        row = worked.rows(1, more[0])
+        row = row[:, 0] if kind.ndim == 2 else row[0]
+        worked.do(at, lambda buffer: _plain(buffer.add(row)))
+    elif what == "cut":
+        lane = None if not more[0] or kind.streams or kind.ndim == 1 else more[0] - 1
+        worked.do(at, lambda buffer: buffer.cut(lane))
+    elif what == "empty":
+        worked.emptied = True
+        worked.do(at, lambda buffer: buffer.empty(more[0]))
+    elif what == "save":
+        path = folder / f"saved {len(worked.saved)}"
+        worked.handles[at].dumps(path)
+        worked.saved.append(path)
+    elif what == "load":
+        if worked.saved:
+            path = worked.saved[more[0] % len(worked.saved)]
+            worked.do(at, lambda buffer: buffer.loads(path))
+    elif what == "sample":
+        worked.do(at, lambda buffer: drawn(buffer, 4, more[0]))
+    elif what in ("write_at", "set"):
+        top = len(model) // (LANES if kind.ndim == 2 else 1)
+        slots = sorted({pick % min(SLOTS, top + 1) for pick in more[0]})
+        index = torch.tensor([slot for slot in slots if slot < top] or [top])
+        rows = worked.rows(len(index), more[1])
+        if what == "write_at":
+            worked.do(at, lambda buffer: buffer.writer.write_at(index, rows))
+        else:
+            rows = rows.transpose(0, 1) if kind.ndim == 2 else rows
+            worked.do(at, lambda buffer: buffer.storage.set(index, rows))
+        worked.placed = True
+    elif len(model):
+        if what == "update" and "prioritized" in kind.sampler:
+            index = worked.elements(more[0])
+            values = torch.tensor([(more[1] % (n + 3)) / 2 for n in range(len(index))])
+            worked.do(at, lambda buffer: buffer.update_priority(index, values))
+        elif what == "edit" and kind.ndim == 1:
+            index = torch.tensor(sorted({pick % len(model) for pick in more[0]}))
+            rows = worked.rows(len(index), more[1])
+            rows["lane"] = model["lane"][index]
+            worked.do(at, lambda buffer: buffer.__setitem__(index, rows))
+        elif what == "flags":
+            column = model["next", "done"].contiguous()
+            column.view(-1)[more[0] % column.numel()] = more[1]
+            worked.do(at, lambda buffer: buffer.__setitem__(("next", "done"), column))
+
+
+def _plain(answer: Any) -> Any:
+    return answer.tolist() if isinstance(answer, torch.Tensor) else answer
+
+
+def work(kind: Kind, data: st.DataObject, folder: Path, disk: bool) -> None:
+    handles = data.draw(st.integers(2, 3))
+    scratch = folder / "rows" if disk else None
+    worked = Worked(kind, scratch, handles)
+    for _ in range(data.draw(st.integers(1, 14))):
+        at = data.draw(st.integers(0, handles - 1))
+        take(worked, at, data.draw(steps), folder)
+        # The others look now, or sleep on.
+        for other in range(handles):
+            if data.draw(st.booleans()):
+                worked.check(other)
+    for other in range(handles):
+        worked.check(other)
+    batches = [drawn(buffer, 4, 11) for buffer in (*worked.handles, worked.model)]
+    assert all(batch == batches[-1] for batch in batches)
+
+
+def relaxed(examples: int) -> Any:
+    return settings(
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        deadline=None,
+        max_examples=examples,
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+@relaxed(12)
+@given(data=st.data())
+def test_handles_agree_with_a_plain_buffer(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
+
+
+@relaxed(12)
+@given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes"]))
+def test_handles_agree_where_the_log_holds_little(
+    data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_LOG_LENGTH", 8)
+        work(KINDS[kind], data, tmp_path_factory.mktemp("work"), False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("log", [8, 1 << 17])
+@pytest.mark.parametrize("name", KINDS)
+@relaxed(150)
+@given(data=st.data())
+def test_the_same_for_long(
+    name: str, log: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_LOG_LENGTH", log)
+        work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
+
+
+# -- what was wrong once ----------------------------------------------------------------------
+
+
+def steps_of(first: int, done: list[int], lane: int = 0) -> TensorDict:
+    count = len(done)
+    return TensorDict(
+        {
+            "number": torch.arange(first, first + count),
+            "lane": torch.full((count,), lane),
+            "next": {"done": torch.tensor(done, dtype=torch.bool)},
+        },
+        [count],
+    )
+
+
+def pair(slots: int, **options: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(slots, **options), shared=True)
+    return buffer, another(buffer)
+
+
+def begins(buffer: ReplayBuffer) -> list[tuple[int, int, int]]:
+    """Id, rows that are gone, and rows that are stored of every episode, by id."""
+    facts = buffer.episodes._facts
+    found = zip(facts.id.tolist(), facts.evicted.tolist(), facts.length.tolist(), strict=True)
+    return sorted(found)
+
+
+def test_a_handle_notes_what_others_wrote_before_it_overwrites_that() -> None:
+    one, other = pair(7)
+    one.extend(steps_of(0, [0] * 7))
+    assert begins(one) == [(0, 0, 7)]
+    one.cut()
+    other.extend(steps_of(7, [0] * 7))
+    one.extend(steps_of(14, [0]))  # the first row of what the other wrote goes
+    assert begins(one) == begins(other) == [(7, 1, 7)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_where_an_episode_began_is_told_by_who_saw_it(streams: bool) -> None:
+    one, other = pair(8, **({"lane_key": "lane"} if streams else {}))
+    one.extend(steps_of(0, [0] * 6))
+    assert begins(other) == [(0, 0, 6)]
+    one["next", "done"] = torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    one.extend(steps_of(6, [0] * 7))  # rows 0 to 4 are gone, the edited one too
+    assert begins(one) == begins(other) == [(4, 1, 8)]
+
+
+def test_how_streams_began_is_told_after_more_rows_than_there_are_slots() -> None:
+    one, other = pair(4, lane_key="lane")
+    one.extend(steps_of(0, [0, 0]))
+    assert begins(other) == [(0, 0, 2)]
+    one.extend(steps_of(2, [0] * 7))
+    assert begins(one) == begins(other) == [(0, 5, 4)]
+
+
+def test_flags_of_streams_are_edited_by_who_did_not_write_them() -> None:
+    one, other = pair(8, lane_key="lane")
+    one.extend(steps_of(0, [0, 1, 0]))
+    other.extend(steps_of(3, [0]))
+    other.extend(steps_of(4, [0]))
+    one["next", "done"] = torch.tensor([0, 0, 0, 0, 1], dtype=torch.bool)
+    assert begins(one) == begins(other) == [(0, 0, 5)]
+
+
+def test_a_load_brings_its_own_begins_where_rows_are_shared(tmp_path: Path) -> None:
+    plain = ReplayBuffer(storage=LazyTensorStorage(4))
+    plain.extend(steps_of(0, [0] * 6))
+    plain.dumps(tmp_path / "saved")
+    one, other = pair(4)
+    other.extend(steps_of(50, [0, 1, 0]))
+    one.extend(steps_of(53, [0]))
+    one.loads(tmp_path / "saved")
+    plain.loads(tmp_path / "saved")
+    wanted = [(evicted, length) for _, evicted, length in begins(plain)]
+    for buffer in (one, other):
+        assert [(evicted, length) for _, evicted, length in begins(buffer)] == wanted
+
+
+def test_counters_have_64_bits() -> None:
+    one, other = pair(4)
+    one.extend(steps_of(0, [0] * 6))
+    many = 3 << 40
+    with one.storage.lock:
+        one.writer._write_count += many
+        one.storage.ledger.next_position += 4 * many
+    other.extend(steps_of(6, [0]))
+    assert one.write_count == other.write_count == many + 7
+    assert one.storage.ledger.next_position == 4 * many + 7
+    slots = torch.arange(4)
+    for buffer in (one, other):
+        assert (buffer.storage.ledger.generations(slots) == torch.tensor([1, 1, 1, 0]) + many).all()
