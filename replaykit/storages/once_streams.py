@@ -189,7 +189,7 @@ class StreamColumns(OnceColumns):
     def _compare_streams(
         self, rows: Any, found: Chains, at: Array, slots: torch.Tensor, expected: Array
     ) -> _Compared | None:
-        if self._native is None:
+        if self._native is None or len(rows) > self.slots:
             return None
         first = np.ascontiguousarray(found.first.numpy()[at])
         batch = Batch(found.followers_of(len(rows)), slots.numpy(), first, expected)

@@ -374,6 +374,23 @@ def test_what_is_not_expected_any_more(length: int | None, tmp_path: Path) -> No
     _refused(rb, _steps([1], [0], [0]), "row 0")
 
 
+@WRITERS
+@pytest.mark.parametrize("count", [18, 19, 50])
+def test_as_many_rows_as_slots_and_more(length: int | None, count: int) -> None:
+    rb = _buffer(length, _steps([1, 2], [0, 10], [1, 11]))
+    envs = [1 + place % 2 for place in range(count)]
+    values = [10 * (env - 1) + place // 2 + 1 for place, env in enumerate(envs)]
+    rows = _steps(envs, values, [value + 1 for value in values])
+    for row, message in ((0, "newest stored row of its"), (2, "row 0, of the same stream")):
+        wrong = rows.clone()
+        wrong["observation"][row] += 0.5
+        _refused(rb, wrong, f"row {row}: .*{message}")
+    rb.extend(rows)
+    assert bool((rb["next", "observation"] == rb["observation"] + 1).all())
+    assert rb.storage.kept_beside == 2
+    _refused(rb, _steps([1], [0], [1]), "row 0")
+
+
 def test_a_stream_that_the_ring_has_forgotten_begins_anew() -> None:
     rb = _buffer(None, _steps([1], [0], [1]))
     rb.extend(_steps([2] * 18, list(range(18)), list(range(1, 19))))
