@@ -267,6 +267,10 @@ class StreamWrites(EpisodeIndex):
         episode.position[one], episode.head[one] = known[:, 1], known[:, 3]
         streams.version += 1
 
+    def first(self) -> tuple[int, Any, Any]:
+        """Nothing of what ``EpisodeIndex.first`` tells: how streams began, ``state`` says."""
+        return -1, [], []
+
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
         """Returns what does not follow from the rows: how lanes began; ``kept`` as for every
         index."""
