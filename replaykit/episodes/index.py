@@ -193,7 +193,7 @@ class EpisodeIndex:
         start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
-        known = self._told(oldest) if length and self._storage.indexes.is_told else None
+        known = self._told(oldest) if length and self._trusts_others else None
         if known is None and length:
             known = self._heads(start_slot, oldest)
         if known is not None:
@@ -248,6 +248,11 @@ class EpisodeIndex:
             head[head == _EVICTED] = _RESET
             return begin, head
         return self._told(position)
+
+    @property
+    def _trusts_others(self) -> bool:
+        """Whether what others have noted of the first episodes counts more: by the same rule."""
+        return self._storage.indexes.is_told and self.rule == BoundaryRule()
 
     def _told(self, position: int) -> tuple[Array, Array] | None:
         """The same as somebody else has noted it."""

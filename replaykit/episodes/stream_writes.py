@@ -243,7 +243,7 @@ class StreamWrites(EpisodeIndex):
         position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
         known = np.zeros((len(order), 4), np.int64)
         indexes, told = self._storage.indexes, np.zeros(len(order), bool)
-        saved = indexes.saved_streams() if indexes.is_told or not old.stored else []
+        saved = indexes.saved_streams() if self._trusts_others or not old.stored else []
         if saved:
             given = np.array(saved, np.int64)
             given = given[np.argsort(given[:, 0], kind="stable")]

@@ -47,7 +47,8 @@ class ChangeLog:
             changes: number of the table, and its elements int64 ``[K]``.
         """
         if sum(1 if at is None else len(at) for _, at in changes) > self._most:
-            changes = [(table, None) for table, _ in changes]
+            changed = dict.fromkeys(table for table, at in changes if at is None or len(at))
+            changes = [(table, None) for table in changed]
         for table, at in changes:
             found = np.array([_EVERYTHING]) if at is None else at
             first = count % len(self._numbers)

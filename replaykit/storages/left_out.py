@@ -72,6 +72,8 @@ class _SavedColumns:
 class _SavedRows:
     """Saved rows with the face by which an index knows its storage."""
 
+    is_told = False
+
     def __init__(
         self,
         content: Content,

@@ -81,7 +81,8 @@ def pause() -> float:
 
 def numbers_by_writer(buffer: ReplayBuffer) -> dict[int, list[int]]:
     """The rows of every writer, in the order in which they were written."""
-    found = buffer[buffer.storage.ledger.write_order()]
+    with buffer.storage.lock:  # who takes it learns what the others have done
+        found = buffer[buffer.storage.ledger.write_order()]
     assert_whole(found)
     return {
         writer: found["number"][found["writer"] == writer].tolist()
