@@ -43,6 +43,7 @@ CONSTRUCTOR = {
     "priority_key": "td_error",
     "delayed_init": None,
     "contiguous": False,
+    "shared": False,
     "compilable": False,
 }
 

@@ -1,0 +1,159 @@
+"""Draws that hold no lock which keeps other processes out: what they read is of one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, StackFrames
+from replaykit.storages import shared
+from tests.storages.sharing import another
+
+SLOTS = 8
+
+
+def rows(first: int, count: int) -> TensorDict:
+    """Rows that are whole where both columns tell the same number."""
+    number = torch.arange(first, first + count)
+    wide = number[:, None].expand(count, 300).clone()
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    return TensorDict({"number": number, "wide": wide, "next": {"done": done}}, [count])
+
+
+def handles(**options: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
+    """Two processes' worth, over a full ring of the rows 0 to 7."""
+    generator = torch.Generator().manual_seed(0)
+    storage = LazyTensorStorage(SLOTS)
+    mine = ReplayBuffer(storage=storage, shared=True, batch_size=64, generator=generator, **options)
+    mine.extend(rows(0, SLOTS))
+    other = another(mine)
+    assert len(other) == SLOTS
+    return mine, other
+
+
+def meanwhile(
+    buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]
+) -> list[str]:
+    """Has work done by others after the first time that rows are read; returns which ways rows
+    were drawn."""
+    ways: list[str] = []
+    storage: Any = buffer.storage
+    read, apart, held = storage.read_held, buffer._draw_apart, buffer._draw_held
+
+    def reading(*args: Any) -> Any:
+        found = read(*args)
+        if ways == ["apart"]:
+            work()
+        return found
+
+    def noted(way: str, draw: Any) -> Any:
+        def drawing(size: int) -> Any:
+            ways.append(way)
+            return draw(size)
+
+        return drawing
+
+    monkeypatch.setattr(storage, "read_held", reading)
+    monkeypatch.setattr(buffer, "_draw_apart", noted("apart", apart))
+    monkeypatch.setattr(buffer, "_draw_held", noted("held", held))
+    return ways
+
+
+needs_order = pytest.mark.skipif(
+    not shared._ORDERED,
+    reason="a processor that does not show stores in order: draws take the lock",
+)
+
+
+@needs_order
+def test_nothing_keeps_a_draw_from_being_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = handles()
+    ways = meanwhile(mine, monkeypatch, lambda: None)
+    other.extend(rows(SLOTS, 3))  # what has come since the last draw is no reason
+    assert set(mine.sample()["number"].tolist()) == set(range(3, SLOTS + 3))
+    assert ways == ["apart"]
+
+
+@needs_order
+def test_what_is_overwritten_while_it_is_read_is_drawn_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, other = handles()
+
+    def overwrite() -> None:
+        other.extend(rows(100, 3))
+
+    ways = meanwhile(mine, monkeypatch, overwrite)
+    batch = mine.sample()
+    assert ways == ["apart", "held"]
+    assert set(batch["number"].tolist()) == {3, 4, 5, 6, 7, 100, 101, 102}
+    assert (batch["wide"] == batch["number"][:, None]).all()
+
+
+@needs_order
+@pytest.mark.parametrize("half", [0, 1, 2])
+def test_rows_that_were_not_overwritten_stay(monkeypatch: pytest.MonkeyPatch, half: int) -> None:
+    mine, other = handles()
+    ways = meanwhile(mine, monkeypatch, lambda: [other.extend(rows(100, half)), None][1])
+    slots = torch.arange(half, SLOTS)
+    monkeypatch.setattr(mine.sampler, "sample", lambda *_: (slots, {}))
+    assert mine.sample(len(slots))["number"].tolist() == slots.tolist()
+    assert ways == ["apart"]
+
+
+@needs_order
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda other: other.__setitem__(0, rows(50, 1)[0]),
+        lambda other: other.writer.write_at(torch.tensor([5]), rows(50, 1)),
+        lambda other: other.empty() or other.extend(rows(50, 2)),
+        lambda other: other.extend(rows(50, SLOTS)),
+        lambda other: other.extend(rows(50, 5 * SLOTS)),
+    ],
+    ids=["edit", "write_at", "empty", "a ring", "several rings"],
+)
+def test_whatever_else_is_done_is_drawn_anew(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[ReplayBuffer], Any]
+) -> None:
+    mine, other = handles()
+    ways = meanwhile(mine, monkeypatch, lambda: work(other))
+    batch = mine.sample()
+    assert ways == ["apart", "held"]
+    stored = other[:]["number"]
+    assert torch.equal(batch["number"], stored[batch["index"]])
+    assert (batch["wide"] == batch["number"][:, None]).all()
+
+
+@needs_order
+def test_rows_around_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = handles(transform=StackFrames(["number"], 3))
+    ways = meanwhile(mine, monkeypatch, lambda: [other.extend(rows(8, 1)), None][1])
+    monkeypatch.setattr(mine.sampler, "sample", lambda *_: (torch.tensor([2, 3]), {}))
+    batch = mine.sample(2)
+    assert ways == ["apart", "held"]  # row 0, which row 2 is stacked on, was overwritten
+    assert batch["number"].reshape(2, -1).tolist() == [[1, 1, 2], [1, 2, 3]]
+
+
+@needs_order
+def test_priorities_that_have_changed_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = handles(sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    ways = meanwhile(mine, monkeypatch, lambda: None)
+    other.update_priority(torch.arange(SLOTS), torch.tensor([0.0] * 7 + [1.0]))
+    assert set(mine.sample()["number"].tolist()) == {7}
+    assert ways == ["apart", "held"]
+    assert set(mine.sample()["number"].tolist()) == {7}
+    assert ways == ["apart", "held", "apart"]
+
+
+def test_elsewhere_draws_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_ORDERED", False)
+    mine, other = handles()
+    ways = meanwhile(mine, monkeypatch, lambda: None)
+    other.extend(rows(SLOTS, 3))
+    assert set(mine.sample()["number"].tolist()) == set(range(3, SLOTS + 3))
+    assert ways == ["apart", "held"]
