@@ -27,8 +27,9 @@ EXTEND, TOGETHER = "extend 8, shared", f"{EXTENDERS} extend 8, 1 samples: us a r
 ALONE, APART = "not shared", "1 extends, 1 samples, own buffers"
 TARGETS = (Target(ALONE, 2.0),)
 ROWS_TARGETS = (Target(APART, 1 / 0.7),)
-SECONDS = 2.0
+MOST_SECONDS, SECONDS_A_ROUND = 2.0, 0.05
 MOST_ROUNDS = 10
+_BLOCK = 10_000
 
 
 def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
@@ -63,15 +64,16 @@ def _together(setting: Setting) -> list[Line]:
         raise Unavailable("the processes are forked, which this system does not do")
     spent: dict[str, list[float]] = {SUBJECT: [], APART: []}
     parts: dict[str, list[tuple[float, float]]] = {SUBJECT: [], APART: []}
+    seconds = min(MOST_SECONDS, SECONDS_A_ROUND * setting.rounds)
     for number in range(min(MOST_ROUNDS, setting.rounds)):
         for name in [SUBJECT, APART][:: -1 if number % 2 else 1]:
             buffer = _filled(setting.rows, shared=True) if name == SUBJECT else None
-            written, read = _move(buffer, setting.rows, EXTENDERS if buffer else 1)
+            written, read = _move(buffer, setting.rows, EXTENDERS if buffer else 1, seconds)
             if buffer is not None:
                 expect(buffer.write_count >= setting.rows + written, "rows were lost")
-                _check(buffer.sample(setting.rows // 10))
-            spent[name].append(SECONDS * 1e6 / (written + read))
-            parts[name].append((SECONDS * 1e6 / max(written, 1), SECONDS * 1e6 / max(read, 1)))
+                _check(buffer.sample(setting.rows // 10), setting.rows)
+            spent[name].append(seconds * 1e6 / (written + read))
+            parts[name].append((seconds * 1e6 / max(written, 1), seconds * 1e6 / max(read, 1)))
     times = {name: Times(found, found) for name, found in spent.items()}
     lines = lines_of_turns(TOGETHER, times, {}, ROWS_TARGETS)
     for at, what in enumerate(("written", "sampled")):
@@ -83,20 +85,22 @@ def _together(setting: Setting) -> list[Line]:
 
 def _filled(rows: int, *, shared: bool) -> ReplayBuffer:
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows), batch_size=BATCH, shared=shared)
-    data = as_tensordict(make_transitions(min(rows, 10_000)))
+    data = as_tensordict(make_transitions(min(rows, _BLOCK)))
     for start in range(0, rows, len(data)):
         buffer.extend(data[: rows - start])
     return buffer
 
 
-def _move(buffer: ReplayBuffer | None, rows: int, extenders: int) -> tuple[int, int]:
+def _move(
+    buffer: ReplayBuffer | None, rows: int, extenders: int, seconds: float
+) -> tuple[int, int]:
     """Rows that processes write and sample in a while: of one buffer, or each of one of its own."""
     context = multiprocessing.get_context("fork")
     start = context.Barrier(extenders + 1)
     moved = context.Array("q", extenders + 1)
     works: list[Callable[..., None]] = [*[_extender] * extenders, _sampler]
     processes = [
-        context.Process(target=work, args=(buffer, rows, start, moved, place))
+        context.Process(target=work, args=(buffer, rows, start, moved, place, seconds))
         for place, work in enumerate(works)
     ]
     for process in processes:
@@ -107,42 +111,45 @@ def _move(buffer: ReplayBuffer | None, rows: int, extenders: int) -> tuple[int, 
     return sum(moved[:extenders]), moved[extenders]
 
 
-def _extender(given: ReplayBuffer | None, rows: int, start: Any, moved: Any, place: int) -> None:
+def _extender(
+    given: ReplayBuffer | None, rows: int, start: Any, moved: Any, place: int, seconds: float
+) -> None:
     torch.set_num_threads(1)
     buffer = _filled(rows, shared=False) if given is None else given
     data = as_tensordict(make_transitions(ROWS))
-    moved[place] = ROWS * _repeat(lambda: buffer.extend(data), start)
+    moved[place] = ROWS * _repeat(lambda: buffer.extend(data), start, seconds)
 
 
-def _sampler(given: ReplayBuffer | None, rows: int, start: Any, moved: Any, place: int) -> None:
+def _sampler(
+    given: ReplayBuffer | None, rows: int, start: Any, moved: Any, place: int, seconds: float
+) -> None:
     torch.set_num_threads(1)
     buffer = _filled(rows, shared=False) if given is None else given
-    moved[place] = BATCH * _repeat(buffer.sample, start)
-    _check(buffer.sample())
+    moved[place] = BATCH * _repeat(buffer.sample, start, seconds)
+    _check(buffer.sample(), rows)
 
 
-def _repeat(work: Callable[[], object], start: Any) -> int:
+def _repeat(work: Callable[[], object], start: Any, seconds: float) -> int:
     """How often it can be done."""
     for _ in range(50):
         work()
     start.wait()
-    count, until = 0, time.perf_counter() + SECONDS
+    count, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
         work()
         count += 1
     return count
 
 
-def _check(batch: Any) -> None:
+def _check(batch: Any, rows: int) -> None:
     """The rows are those that there were, each whole."""
-    known = make_transitions(10_000)
+    known, again = make_transitions(min(rows, _BLOCK)), make_transitions(ROWS)
     number = batch["next", "reward"].flatten().long()
     for key, column in known.items():
         if key == ("next", "reward"):
             continue
-        source = column[number]
-        same = (batch[key] == source).flatten(1).all(-1)
+        same = (batch[key] == column[number]).flatten(1).all(-1)
         # Rows of the extenders begin anew at number 0.
-        again = make_transitions(ROWS)[key][number.clamp(max=ROWS - 1)]
-        same |= (batch[key] == again).flatten(1).all(-1) & (number < ROWS)
+        other = again[key][number.clamp(max=ROWS - 1)]
+        same |= (batch[key] == other).flatten(1).all(-1) & (number < ROWS)
         expect(bool(same.all()), f"{key} is not what was written")

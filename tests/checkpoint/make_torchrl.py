@@ -5,8 +5,10 @@ The directories ``fixtures/torchrl_*`` were made with it; see ``fixtures/README.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
@@ -37,10 +39,15 @@ class Leaves:
         return found if found.ndim else found.item()
 
 
-if samplers.SumSegmentTreeFp32 is None:
-    for kind in ("SumSegmentTreeFp", "MinSegmentTreeFp"):
-        for bits in ("32", "64"):  # it asks for all of them, and uses those of 32
-            setattr(samplers, kind + bits, Leaves)
+def trees() -> Any:
+    """While samplers are made: TorchRL's trees, or what takes their place; nobody else gets it."""
+    missing = {}
+    if samplers.SumSegmentTreeFp32 is None:
+        # It asks for all of them, and uses those of 32.
+        missing = {
+            f"{kind}SegmentTreeFp{bits}": Leaves for kind in ("Sum", "Min") for bits in (32, 64)
+        }
+    return mock.patch.multiple(samplers, **missing) if missing else contextlib.nullcontext()
 
 
 def rows(start: int, stop: int) -> TensorDict:
@@ -59,9 +66,11 @@ def rows(start: int, stop: int) -> TensorDict:
 
 def prioritized() -> TensorDictReplayBuffer:
     """A ring of 10 slots after 13 rows, with a priority of (slot + 1) / 10 each."""
+    with trees():
+        sampler = PrioritizedSampler(10, alpha=0.7, beta=0.5)
     buffer = TensorDictReplayBuffer(
         storage=LazyMemmapStorage(10),
-        sampler=PrioritizedSampler(10, alpha=0.7, beta=0.5),
+        sampler=sampler,
         batch_size=4,
         generator=torch.Generator().manual_seed(0),
     )
