@@ -6,21 +6,18 @@ import gc
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from replaykit.recovery.open_file import OpenFile
 
 __all__ = ["Exclusive", "let_go_in_children"]
 
 
-class _Open(Protocol):
-    def let_go(self) -> None:
-        """Closes a file."""
-
-
-_held: weakref.WeakSet[_Open] | None = None
+_held: weakref.WeakSet[OpenFile] | None = None
 """Those of this process; None until there is one."""
 
 
-class Exclusive:
+class Exclusive(OpenFile):
     """Holds a file's lock as long as it lives; the kernel lets go of it when the process dies.
 
     A forked child does not have it: it neither gives it back by going away nor holds it after
@@ -57,17 +54,8 @@ class Exclusive:
             raise
         let_go_in_children(self)
 
-    def let_go(self) -> None:
-        """Closes the file here. The lock is gone when nobody has it open any more."""
-        fd = self.__dict__.pop("_fd", None)
-        if fd is not None:
-            os.close(fd)
 
-    def __del__(self) -> None:
-        self.let_go()
-
-
-def let_go_in_children(held: _Open) -> None:
+def let_go_in_children(held: OpenFile) -> None:
     """Has what holds a lock by an open file close it in forked children, which share that file."""
     global _held
     if _held is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from replaykit.recovery.open_file import OpenFile
+
 __all__ = ["Members"]
 
 
-class Members:
+class Members(OpenFile):
     """Says, as long as it lives, that this process uses a folder; the kernel forgets one that dies.
 
     A forked child is among them too, by the file that it inherits, until it lets go: what it has
@@ -52,12 +54,3 @@ class Members:
         finally:
             os.close(fd)
         return True
-
-    def let_go(self) -> None:
-        """Says that this process does not use it any more."""
-        fd = self.__dict__.pop("_fd", None)
-        if fd is not None:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.let_go()

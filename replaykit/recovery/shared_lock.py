@@ -11,6 +11,7 @@ from typing import Any
 
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import let_go_in_children
+from replaykit.recovery.open_file import OpenFile
 
 __all__ = ["SharedLock", "check_flock"]
 
@@ -25,7 +26,7 @@ def check_flock() -> None:
         raise RuntimeError("processes cannot share a buffer on a system without flock")
 
 
-class SharedLock(CommitLock):
+class SharedLock(OpenFile, CommitLock):
     """A re-entrant lock of the threads of all processes that open its file.
 
     The kernel gives it to one process at a time, and takes it back from one that dies. It is free
@@ -139,12 +140,3 @@ class SharedLock(CommitLock):
         """Ends that."""
         self._depth = 0
         self._lock.release()
-
-    def let_go(self) -> None:
-        """Closes the file here."""
-        fd = self.__dict__.pop("_fd", None)
-        if fd is not None:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.let_go()
