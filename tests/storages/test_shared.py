@@ -198,6 +198,7 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
         if worked.saved:
             path = worked.saved[more[0] % len(worked.saved)]
             worked.do(at, lambda buffer: buffer.loads(path))
+            worked.emptied |= not len(model)
     elif what == "sample":
         worked.do(at, lambda buffer: drawn(buffer, 4, more[0]))
     elif what in ("write_at", "set"):
