@@ -192,8 +192,9 @@ class Sampling(BufferCore):
             try:
                 drawn = self._drawn(storage, size)
             except Exception:
-                # It may come of rows that were overwritten; if not, the next attempt raises it.
-                return None
+                if sharing.intact(seen, None):
+                    raise
+                return None  # it may come of rows that were overwritten
             slots = None
             if not self._chain.reads_around:
                 slots = (drawn.index[:, 0] if storage.ndim > 1 else drawn.index).numpy()

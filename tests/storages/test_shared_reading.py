@@ -157,3 +157,19 @@ def test_elsewhere_draws_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     other.extend(rows(SLOTS, 3))
     assert set(mine.sample()["number"].tolist()) == set(range(3, SLOTS + 3))
     assert ways == ["apart", "held"]
+
+
+@needs_order
+def test_an_error_of_a_draw_is_raised_by_the_draw_that_made_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, _ = handles()
+    ways = meanwhile(mine, monkeypatch, lambda: None)
+
+    def failing(*_: Any) -> Any:
+        raise ValueError("no such law")
+
+    monkeypatch.setattr(mine.sampler, "sample", failing)
+    with pytest.raises(ValueError, match="no such law"):
+        mine.sample()
+    assert ways == ["apart"]
