@@ -31,6 +31,17 @@ void replaykit::bind_ledger(nb::module_& m) {
         nb::arg("index"), nb::arg("n"), nb::arg("next_position"), nb::arg("slots"), nb::arg("out"),
         "Writes how often each slot was written, -1 for never.");
 
+  m.def("any_next",
+        [](std::uintptr_t index, std::int64_t n, std::int64_t cursor, std::int64_t count,
+           std::int64_t slots) {
+          if (cursor < 0 || cursor >= slots || count < 0 || count > slots) {
+            throw nb::value_error("expected a part of a ring");
+          }
+          return any_next(at<const std::int64_t>(index), n, cursor, count, slots);
+        },
+        nb::arg("index"), nb::arg("n"), nb::arg("cursor"), nb::arg("count"), nb::arg("slots"),
+        "Whether any slot is among the next ones that are written.");
+
   m.def("all_plain",
         [](std::uintptr_t priority, std::int64_t n, bool doubles) {
           return doubles ? all_plain(at<const double>(priority), n)

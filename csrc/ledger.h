@@ -42,6 +42,19 @@ double largest_of_plain(const std::int64_t* index, std::int64_t n, std::int64_t 
   return plain && std::isfinite(most) ? static_cast<double>(most) : -1.0;
 }
 
+// Whether any of n slots is among the next `count` that are written, from `cursor` on round the ring;
+// 0 <= cursor < slots, 0 <= count <= slots.
+inline bool any_next(const std::int64_t* index, std::int64_t n, std::int64_t cursor,
+                     std::int64_t count, std::int64_t slots) {
+  bool found = false;
+  for (std::int64_t i = 0; i < n; ++i) {
+    std::int64_t ahead = index[i] - cursor;
+    ahead += ahead < 0 ? slots : 0;
+    found |= ahead < count;
+  }
+  return found;
+}
+
 // Whether all of n priorities are finite and not negative.
 template <typename Number>
 bool all_plain(const Number* priority, std::int64_t n) {

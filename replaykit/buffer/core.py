@@ -238,7 +238,7 @@ class BufferCore:
     def write_count(self) -> int:
         """Rows written so far through this buffer (elements, for storages with lanes)."""
         self._ready()
-        self._storage.look()
+        self._storage.look(whole=True)
         return self._writer.write_count
 
     @property

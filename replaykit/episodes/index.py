@@ -91,7 +91,7 @@ class EpisodeIndex:
         # Whether the next write takes the place of no row, or of the oldest in ring order.
         self._is_ring = True
         self._versions = 0  # of the rings before this one
-        if ledger.length and (self._noted or not before):
+        if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
     @property

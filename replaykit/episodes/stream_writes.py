@@ -63,7 +63,7 @@ class StreamWrites(EpisodeIndex):
         self._edited = False
         self._is_ring = True
         self._placed = np.zeros(0, np.int64)  # slots of the rows placed last, if no others came
-        if ledger.length and (self._noted or not before):
+        if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
     def _new(self) -> StreamEpisodes:
@@ -242,14 +242,17 @@ class StreamWrites(EpisodeIndex):
         slots = streams.slot(lane.lo[order], order)
         position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
         known = np.zeros((len(order), 4), np.int64)
-        indexes, told = self._storage.indexes, np.zeros(len(order), bool)
-        saved = indexes.saved_streams() if self._trusts_others or not old.stored else []
+        saved: list[list[int]] = []
+        whole, trusted = False, self._trusts_others
+        if trusted or not old.stored:
+            saved, whole = self._storage.indexes.saved_streams()
+        told = np.full(len(order), whole and trusted)
         if saved:
             given = np.array(saved, np.int64)
             given = given[np.argsort(given[:, 0], kind="stable")]
             at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
-            told = given[at, 0] == position
-            known[told] = given[at[told]]
+            listed = given[at, 0] == position
+            known[listed], told[listed] = given[at[listed]], True
         if old.stored:
             same = np.flatnonzero((position < noted) & ~told)
             time, record = old.place(slots[same])

@@ -88,10 +88,11 @@ class Storage(ABC):
         lock = self._locks.get(process)
         return self._locks.setdefault(process, self._new_lock()) if lock is None else lock
 
-    def look(self) -> None:
-        """Takes note of what other processes have done, where they share the storage."""
+    def look(self, *, whole: bool = False) -> None:
+        """Takes note of what other processes have done, where they share the storage: of how much
+        is stored, or of the ``whole``."""
         if self.recovery is not None:
-            self.recovery.look()
+            self.recovery.look(whole=whole)
 
     def _new_lock(self) -> Any:
         return threading.RLock() if self.recovery is None else self.recovery.new_lock()

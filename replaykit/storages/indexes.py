@@ -326,10 +326,11 @@ class EpisodeIndexes:
         gone: what they say counts more than what an index knows."""
         return self.heads_from is not None
 
-    def saved_streams(self) -> list[list[int]]:
-        """The same for interleaved streams; see ``InterleavedIndex.state``."""
+    def saved_streams(self) -> tuple[list[list[int]], bool]:
+        """The same for interleaved streams, see ``InterleavedIndex.state``; and whether that is all
+        that there is to say of the streams as they are now."""
         heads = self.take_heads()
-        return [] if heads is None else heads.get("streams", [])
+        return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
 
 
 def _plain(value: Any) -> Any:

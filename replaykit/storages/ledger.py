@@ -96,6 +96,14 @@ class Ledger:
         known = (slots >= 0) & (slots < len(table))
         return torch.where(known, table[slots.clamp(0, len(table) - 1)], -1)
 
+    def next_ones(self, slots: torch.Tensor, count: int) -> bool:
+        """Whether any of ``slots``, each of a row, is among the next ``count`` to be written at the
+        cursor; at most ``slots`` of them."""
+        if _core is not None and is_plain_index(slots):
+            at, number = slots.data_ptr(), slots.numel()
+            return bool(_core.any_next(at, number, self.cursor, count, self.slots))
+        return bool(((slots - self.cursor) % self.slots < count).any())
+
     @property
     def counted(self) -> bool:
         """Whether generations follow from the counters, without a table."""
@@ -291,6 +299,8 @@ class Ledger:
             if self._positions is not None:
                 self._positions += shift
             self._generations = self._outdate(old, self._generations, source)
+        if not self.length:
+            self.cleared = self.next_position
 
     def follow(
         self,

@@ -347,8 +347,9 @@ class Recovery:
     def _logged(self, number: int, at: Array | range) -> None:
         """Told which rows of a table the next commit changes; a range: it may be all."""
 
-    def look(self) -> None:
-        """Told that somebody asks how much is stored, who may not hold the lock."""
+    def look(self, *, whole: bool = False) -> None:
+        """Told that somebody asks how much is stored, who may not hold the lock; ``whole``: or for
+        something else."""
 
     def new_lock(self) -> Any:
         """The lock of the storage."""

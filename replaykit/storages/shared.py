@@ -42,9 +42,10 @@ _LOG, _SIGNS = 2, 3
 """Numbers of tables: of the log of changes, and of what writers show to who reads without the
 lock."""
 
-_ANNOUNCED, _IRREGULAR = range(2)
+_ANNOUNCED, _IRREGULAR, _ANEW = range(_SIGNED := 3)
 """Signs: up to which position rows are being written at the cursor; how often, twice, rows were
-overwritten otherwise, odd while they are."""
+overwritten otherwise, odd while they are; number of the last state in which something else has
+changed than what rows at the cursor change."""
 
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """Whether what a processor stores and loads is seen in order by the others: elsewhere who reads
@@ -113,6 +114,8 @@ class Sharing(Recovery):
         self._known = 0
         """Number of the state that this process has taken note of; -1: it has to look at all."""
         self._own = [0] * _OWN
+        self._lag: Array | None = None
+        """The state of that number, where only the counters of the ledger were taken from it."""
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
         self._signs: Any = None
@@ -145,7 +148,7 @@ class Sharing(Recovery):
         if self._process != os.getpid():
             # A thread of the parent, which is not here, may have been in the middle of anything.
             self._become_member()
-            self._known, self._noted, self._pending = -1, None, []
+            self._forget()
             self.active = False
         return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
 
@@ -194,7 +197,7 @@ class Sharing(Recovery):
         # Others write too, and say so to nobody here: a save takes all rows for changed.
         columns.changes.lend()
         self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
-        self._signs = self.home.table(_SIGNS, np.int64, 2)[:2].data
+        self._signs = self.home.table(_SIGNS, np.int64, _SIGNED)[:_SIGNED].data
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -238,17 +241,25 @@ class Sharing(Recovery):
             home.roll_back()
         if signs[_IRREGULAR] & 1:
             signs[_IRREGULAR] += 1
+        if sequence == self._known and self._lag is not None:
+            self._catch_up(storage)
         if sequence != self._known:
             anew, self._known = self._known < 0, -1
+            self._lag = None
             self._follow(storage, anew)
             self._known = sequence
 
-    def look(self) -> None:
-        """Brings this process up to date, where somebody asks who does not hold the lock."""
+    def _forget(self) -> None:
+        """What this process believes is not what the others see."""
+        self._known, self._lag, self._noted, self._pending = -1, None, None, []
+
+    def look(self, *, whole: bool = False) -> None:
         storage = self._storage()
         if storage is None:
             return
-        changed = self.active and self.home.states.sequence != self._known
+        changed = self.active and (
+            self.home.states.sequence != self._known or (whole and self._lag is not None)
+        )
         if changed or (not self.active and self.home.published) or self._process != os.getpid():
             with storage.lock:
                 pass
@@ -269,17 +280,25 @@ class Sharing(Recovery):
             return None
         noted = storage.indexes.noted()
         if self.home.states.sequence != self._known:
-            found, before = self.home.states.glance(), self._committed
-            if found is None or before is None or found[1][-_OWN:].tolist() != self._own:
+            found = self.home.states.glance()
+            if found is None or found[1][-_OWN:].tolist() != self._own:
                 return None
-            if not before.follow(found[1][:-_OWN]):
-                return None
-            self._take_counters(storage, before)
-            self._known = found[0]
+            number, numbers = found
+            if signs[_ANEW] > self._known:
+                before = self._committed
+                if before is None or not before.follow(numbers[:-_OWN]):
+                    return None
+                self._lag = None
+                self._take_counters(storage, before)
+            else:
+                ledger, self._lag = storage.ledger, numbers
+                ledger.cursor, ledger.length, ledger.next_position = numbers[:3].tolist()
+                storage.indexes.stale = True
+            self._known = number
         position = storage.ledger.next_position
         return irregular, position, position if noted is None else noted
 
-    def intact(self, glanced: tuple[int, int, int], slots: Array | None) -> bool:
+    def intact(self, glanced: tuple[int, int, int], slots: torch.Tensor | None) -> bool:
         """Whether rows were as ``glance`` found them until now.
 
         Args:
@@ -300,7 +319,17 @@ class Sharing(Recovery):
             return False
         if slots is None or count >= ledger.slots:
             return False
-        return not bool(((slots - ledger.cursor) % ledger.slots < count).any())
+        return not ledger.next_ones(slots, count)
+
+    def _catch_up(self, storage: LazyTensorStorage) -> None:
+        """Takes the rest of a state that was glanced at."""
+        numbers, self._lag, before = self._lag, None, self._committed
+        assert numbers is not None
+        assert before is not None
+        if before.follow(numbers[:-_OWN]):
+            self._take_counters(storage, before)
+        else:
+            self._known = -1
 
     def _take_counters(self, storage: LazyTensorStorage, state: KeptState) -> None:
         """Takes over what a write at the cursor changes."""
@@ -376,9 +405,18 @@ class Sharing(Recovery):
         return numbers[:-_OWN], numbers[-_OWN:].tolist()
 
     def _heads(self) -> dict[str, Any] | None:
-        """Where the first episodes began as of the state that is known here."""
+        """Where the first episodes began as of the state that is known here; ``now``: whether this
+        process has done nothing since."""
+        storage = self._storage()
+        if self._lag is not None and storage is not None:
+            self._catch_up(storage)
         state = self._committed
-        return None if state is None else state.episodes()["heads"]
+        heads = None if state is None else state.episodes()["heads"]
+        if heads is not None and storage is not None and state is not None:
+            ledger = storage.ledger
+            now = [state.next_position, *self._own[1:3]]
+            heads["now"] = now == [ledger.next_position, ledger.changes, storage.edits]
+        return heads
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -411,11 +449,16 @@ class Sharing(Recovery):
             if signs[_IRREGULAR] & 1:
                 signs[_IRREGULAR] += 1
         except BaseException:
-            # What this process believes is not what the others see.
-            self._known, self._noted, self._pending, self._again = -1, None, [], False
+            self._forget()
+            self._again = False
             if self.active:
                 self._take_back(0)
             raise
+
+    def _state(self, *given: Any) -> KeptState:
+        # Until it is committed too: who reads without the lock looks at the state, then at this.
+        self._signs[_ANEW] = self.home.states.sequence + 1
+        return super()._state(*given)
 
     def _logged(self, number: int, at: Array | range) -> None:
         self._pending.append((number, None if isinstance(at, range) else at))
