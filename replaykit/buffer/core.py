@@ -180,11 +180,15 @@ class BufferCore:
             )
         return self._dim_extend
 
-    def _locked(self) -> _Held:
-        """Holds the lock of the storage that the buffer has now, and gives that storage."""
+    def _locked(self, *, patient: bool = False) -> _Held:
+        """Holds the lock of the storage that the buffer has now, and gives that storage.
+
+        Args:
+            patient: other processes that write all the time may go on for a while first.
+        """
         if not self._initialized:
             self._ready()
-        return _Held(self)
+        return _Held(self, patient and self._shared)
 
     # -- description --------------------------------------------------------------------------
 
@@ -319,16 +323,19 @@ class _Held:
     A class, since a generator takes ten times as long as the lock itself.
     """
 
-    __slots__ = ("_buffer", "_lock")
+    __slots__ = ("_buffer", "_lock", "_patient")
 
-    def __init__(self, buffer: BufferCore) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: BufferCore, patient: bool) -> None:
+        self._buffer, self._patient = buffer, patient
 
     def __enter__(self) -> Storage:
         while True:
             storage = self._buffer._storage
             lock = self._lock = storage.lock
-            lock.acquire()
+            if self._patient:
+                lock.acquire_patiently()
+            else:
+                lock.acquire()
             try:
                 if storage is self._buffer._storage:
                     return storage

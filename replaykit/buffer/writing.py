@@ -149,7 +149,7 @@ class Writing(BufferCore):
                 time_dim=self.dim_extend,
                 ndim=self._storage.ndim,
             )
-        with self._locked() as storage:
+        with self._locked(patient=True) as storage:
             index = self._writer.write(rows)
             if single:
                 self._sampler.add(index)

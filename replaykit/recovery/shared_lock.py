@@ -16,8 +16,10 @@ from replaykit.recovery.open_file import OpenFile
 __all__ = ["SharedLock", "check_flock"]
 
 _PAUSES = (20e-6, 40e-6, 80e-6, 160e-6, 320e-6, 640e-6, *[1e-3] * 50)
+_PATIENT = (50e-6, 1e-3, *[2e-3] * 30)
 """Seconds between looks whether it is free, before who waits is put to sleep until it is: whoever
-has it keeps a processor meanwhile, and does not hand it over for a few microseconds of work."""
+has it keeps a processor meanwhile, and does not hand it over for a few microseconds of work. Who is
+patient looks rarely, so that of many who write all the time one goes on undisturbed."""
 
 
 def check_flock() -> None:
@@ -61,6 +63,8 @@ class SharedLock(OpenFile, CommitLock):
         import fcntl
 
         self._enter = enter
+        self.apart = False
+        """Whether a thread has it apart; see ``enter_apart``."""
         self._flock: Callable[[int, int], Any] = fcntl.flock
         self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
         self._give = fcntl.LOCK_UN
@@ -70,6 +74,13 @@ class SharedLock(OpenFile, CommitLock):
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
+        return self._acquire(blocking, timeout, _PAUSES)
+
+    def acquire_patiently(self) -> bool:
+        """The same for who can wait some milliseconds where others take it all the time."""
+        return self._acquire(True, -1, _PATIENT)
+
+    def _acquire(self, blocking: bool, timeout: float, pauses: tuple[float, ...]) -> bool:
         if not self._lock.acquire(blocking, timeout):
             return False
         if self._depth:
@@ -79,7 +90,7 @@ class SharedLock(OpenFile, CommitLock):
             try:
                 self._flock(self._fd, self._try)
             except BlockingIOError:
-                if not self._tried(timeout if blocking else 0.0):
+                if not self._tried(timeout if blocking else 0.0, pauses):
                     self._lock.release()
                     return False
             self._depth = 1  # what it does takes the lock as well
@@ -91,10 +102,10 @@ class SharedLock(OpenFile, CommitLock):
             raise
         return True
 
-    def _tried(self, timeout: float) -> bool:
+    def _tried(self, timeout: float, pauses: tuple[float, ...]) -> bool:
         """Takes the file's lock; negative ``timeout``: however long that takes."""
         until = None
-        for pause in _PAUSES:
+        for pause in pauses:
             try:
                 self._flock(self._fd, self._try)
                 return True
@@ -108,7 +119,7 @@ class SharedLock(OpenFile, CommitLock):
         if timeout < 0:
             self._flock(self._fd, self._take)
             return True
-        return self._tried(max(0.0, (until or 0.0) - time.monotonic()))
+        return self._tried(max(0.0, (until or 0.0) - time.monotonic()), pauses)
 
     def release(self) -> None:
         """Gives it back. What ``settle`` raises is raised, and it is given back all the same."""
@@ -133,10 +144,10 @@ class SharedLock(OpenFile, CommitLock):
         if self._depth:
             self._lock.release()
             return False
-        self._depth = 1
+        self._depth, self.apart = 1, True
         return True
 
     def leave_apart(self) -> None:
         """Ends that."""
-        self._depth = 0
+        self._depth, self.apart = 0, False
         self._lock.release()

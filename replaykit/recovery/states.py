@@ -102,6 +102,20 @@ class States:
             self._look()
         return self._numbers[turn][_HEAD:stop]
 
+    def first(self, known: int) -> tuple[int, int, int, int] | None:
+        """Number and first three numbers of the latest state, of at least as many, for who knows
+        state ``known`` and holds no lock; None where it was about to be overwritten.
+
+        Both lie in one line of the cache, which another processor has to hand over.
+        """
+        head = self._heads[(known + 1) % 2]
+        sequence = head[_SEQUENCE]
+        if sequence <= known:
+            head = self._heads[known % 2]
+            sequence = head[_SEQUENCE]
+        found = sequence, head[_HEAD], head[_HEAD + 1], head[_HEAD + 2]
+        return found if head[_SEQUENCE] == sequence != _NONE else None
+
     def glance(self) -> tuple[int, Array] | None:
         """Number and numbers of the latest state, a copy, for who holds no lock; None where it was
         about to be overwritten."""

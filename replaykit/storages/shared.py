@@ -114,8 +114,8 @@ class Sharing(Recovery):
         self._known = 0
         """Number of the state that this process has taken note of; -1: it has to look at all."""
         self._own = [0] * _OWN
-        self._lag: Array | None = None
-        """The state of that number, where only the counters of the ledger were taken from it."""
+        self._lags = False
+        """Whether only the counters of the ledger were taken from that state."""
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
         self._signs: Any = None
@@ -241,24 +241,24 @@ class Sharing(Recovery):
             home.roll_back()
         if signs[_IRREGULAR] & 1:
             signs[_IRREGULAR] += 1
-        if sequence == self._known and self._lag is not None:
+        if sequence == self._known and self._lags:
             self._catch_up(storage)
         if sequence != self._known:
             anew, self._known = self._known < 0, -1
-            self._lag = None
+            self._lags = False
             self._follow(storage, anew)
             self._known = sequence
 
     def _forget(self) -> None:
         """What this process believes is not what the others see."""
-        self._known, self._lag, self._noted, self._pending = -1, None, None, []
+        self._known, self._lags, self._noted, self._pending = -1, False, None, []
 
     def look(self, *, whole: bool = False) -> None:
         storage = self._storage()
-        if storage is None:
+        if storage is None or storage.lock.apart:
             return
         changed = self.active and (
-            self.home.states.sequence != self._known or (whole and self._lag is not None)
+            self.home.states.sequence != self._known or (whole and self._lags)
         )
         if changed or (not self.active and self.home.published) or self._process != os.getpid():
             with storage.lock:
@@ -278,25 +278,30 @@ class Sharing(Recovery):
         irregular = signs[_IRREGULAR]
         if irregular & 1:
             return None
-        noted = storage.indexes.noted()
-        if self.home.states.sequence != self._known:
-            found = self.home.states.glance()
-            if found is None or found[1][-_OWN:].tolist() != self._own:
-                return None
-            number, numbers = found
-            if signs[_ANEW] > self._known:
-                before = self._committed
-                if before is None or not before.follow(numbers[:-_OWN]):
+        ledger, noted = storage.ledger, storage.indexes.noted()
+        found = self.home.states.first(self._known)
+        if found is None:
+            return None
+        if found[0] != self._known:
+            if noted is not None or signs[_ANEW] > self._known:
+                if not self._glance_at_all(storage):
                     return None
-                self._lag = None
-                self._take_counters(storage, before)
             else:
-                ledger, self._lag = storage.ledger, numbers
-                ledger.cursor, ledger.length, ledger.next_position = numbers[:3].tolist()
-                storage.indexes.stale = True
-            self._known = number
-        position = storage.ledger.next_position
+                self._known, ledger.cursor, ledger.length, ledger.next_position = found
+                self._lags, storage.indexes.stale = True, True
+        position = ledger.next_position
         return irregular, position, position if noted is None else noted
+
+    def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
+        """Takes the whole of the latest state, if it is one of which that can be done."""
+        found, before = self.home.states.glance(), self._committed
+        if found is None or before is None or found[1][-_OWN:].tolist() != self._own:
+            return False
+        if not before.follow(found[1][:-_OWN]):
+            return False
+        self._take_counters(storage, before)
+        self._known, self._lags = found[0], False
+        return True
 
     def intact(self, glanced: tuple[int, int, int], slots: torch.Tensor | None) -> bool:
         """Whether rows were as ``glance`` found them until now.
@@ -308,7 +313,7 @@ class Sharing(Recovery):
         assert storage is not None
         irregular, position, noted = glanced
         announced, ledger = signs[_ANNOUNCED], storage.ledger
-        if signs[_IRREGULAR] != irregular:
+        if signs[_IRREGULAR] != irregular or self._known < 0:
             return False
         count = announced - position
         if count <= 0 or ledger.length + count <= ledger.slots:
@@ -322,13 +327,10 @@ class Sharing(Recovery):
         return not ledger.next_ones(slots, count)
 
     def _catch_up(self, storage: LazyTensorStorage) -> None:
-        """Takes the rest of a state that was glanced at."""
-        numbers, self._lag, before = self._lag, None, self._committed
-        assert numbers is not None
-        assert before is not None
-        if before.follow(numbers[:-_OWN]):
-            self._take_counters(storage, before)
-        else:
+        """Takes the rest of a state of which only the counters are known here."""
+        known = self._known
+        if not (self._glance_at_all(storage) and self._known == known):
+            # It is gone: nothing that is made of it counts.
             self._known = -1
 
     def _take_counters(self, storage: LazyTensorStorage, state: KeptState) -> None:
@@ -408,7 +410,7 @@ class Sharing(Recovery):
         """Where the first episodes began as of the state that is known here; ``now``: whether this
         process has done nothing since."""
         storage = self._storage()
-        if self._lag is not None and storage is not None:
+        if self._lags and storage is not None:
             self._catch_up(storage)
         state = self._committed
         heads = None if state is None else state.episodes()["heads"]
@@ -456,7 +458,7 @@ class Sharing(Recovery):
             raise
 
     def _state(self, *given: Any) -> KeptState:
-        # Until it is committed too: who reads without the lock looks at the state, then at this.
+        # Before it is committed: who reads without the lock looks at the state, then at this.
         self._signs[_ANEW] = self.home.states.sequence + 1
         return super()._state(*given)
 
@@ -470,6 +472,8 @@ class Sharing(Recovery):
             logged = self._log.note(logged, self._pending)
             self._pending = []
         own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
+        if own != self._own:
+            self._signs[_ANEW] = self.home.states.sequence + 1
         self.home.commit(numbers, own)
         self._own, self._known = own, self.home.states.sequence
 
