@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,79 +13,31 @@ from replaykit.episodes import InterleavedIndex
 from replaykit.episodes.stream_keys import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
-from replaykit.storages.allocation import allocate, as_device
+from replaykit.storages.allocation import allocate
+from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
     as_slots,
-    check_cells,
     check_no_hole,
     check_range,
     indexed_shape,
     last_occurrences,
-    unravel_index,
     with_lanes,
 )
 from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.records import plan_records
-from replaykit.storages.sequenced import SequencedStorage
-from replaykit.structure import Leaf, Path, build
+from replaykit.structure import Leaf, Path
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 
 __all__ = ["AnyColumns", "ColumnStorage"]
 
-AnyColumns = Columns | OnceColumns
-"""How rows lie: all leaves of each, or those that follow in the next row only there."""
 
-
-class ColumnStorage(SequencedStorage):
+class ColumnStorage(ColumnReads):
     """What storages with one tensor per leaf share; see TensorStorage and LazyTensorStorage."""
-
-    def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
-        super().__init__(max_size, ndim=ndim, lane_key=lane_key)
-        self._device = device if device == "auto" else as_device(device)
-        self._columns: AnyColumns | None = None
-        self._matcher: Matcher | None = None
-        self._at_cursor = False
-
-    # -- description --------------------------------------------------------------------------
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the first write has fixed the schema and taken the memory."""
-        return self._columns is not None
-
-    @property
-    def schema(self) -> Schema | None:
-        return None if self._columns is None else self._columns.schema
-
-    @property
-    def device(self) -> torch.device | str:
-        return self._device if self._columns is None else self._columns.device
-
-    @property
-    def lanes(self) -> torch.Size:
-        return torch.Size() if self._columns is None else self._columns.lanes
-
-    @property
-    def shape(self) -> torch.Size | None:
-        if self._columns is None:
-            return None
-        return torch.Size([self.ledger.length, *self.lanes])
-
-    def __len__(self) -> int:
-        self.look()
-        return self.ledger.length if self.ndim == 1 else self.ledger.length * self.lanes.numel()
-
-    def __repr__(self) -> str:
-        content = "" if self.schema is None else f", {self.schema!r}"
-        return (
-            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
-            f"ndim={self.ndim}, device={self.device}{content})"
-        )
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -363,117 +315,6 @@ class ColumnStorage(SequencedStorage):
             self._columns.clear()
         if self.lane_key is not None:
             self.indexes.settle()
-
-    # -- reading ------------------------------------------------------------------------------
-
-    def require(self) -> AnyColumns:
-        """Returns the columns; RuntimeError before the first write."""
-        if self._columns is None:
-            raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
-        return self._columns
-
-    def get(self, index: Any) -> Any:
-        """Reads stored rows; ints and slices give views, everything else fresh memory.
-
-        For ``ndim > 1``: a tensor ``[..., ndim]`` of two dimensions or more holds coordinates, a
-        tuple indexes dimension by dimension, anything else indexes time.
-
-        Raises:
-            RuntimeError: nothing was written yet. IndexError: rows that are not stored.
-        """
-        with self.lock:
-            columns = self.require()
-            if self.ndim > 1:
-                return self._get_cells(columns, index)
-            at = as_index(index, self.ledger.length)
-            if isinstance(at, torch.Tensor):
-                leaves = columns.gather(at.reshape(-1), self.ledger.length)
-                if at.ndim != 1:
-                    leaves = {p: v.view(*at.shape, *v.shape[1:]) for p, v in leaves.items()}
-                return self._build(leaves, at.shape)
-            columns.changes.expose()
-            leaves = columns.view(self.ledger.length, at)
-            return self._build(leaves, indexed_shape(self.visible_shape(), at))
-
-    def _get_cells(self, columns: AnyColumns, index: Any) -> Any:
-        if (
-            isinstance(index, torch.Tensor)
-            and index.ndim > 1
-            and index.dtype != torch.bool
-            and index.shape[-1] == self.ndim
-        ):
-            check_cells(index, self.visible_shape())
-            flat = columns.gather(index.reshape(-1, self.ndim), self.ledger.length)
-            leaves = {p: v.view(*index.shape[:-1], *v.shape[1:]) for p, v in flat.items()}
-            return self._build(leaves, index.shape[:-1])
-        index, batch = as_cells(index, self.visible_shape())
-        columns.changes.expose()
-        return self._build(columns.view(self.ledger.length, index), batch)
-
-    def read(self, index: torch.Tensor, *, own: bool = True, contiguous: bool = False) -> Any:
-        """Reads rows into fresh memory: small leaves as views of one allocation, unless
-        ``contiguous``."""
-        with self.lock:
-            return self.read_held(index, contiguous)
-
-    def read_held(self, index: torch.Tensor, contiguous: bool) -> Any:
-        """What ``read`` does, for who holds the lock."""
-        columns = self.require()
-        if self.ndim > 1 and columns.device.type == "cpu":
-            check_cells(index, self.visible_shape())
-        return columns.read(index, self.ledger.length, contiguous=contiguous)
-
-    def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
-        """Returns stored rows with time along ``time_dim``: views, until torch has to copy.
-
-        Raises:
-            IndexError: rows that are not stored. RuntimeError: nothing was written yet.
-        """
-        with self.lock:
-            columns, shape = self.require(), self.visible_shape(time_dim)
-            at, batch = (None, shape) if index is None else as_cells(index, shape)
-            columns.changes.expose()
-            leaves = columns.view(self.ledger.length, at, time_dim=time_dim)
-            return self._build(leaves, batch)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.ndim == 1:
-            yield from super().__iter__()
-            return
-        for row in range(len(self)):
-            cell = unravel_index(torch.tensor(row, device="cpu"), self.lanes)
-            yield self.get(tuple(cell.tolist()))
-
-    def visible_shape(self, time_dim: int = 0) -> torch.Size:
-        """Shape of the stored rows with time along ``time_dim``."""
-        shape = [self.ledger.length, *self.lanes]
-        if time_dim:
-            shape[0], shape[time_dim] = shape[time_dim], shape[0]
-        return torch.Size(shape)
-
-    def _build(self, leaves: Mapping[Path, torch.Tensor], batch: torch.Size) -> Any:
-        columns = self.require()
-        return build(columns.schema.root, leaves, torch.Size(batch), columns.device)
-
-    def contains(self, item: Any) -> bool | torch.Tensor:
-        """Whether rows are stored: bool for an int, bool ``[K]`` for ``[K]`` or ``[K, ndim]``.
-
-        Raises:
-            TypeError: neither an int nor an integer tensor.
-        """
-        length = self.ledger.length
-        if isinstance(item, int) and not isinstance(item, bool):
-            return -length <= item < length
-        if (
-            not isinstance(item, torch.Tensor)
-            or item.dtype == torch.bool
-            or item.is_floating_point()
-        ):
-            raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
-        if self.ndim > 1 and item.ndim > 1:
-            limits = torch.tensor(self.visible_shape(), device=item.device)
-            return ((item >= 0) & (item < limits)).all(-1)
-        return (item >= 0) & (item < length)
 
 
 def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any] | range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -15,19 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.errors import CheckpointError
 from replaykit.recovery import ChangeLog, Home, Members, SharedLock, check_file, check_flock
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.kept_parts import Changed, KeptCount, KeptPriorities, set_alone
+from replaykit.storages.following import ANEW, ANNOUNCED, IRREGULAR, SIGNS, Following
+from replaykit.storages.kept_parts import KeptCount, KeptPriorities, set_alone
 from replaykit.storages.kept_state import KeptState
-from replaykit.storages.recoverable import (
-    GENERATIONS,
-    POSITIONS,
-    PRIORITIES,
-    Recovery,
-    ledger_counters,
-)
 from replaykit.storages.row_files import RowFiles, columns_in_files, refuse_taken
 from replaykit.structure import Path
 
@@ -42,20 +34,7 @@ _LOG, _SIGNS = 2, 3
 """Numbers of tables: of the log of changes, and of what writers show to who reads without the
 lock."""
 
-_ANNOUNCED, _IRREGULAR, _ANEW = range(_SIGNED := 3)
-"""Signs: up to which position rows are being written at the cursor; how often, twice, rows were
-overwritten otherwise, odd while they are; number of the last state in which something else has
-changed than what rows at the cursor change."""
-
-_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
-"""Whether what a processor stores and loads is seen in order by the others: elsewhere who reads
-takes the lock."""
-
 _LOG_LENGTH = 1 << 17
-_OWN = 4
-"""Numbers behind those of a KeptState: how much was logged, and the counters by which others learn
-that what they derived is old: ``changes`` of the ledger, ``edits``, ``bounding`` of the indexes."""
-
 _PREFIX = "replaykit-shared-"
 _MEMBERS, _LOCK = "members", "lock"
 _YOUNG = 60.0
@@ -63,7 +42,7 @@ _YOUNG = 60.0
 making."""
 
 
-class Sharing(Recovery):
+class Sharing(Following):
     """Has the processes that hold a storage take turns, and each learn what the others have done.
 
     What is committed lies in files that all of them map: rows, counters, priorities. Beside it each
@@ -111,14 +90,6 @@ class Sharing(Recovery):
                 raise RuntimeError(f"{folder} is in use by other processes, which share it")
             shutil.rmtree(home.folder)
             home.folder.mkdir()
-        self._known = 0
-        """Number of the state that this process has taken note of; -1: it has to look at all."""
-        self._own = [0] * _OWN
-        self._lags = False
-        """Whether only the counters of the ledger were taken from that state."""
-        self._pending: list[tuple[int, Array | None]] = []
-        self._log: ChangeLog | None = None
-        self._signs: Any = None
         self._members: Members | None = None
         self._become_member()
 
@@ -197,7 +168,7 @@ class Sharing(Recovery):
         # Others write too, and say so to nobody here: a save takes all rows for changed.
         columns.changes.lend()
         self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
-        self._signs = self.home.table(_SIGNS, np.int64, _SIGNED)[:_SIGNED].data
+        self._signs = self.home.table(_SIGNS, np.int64, SIGNS)[:SIGNS].data
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -237,10 +208,10 @@ class Sharing(Recovery):
         sequence -= 1
         signs = self._signs
         if used:  # who noted it has died
-            signs[_IRREGULAR] |= 1
+            signs[IRREGULAR] |= 1
             home.roll_back()
-        if signs[_IRREGULAR] & 1:
-            signs[_IRREGULAR] += 1
+        if signs[IRREGULAR] & 1:
+            signs[IRREGULAR] += 1
         if sequence == self._known and self._lags:
             self._catch_up(storage)
         if sequence != self._known:
@@ -248,10 +219,6 @@ class Sharing(Recovery):
             self._lags = False
             self._follow(storage, anew)
             self._known = sequence
-
-    def _forget(self) -> None:
-        """What this process believes is not what the others see."""
-        self._known, self._lags, self._noted, self._pending = -1, False, None, []
 
     def look(self, *, whole: bool = False) -> None:
         storage = self._storage()
@@ -264,166 +231,10 @@ class Sharing(Recovery):
             with storage.lock:
                 pass
 
-    def glance(self) -> tuple[int, int, int] | None:
-        """Brings this process up to date without the lock, where only rows at the cursor have come.
-
-        Other threads of it are kept out. What is read then is as it was if ``intact`` says so.
-
-        Returns:
-            What ``intact`` asks for; None: it takes the lock.
-        """
-        storage, signs = self._storage(), self._signs
-        if storage is None or signs is None or self._known < 0 or not _ORDERED:
-            return None
-        irregular = signs[_IRREGULAR]
-        if irregular & 1:
-            return None
-        ledger, noted = storage.ledger, storage.indexes.noted()
-        found = self.home.states.first(self._known)
-        if found is None:
-            return None
-        if found[0] != self._known:
-            if noted is not None or signs[_ANEW] > self._known:
-                if not self._glance_at_all(storage):
-                    return None
-            else:
-                self._known, ledger.cursor, ledger.length, ledger.next_position = found
-                self._lags, storage.indexes.stale = True, True
-        position = ledger.next_position
-        return irregular, position, position if noted is None else noted
-
-    def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
-        """Takes the whole of the latest state, if it is one of which that can be done."""
-        found, before = self.home.states.glance(), self._committed
-        if found is None or before is None or found[1][-_OWN:].tolist() != self._own:
-            return False
-        if not before.follow(found[1][:-_OWN]):
-            return False
-        self._take_counters(storage, before)
-        self._known, self._lags = found[0], False
-        return True
-
-    def intact(self, glanced: tuple[int, int, int], slots: torch.Tensor | None) -> bool:
-        """Whether rows were as ``glance`` found them until now.
-
-        Args:
-            slots: those that were read, int64 ``[K]``; None: it may have been any.
-        """
-        storage, signs = self._storage(), self._signs
-        assert storage is not None
-        irregular, position, noted = glanced
-        announced, ledger = signs[_ANNOUNCED], storage.ledger
-        if signs[_IRREGULAR] != irregular or self._known < 0:
-            return False
-        count = announced - position
-        if count <= 0 or ledger.length + count <= ledger.slots:
-            return True
-        if announced - noted > ledger.slots:
-            # What an index has read of rows that were not noted may have been others.
-            self._known = -1
-            return False
-        if slots is None or count >= ledger.slots:
-            return False
-        return not ledger.next_ones(slots, count)
-
-    def _catch_up(self, storage: LazyTensorStorage) -> None:
-        """Takes the rest of a state of which only the counters are known here."""
-        known = self._known
-        if not (self._glance_at_all(storage) and self._known == known):
-            # It is gone: nothing that is made of it counts.
-            self._known = -1
-
-    def _take_counters(self, storage: LazyTensorStorage, state: KeptState) -> None:
-        """Takes over what a write at the cursor changes."""
-        ledger = storage.ledger
-        ledger.cursor, ledger.length = state.cursor, state.length
-        ledger.next_position = state.next_position
-        storage.indexes.stale = True  # it is noted before it is overwritten here
-        for writer, count in zip(self._writers, state.counts, strict=False):
-            if (part := writer()) is not None:
-                part._write_count = count
-        self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
-        self._saved_at = ledger.next_position, ledger.changes
-
-    def _follow(self, storage: LazyTensorStorage, anew: bool) -> None:
-        numbers, own = self._state_numbers()
-        before, ledger, indexes = self._committed, storage.ledger, storage.indexes
-        since: dict[int, Array | None] | None = {}
-        if anew or before is None:
-            since = None
-        elif own[0] != self._own[0]:
-            assert self._log is not None
-            since = self._log.since(self._own[0], own[0])
-        steady = not anew and own[1:] == self._own[1:] and before is not None
-        if not (steady and before is not None and before.follow(numbers)):
-            steady = False
-            before = self._committed = KeptState.of_numbers(numbers)
-        assert before is not None
-        tables = []
-        for number, length in ((POSITIONS, before.positions), (GENERATIONS, before.generations)):
-            cells = self.home.table(number, np.int64, length)[:length] if length >= 0 else None
-            tables.append((cells, None if since is None else since.get(number, _NO_ELEMENTS)))
-        ledger.follow(
-            before.cursor,
-            before.length,
-            before.next_position,
-            before.cleared,
-            before.by_stream,
-            own[1],
-            *tables,
-        )
-        storage.edits = own[2]
-        if not steady:
-            indexes.follow(before.marks, before.codes, anew=anew, edited=own[3] != self._own[3])
-            indexes.bounding = own[3]
-        indexes.heads_from = self._heads
-        self._own = own
-        for place, known in enumerate(self._samplers[: len(before.priorities)]):
-            sampler = known()
-            if sampler is None:
-                continue
-            at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
-            self._hand_over(sampler, place, at)
-        self._take_counters(storage, before)
-        self._marks = indexes.marks.numbers
-        ledger.touched = []
-
-    def _hand_over(self, sampler: KeptPriorities, place: int, at: Array | None) -> None:
-        """Gives a sampler the priorities of some elements as they are now; None: of all."""
-        assert self._committed is not None
-        table = self._committed.priorities[place]
-        cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
-        if at is not None:
-            at = at[at < table.length]
-        values = cells.copy() if at is None else cells[at]
-        sampler.take_changed(Changed(at, values, table.length, table.most, table.dropped))
-
-    def _state_numbers(self) -> tuple[Array, list[int]]:
-        numbers = self.home.states.look()
-        if not len(numbers):
-            return numbers, [0] * _OWN
-        if len(numbers) < _OWN:
-            raise CheckpointError(f"{self.home.folder} is damaged: its state is too short")
-        return numbers[:-_OWN], numbers[-_OWN:].tolist()
-
-    def _heads(self) -> dict[str, Any] | None:
-        """Where the first episodes began as of the state that is known here; ``now``: whether this
-        process has done nothing since."""
-        storage = self._storage()
-        if self._lags and storage is not None:
-            self._catch_up(storage)
-        state = self._committed
-        heads = None if state is None else state.episodes()["heads"]
-        if heads is not None and storage is not None and state is not None:
-            ledger = storage.ledger
-            now = [state.next_position, *self._own[1:3]]
-            heads["now"] = now == [ledger.next_position, ledger.changes, storage.edits]
-        return heads
-
     # -- changes ------------------------------------------------------------------------------
 
     def note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
-        self._signs[_IRREGULAR] |= 1
+        self._signs[IRREGULAR] |= 1
         super().note(at, paths)
 
     def note_ring(self, first: int, count: int) -> None:
@@ -431,13 +242,13 @@ class Sharing(Recovery):
         assert storage is not None
         ledger = storage.ledger
         if ledger.changes != self._own[1]:  # the cursor is not where others believe
-            signs[_IRREGULAR] |= 1
-        signs[_ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
+            signs[IRREGULAR] |= 1
+        signs[ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
         self._note_ring(first, count)
 
     def _take_back(self, since: int) -> None:
         # Who has read rows that are put back finds them as they were, and not what he has read.
-        self._signs[_IRREGULAR] |= 1
+        self._signs[IRREGULAR] |= 1
         super()._take_back(since)
 
     def settle(self) -> None:
@@ -446,10 +257,10 @@ class Sharing(Recovery):
             if signs is None or storage is None:
                 return
             if storage.ledger.changes != self._own[1]:
-                signs[_IRREGULAR] |= 1
+                signs[IRREGULAR] |= 1
             super().settle()
-            if signs[_IRREGULAR] & 1:
-                signs[_IRREGULAR] += 1
+            if signs[IRREGULAR] & 1:
+                signs[IRREGULAR] += 1
         except BaseException:
             self._forget()
             self._again = False
@@ -459,7 +270,7 @@ class Sharing(Recovery):
 
     def _state(self, *given: Any) -> KeptState:
         # Before it is committed: who reads without the lock looks at the state, then at this.
-        self._signs[_ANEW] = self.home.states.sequence + 1
+        self._signs[ANEW] = self.home.states.sequence + 1
         return super()._state(*given)
 
     def _logged(self, number: int, at: Array | range) -> None:
@@ -473,12 +284,9 @@ class Sharing(Recovery):
             self._pending = []
         own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
         if own != self._own:
-            self._signs[_ANEW] = self.home.states.sequence + 1
+            self._signs[ANEW] = self.home.states.sequence + 1
         self.home.commit(numbers, own)
         self._own, self._known = own, self.home.states.sequence
-
-
-_NO_ELEMENTS = np.zeros(0, np.int64)
 
 
 def memory_folder() -> FilePath:

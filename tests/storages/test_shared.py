@@ -249,9 +249,8 @@ def work(kind: Kind, data: st.DataObject, folder: Path, disk: bool) -> None:
     assert all(batch == batches[-1] for batch in batches)
 
 
-def relaxed(examples: int, *, same: bool = False) -> Any:
+def relaxed(examples: int) -> Any:
     return settings(
-        derandomize=same,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
         deadline=None,
         max_examples=examples,
@@ -259,7 +258,7 @@ def relaxed(examples: int, *, same: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@relaxed(12, same=True)  # others in the long form
+@relaxed(12)
 @given(data=st.data())
 def test_handles_agree_with_a_plain_buffer(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -267,7 +266,7 @@ def test_handles_agree_with_a_plain_buffer(
     work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
 
 
-@relaxed(12, same=True)  # others in the long form
+@relaxed(12)
 @given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes"]))
 def test_handles_agree_where_the_log_holds_little(
     data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory
@@ -352,6 +351,29 @@ def test_flags_of_streams_are_edited_by_who_did_not_write_them() -> None:
     other.extend(steps_of(4, [0]))
     one["next", "done"] = torch.tensor([0, 0, 0, 0, 1], dtype=torch.bool)
     assert begins(one) == begins(other) == [(0, 0, 5)]
+
+
+@pytest.mark.parametrize("options", [{}, {"lane_key": "lane"}])
+def test_a_first_write_of_more_rows_than_slots_is_noted_from_its_begin(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    ReplayBuffer(storage=LazyTensorStorage(4, **options)).dumps(tmp_path / "nothing")
+    for forget in (lambda b: b.empty(), lambda b: b.loads(tmp_path / "nothing")):
+        one, other = pair(4, **options)
+        one.extend(steps_of(0, [1]))
+        forget(one)
+        other.extend(steps_of(1, [0] * 6))
+        assert begins(one) == begins(other) == [(1, 2, 4)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_that_an_episode_begins_with_a_stored_row_is_told_too(streams: bool) -> None:
+    one, other = pair(4, **({"lane_key": "lane"} if streams else {}))
+    one.extend(steps_of(0, [0] * 4))
+    assert begins(other) == [(0, 0, 4)]
+    one["next", "done"] = torch.tensor([1, 0, 0, 0], dtype=torch.bool)
+    one.extend(steps_of(4, [0]))  # the row that was edited is gone
+    assert begins(one) == begins(other) == [(1, 0, 4)]
 
 
 def test_a_load_brings_its_own_begins_where_rows_are_shared(tmp_path: Path) -> None:

@@ -1,0 +1,289 @@
+"""Draws: of which rows a batch is made, and how they are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from replaykit._compat import as_tensor
+from replaykit.buffer.around import fetch_all
+from replaykit.buffer.core import BufferCore, checked_batch_size
+from replaykit.buffer.prefetch import Drawn, Origin
+from replaykit.samplers import Sampler, Sequence, Transition
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+
+__all__ = ["Drawing", "show"]
+
+_TRIES = 3
+"""Draws of which others overwrite rows before one keeps them out."""
+
+
+class Drawing(BufferCore):
+    """Makes draws: under the lock, beside other processes, ahead of time, and once more."""
+
+    def _size_of(self, batch_size: int | None) -> int:
+        self._ready()
+        if self._closed:
+            raise RuntimeError("this buffer was shut down")
+        if batch_size is not None:
+            return checked_batch_size(batch_size)
+        if self._batch_size is None:
+            raise RuntimeError(
+                "expected a batch_size, in the constructor or in sample(); got neither"
+            )
+        return self._batch_size
+
+    def _draw(self, size: int) -> Drawn:
+        tries = _TRIES if self._shared else 0
+        while tries:
+            drawn, again = self._draw_apart(size)
+            if drawn is not None:
+                return drawn
+            tries = tries - 1 if again else 0
+        return self._draw_held(size)
+
+    def _draw_apart(self, size: int) -> tuple[Drawn | None, bool]:
+        """Draws while other processes write, and looks afterwards whether they have overwritten
+        what was read: then there is no draw.
+
+        Returns:
+            The draw, or None and whether another try may do; else it takes the lock, which keeps
+            others out.
+        """
+        storage, sampler = self._storage, self._sampler
+        sharing, lock = storage.recovery, storage.lock
+        if not lock.enter_apart():
+            return None, False
+        try:
+            seen = sharing.glance()
+            if seen is None:
+                return None, False
+            origin = Origin(storage, sampler, size, sampler.ran_out)
+            if size != self._batch_size:
+                origin.random = _random_state(self._generator)
+            try:
+                drawn = self._drawn(storage, size)
+            except Exception:
+                if sharing.intact(seen, None):
+                    raise
+                return None, True  # it may come of rows that were overwritten
+            slots = None
+            if not self._chain.reads_around:
+                slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
+            if not sharing.intact(seen, slots):
+                show(sampler, origin.ran_out)
+                if type(sampler).put_back is not Sampler.put_back:
+                    sampler.put_back([drawn.anchors], storage)
+                return None, True
+            if size != self._batch_size:
+                origin.random_after = _random_state(self._generator)
+            drawn.origin = origin
+            return drawn, True
+        finally:
+            lock.leave_apart()
+
+    def _draw_held(self, size: int) -> Drawn:
+        while True:
+            storage = self._storage
+            with storage.lock:
+                if storage is not self._storage:  # it may be exchanged until the lock is held
+                    continue
+                origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
+                if size == self._batch_size:
+                    drawn = self._drawn(storage, size)
+                else:
+                    origin.random = _random_state(self._generator)
+                    drawn = self._drawn(storage, size)
+                    origin.random_after = _random_state(self._generator)
+                drawn.origin = origin
+                return drawn
+
+    def _abandon(self, entry: Any) -> None:
+        """Takes back what was drawn for a prefetched batch that will not be delivered."""
+        with self._locked():
+            if self._prefetcher is not None:
+                self._prefetcher.forget(entry)
+            if entry.drawn is not None:
+                self._give_back(entry.drawn)
+
+    def _give_back(self, drawn: Drawn) -> None:
+        """Takes back a draw whose batch could not be made: it comes next, as if not yet drawn."""
+        origin = drawn.origin
+        with self._locked() as storage:
+            if origin is None or origin.storage is not storage:
+                return
+            if origin.sampler is not self._sampler:
+                return
+            show(self._sampler, origin.ran_out)
+            if origin.size == self._batch_size:
+                self._pending.extend([drawn.kept(), *self._take_prepared()])
+            elif type(self._sampler).put_back is not Sampler.put_back:
+                self._sampler.put_back([drawn.anchors], storage)
+            elif _unchanged_since(self._generator, origin):
+                _set_random_state(self._generator, origin.random)
+
+    def _draw_ahead(self, entry: Any) -> Drawn | None:
+        """Draws for a prefetched batch; None if nobody waits for it any more."""
+        with self._locked() as storage:
+            prefetcher, sampler = self._prefetcher, self._sampler
+            if prefetcher is None or not prefetcher.wanted(entry):
+                return None
+            entry.written = storage.ledger.next_position
+            # What users see of the sampler belongs to the batch that they got last.
+            delivered = sampler._shown = sampler.ran_out
+            size = self._size_of(None)
+            try:
+                entry.drawn = self._drawn(storage, size)
+                entry.drawn.origin = Origin(storage, sampler, size, delivered)
+            finally:
+                show(sampler, delivered)
+                sampler._shown = None
+            return entry.drawn
+
+    def _drawn(self, storage: Storage, size: int) -> Drawn:
+        drawn, fresh = None, False
+        if self._pending and size == self._batch_size:
+            drawn = self._kept(storage)
+        if drawn is None:
+            sampler = self._sampler
+            # It may serve other buffers too.
+            sampler.generator, sampler.needs = self._generator, self._needs
+            anchors, info = sampler.sample(storage, size)
+            if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
+                anchors = _as_index(anchors, storage.ndim)
+            try:
+                index, info = self._sample_unit.expand(anchors, dict(info), storage)
+            except BaseException:
+                self._sampler.put_back([anchors], storage)
+                raise
+            drawn = Drawn(index, info, _ended(sampler), anchors, size=size)
+            drawn.written = storage.ledger.next_position
+            fresh = index is anchors  # and not what a sample unit has made of them
+        # A draw that was kept meets what its slots hold now.
+        told = fresh and "index_generation" in drawn.info
+        if not told and (self._writer.tracks_generations or self._sampler.prioritized):
+            drawn.info["index_generation"] = _generations(storage, drawn.index)
+            if "anchor_index" in drawn.info:
+                anchors = drawn.info["anchor_index"]
+                drawn.info["anchor_generation"] = _generations(storage, anchors)
+        own = self._collate_fn is not None
+        held = False
+        # A storage that defines `read` anew means every read.
+        if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
+            drawn.rows = storage.read_held(drawn.index, self._contiguous)
+            held = not own and type(storage).collate is Storage.collate
+        else:
+            drawn.rows = storage.read(drawn.index, own=own)
+        # What it says of windows does not hold of those that a sample unit has made.
+        if not (self._sampler.draws_windows and isinstance(self._sample_unit, Sequence)):
+            drawn.sampler = self._sampler
+        chain = self._chain
+        drawn.fresh = held and not len(chain)
+        if chain.reads_around:
+            known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
+            # Nobody looks at the rows before the first transform does.
+            held = held and type(self._sampler).complete is Sampler.complete
+            if drawn.info and held:  # nor is anything put over them
+                held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
+            rows = drawn.rows if held else None
+            generator = self._generator
+            given = chain, storage, drawn.index, drawn.info, generator, known, rows
+            if generator is None or (drawn.random is None and self._prefetcher is None):
+                drawn.fetched = chain, fetch_all(*given)
+            else:
+                with self._random_of(drawn, generator):
+                    drawn.fetched = chain, fetch_all(*given)
+        drawn.collate = self._collate_fn if own else storage.collate
+        drawn.stack_dim = 0 if own else storage.stack_dim
+        return drawn
+
+    def _kept(self, storage: Storage) -> Drawn | None:
+        """A draw made earlier, if there is one whose rows are still stored.
+
+        Windows of which a row was written anew are no windows any more: they go back.
+        """
+        while self._pending:
+            kept = self._pending.popleft()
+            if self._windows_drawn() and _written_since(storage, kept):
+                rest = [drawn.anchors for drawn in (kept, *self._pending)]
+                self._pending.clear()
+                self._sampler.put_back(rest, storage)
+                return None
+            if as_tensor(storage.contains(kept.index)).all():
+                show(self._sampler, kept.ran_out)
+                return kept
+        return None
+
+    def _windows_drawn(self) -> bool:
+        return self._sampler.draws_windows or not isinstance(self._sample_unit, Transition)
+
+    @contextlib.contextmanager
+    def _random_of(self, drawn: Drawn, generator: torch.Generator) -> Iterator[None]:
+        """While transforms read for a draw: those of one that was kept draw what they drew then.
+
+        What is drawn ahead notes how, since it may be kept.
+        """
+        before, now = drawn.random, generator.get_state()
+        if before is None:
+            drawn.random = now
+            yield
+            return
+        generator.set_state(before)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
+
+
+def _random_state(generator: torch.Generator | None) -> torch.Tensor:
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
+    """Whether nobody has drawn from the generator after the draw."""
+    after = origin.random_after
+    return after is not None and torch.equal(_random_state(generator), after)
+
+
+def _set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    if state is None:
+        return
+    if generator is None:
+        torch.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
+
+def show(sampler: Sampler, ran_out: bool) -> None:
+    """Sets what users see of a sampler; one's own may derive it from elsewhere."""
+    with contextlib.suppress(AttributeError):
+        sampler.ran_out = ran_out
+
+
+def _ended(sampler: Sampler) -> bool:
+    """Whether the draw just made ended a pass, whatever ``ran_out`` shows meanwhile."""
+    overridden = type(sampler).ran_out is not Sampler.ran_out
+    return sampler.ran_out if overridden else sampler._ran_out
+
+
+def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:
+    return storage.ledger.generations(index[:, 0] if storage.ndim > 1 else index)
+
+
+def _written_since(storage: Storage, drawn: Drawn) -> bool:
+    """Whether a row of a draw was written after it."""
+    if storage.ledger.next_position == drawn.written:
+        return False
+    slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
+    return bool((storage.ledger.positions(slots.cpu()) >= drawn.written).any())
+
+
+def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
+    """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
+    if isinstance(drawn, tuple):
+        drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
+    return as_tensor(drawn, dtype=torch.int64)
