@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaykit import native
 from replaykit._compat import memory_users
 
-__all__ = ["Changes", "FrozenRows", "SavedRows", "TrackedTensor"]
+__all__ = ["Changes", "FrozenRows", "SavedRows", "TrackedTensor", "rows_lie_apart"]
 
 _MOST_CHUNKS = 4096
 _LEAST_BYTES = 4096
@@ -368,5 +369,15 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
     words = _WORDS.get(source.dtype.itemsize)
     if words is None or not source.is_cpu or source.is_conj() or source.is_neg():
         out.copy_(source)
+    elif native.join_rows is not None and len(source) > 1 and rows_lie_apart(source):
+        nbytes, address = source[:1].nbytes, source.data_ptr()
+        stride = source.stride(0) * source.dtype.itemsize
+        # NumPy takes rows of a few elements, as those in records are, one element at a time.
+        native.join_rows(address, stride, nbytes, address, 0, 0, len(source), out.data_ptr())
     else:
         np.copyto(out.view(words).numpy(), source.detach().view(words).numpy())
+
+
+def rows_lie_apart(rows: torch.Tensor) -> bool:
+    """Whether each row is contiguous, and the next one does not follow it at once."""
+    return not rows.is_contiguous() and rows[:1].is_contiguous()

@@ -7,9 +7,11 @@ import math
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from replaykit._compat import arange, dtype_by_name, dtype_name
@@ -68,6 +70,13 @@ class ChunkWriter:
         self._wrote = wrote
         self._open: BinaryIO | None = None
         self._name = ""
+        self._gathered: list[np.ndarray[Any, Any]] = []
+        """Two blocks: one is filled while the other one is written. The system takes large writes
+        of whole pages at several times the rate of others."""
+        self._waiting = 0
+        """Bytes in the first one of them."""
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[tuple[int, int]] | None = None
 
     def write(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Appends a tensor; returns its record: dtype, shape, and pieces ``[file, offset, rows]``.
@@ -146,31 +155,76 @@ class ChunkWriter:
 
     def _append(self, data: Any) -> None:
         assert self._open is not None
-        record, file = self.files[self._name], self.folder / self._name
-        left = memoryview(data).cast("B")
-        with naming(file):
-            while len(left):
-                left = left[self._open.write(left) :]
-        record["crc32"] = crc32(data, record["crc32"])
-        record["size"] += len(data)
-        if self._wrote is not None:
-            self._wrote(file, len(data))
+        record = self.files[self._name]
+        view = memoryview(data).cast("B")
+        record["size"] += len(view)
+        while len(view):
+            if not self._gathered:
+                self._gathered = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(2)]
+            taken = min(len(view), _BLOCK_BYTES - self._waiting)
+            self._gathered[0].data[self._waiting : self._waiting + taken] = view[:taken]
+            self._waiting += taken
+            view = view[taken:]
+            if self._waiting == _BLOCK_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Has what was gathered written, after what was before; raises what that has met."""
+        self._written()
+        waiting, self._waiting = self._waiting, 0
+        if waiting:
+            assert self._open is not None
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "replaykit-save")
+            self._gathered.reverse()
+            block = self._gathered[1].data[:waiting]
+            known = self.files[self._name]["crc32"]
+            self._writing = self._thread.submit(_write_all, self._open, block, known)
+
+    def _written(self) -> None:
+        """Waits for what is being written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            file = self.folder / self._name
+            with naming(file):
+                count, self.files[self._name]["crc32"] = writing.result()
+            if self._wrote is not None:
+                self._wrote(file, count)
 
     def finish(self) -> None:
         """Closes the file that is being written: what comes next goes into another one."""
         if self._open is not None:
+            try:
+                self._flush()
+                self._written()
+            finally:
+                thread, self._thread = self._thread, None
+                if thread is not None:
+                    thread.shutdown()
             with naming(self.folder / self._name):
                 self._open.close()
             self._open = None
 
     def discard(self) -> None:
         """Removes every file that was written."""
+        self._waiting = 0
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.exception()
         with contextlib.suppress(OSError):
             self.finish()
         self._open = None
         for name in self.files:
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
+
+
+def _write_all(file: BinaryIO, left: memoryview, known: int) -> tuple[int, int]:
+    """Returns how many bytes were written, and the crc32 of those and of what was before."""
+    count, known = len(left), crc32(left, known)
+    while len(left):
+        left = left[file.write(left) :]
+    return count, known
 
 
 @contextlib.contextmanager
