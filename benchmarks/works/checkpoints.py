@@ -1,7 +1,8 @@
 """Saving a prioritized buffer of 2 GB, saving it again after 1 % of it has changed, and loading it.
 
 Beside them stands the same number of bytes as one file: written from memory and synced, and read.
-Reads are of files whose pages were taken out of the page cache, into fresh memory, as after a restart.
+Reads are of files whose pages were taken out of the page cache, into fresh memory, as after a
+restart.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def _measure(kind: str, setting: Setting, wanted: int) -> list[Line]:
             for paths in ([file], files):
                 settle(paths)
                 drop([], paths)
+            _find_memory(2 * full)
             figures[name] = _timed(work)
         _check(buffer, other)
         del other

@@ -76,7 +76,9 @@ class ChunkWriter:
         self._waiting = 0
         """Bytes in the first one of them."""
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[tuple[int, int]] | None = None
+        self._writing: Future[tuple[int, int | None]] | None = None
+        self._sums = False
+        """Whether the checksum of what is being written was made here."""
 
     def write(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Appends a tensor; returns its record: dtype, shape, and pieces ``[file, offset, rows]``.
@@ -170,15 +172,24 @@ class ChunkWriter:
 
     def _flush(self) -> None:
         """Has what was gathered written, after what was before; raises what that has met."""
-        self._written()
         waiting, self._waiting = self._waiting, 0
+        block, busy = None, self._writing is not None and not self._writing.done()
         if waiting:
+            block = self._gathered[0].data[:waiting]
+        record = self.files[self._name]
+        if not (busy and self._sums):  # its checksum may be what is waited for
+            self._written()
+        # Whoever has time for it makes the checksum: this thread, where it has to wait.
+        self._sums = busy
+        if busy and block is not None:
+            record["crc32"] = crc32(block, record["crc32"])
+        self._written()
+        if block is not None:
             assert self._open is not None
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "replaykit-save")
             self._gathered.reverse()
-            block = self._gathered[1].data[:waiting]
-            known = self.files[self._name]["crc32"]
+            known = None if busy else record["crc32"]
             self._writing = self._thread.submit(_write_all, self._open, block, known)
 
     def _written(self) -> None:
@@ -187,7 +198,9 @@ class ChunkWriter:
         if writing is not None:
             file = self.folder / self._name
             with naming(file):
-                count, self.files[self._name]["crc32"] = writing.result()
+                count, found = writing.result()
+            if found is not None:
+                self.files[self._name]["crc32"] = found
             if self._wrote is not None:
                 self._wrote(file, count)
 
@@ -219,9 +232,11 @@ class ChunkWriter:
                 (self.folder / name).unlink(missing_ok=True)
 
 
-def _write_all(file: BinaryIO, left: memoryview, known: int) -> tuple[int, int]:
-    """Returns how many bytes were written, and the crc32 of those and of what was before."""
-    count, known = len(left), crc32(left, known)
+def _write_all(file: BinaryIO, left: memoryview, known: int | None) -> tuple[int, int | None]:
+    """Returns how many bytes were written, and the crc32 of those and of what was before, if that
+    is given."""
+    count = len(left)
+    known = known if known is None else crc32(left, known)
     while len(left):
         left = left[file.write(left) :]
     return count, known
