@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,10 +17,14 @@ from replaykit.recovery.open_file import OpenFile
 __all__ = ["SharedLock", "check_flock"]
 
 _PAUSES = (20e-6, 40e-6, 80e-6, 160e-6, 320e-6, 640e-6, *[1e-3] * 50)
-_PATIENT = (50e-6, 1e-3, *[2e-3] * 30)
+_PATIENT = (10e-3,) * 10
 """Seconds between looks whether it is free, before who waits is put to sleep until it is: whoever
 has it keeps a processor meanwhile, and does not hand it over for a few microseconds of work. Who is
-patient looks rarely, so that of many who write all the time one goes on undisturbed."""
+patient and takes it all the time looks rarely: of several such one goes on undisturbed for a while,
+and leaves the other processors to who reads."""
+
+_ALL_THE_TIME = 300e-6
+"""Seconds after which who has let go of it takes it again, who takes it all the time."""
 
 
 def check_flock() -> None:
@@ -63,6 +68,7 @@ class SharedLock(OpenFile, CommitLock):
         import fcntl
 
         self._enter = enter
+        self._released = -math.inf
         self.apart = False
         """Whether a thread has it apart; see ``enter_apart``."""
         self._flock: Callable[[int, int], Any] = fcntl.flock
@@ -77,7 +83,7 @@ class SharedLock(OpenFile, CommitLock):
         return self._acquire(blocking, timeout, _PAUSES)
 
     def acquire_patiently(self) -> bool:
-        """The same for who can wait some milliseconds where others take it all the time."""
+        """The same for who can wait while others go on, if it takes it all the time itself."""
         return self._acquire(True, -1, _PATIENT)
 
     def _acquire(self, blocking: bool, timeout: float, pauses: tuple[float, ...]) -> bool:
@@ -90,6 +96,8 @@ class SharedLock(OpenFile, CommitLock):
             try:
                 self._flock(self._fd, self._try)
             except BlockingIOError:
+                if pauses is _PATIENT and time.monotonic() - self._released > _ALL_THE_TIME:
+                    pauses = _PAUSES
                 if not self._tried(timeout if blocking else 0.0, pauses):
                     self._lock.release()
                     return False
@@ -129,6 +137,7 @@ class SharedLock(OpenFile, CommitLock):
                     self._settle()
                 finally:
                     self._flock(self._fd, self._give)
+                    self._released = time.monotonic()
         finally:
             self._depth -= 1
             self._lock.release()

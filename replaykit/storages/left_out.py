@@ -102,5 +102,5 @@ class _SavedRows:
     def take_heads(self) -> dict[str, Any] | None:
         return self._heads
 
-    def saved_streams(self) -> list[list[int]]:
-        return [] if self._heads is None else self._heads.get("streams", [])
+    def saved_streams(self) -> tuple[list[list[int]], bool]:
+        return ([] if self._heads is None else self._heads.get("streams", [])), False
