@@ -36,7 +36,12 @@ class Staging:
         self, frozen: FrozenRows, parts: list[tuple[str, int, int]]
     ) -> dict[tuple[str, int], memoryview]:
         """Reads the parts of tensors that lie in the same records, first and stop of each, while
-        these are in the processor's cache; returns their bytes by name."""
+        these are in the processor's cache.
+
+        Returns:
+            Their bytes by name and first row, good until the next call; nothing for tensors that
+            lie alone, and where all together are more bytes than the limit.
+        """
         apart = [part for part in parts if rows_lie_apart(frozen.tensors[part[0]].tensor)]
         if len(apart) < 2:
             return {}

@@ -96,7 +96,10 @@ class EpisodeIndex:
 
     @property
     def noted(self) -> int:
-        """Position up to which rows were noted."""
+        """Position from which on rows have yet to be noted: the oldest one's, where all have."""
+        ledger = self._storage.ledger
+        if self._edited or ledger.changes != self._changes:
+            return ledger.next_position - ledger.length
         return self._noted
 
     # -- being told of writes -------------------------------------------------------------------

@@ -84,7 +84,8 @@ class SharedLock(OpenFile, CommitLock):
 
     def acquire_patiently(self) -> bool:
         """The same for who can wait while others go on, if it takes it all the time itself."""
-        return self._acquire(True, -1, _PATIENT)
+        often = time.monotonic() - self._released < _ALL_THE_TIME
+        return self._acquire(True, -1, _PATIENT if often else _PAUSES)
 
     def _acquire(self, blocking: bool, timeout: float, pauses: tuple[float, ...]) -> bool:
         if not self._lock.acquire(blocking, timeout):
@@ -96,8 +97,6 @@ class SharedLock(OpenFile, CommitLock):
             try:
                 self._flock(self._fd, self._try)
             except BlockingIOError:
-                if pauses is _PATIENT and time.monotonic() - self._released > _ALL_THE_TIME:
-                    pauses = _PAUSES
                 if not self._tried(timeout if blocking else 0.0, pauses):
                     self._lock.release()
                     return False

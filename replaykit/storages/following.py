@@ -65,7 +65,7 @@ class Following(Recovery):
         """What this process believes is not what the others see."""
         self._known, self._lags, self._noted, self._pending = -1, False, None, []
 
-    def glance(self) -> tuple[int, int, int] | None:
+    def glance(self) -> tuple[int, int, int | None] | None:
         """Brings this process up to date without the lock, where only rows at the cursor have come.
 
         Other threads of it are kept out. What is read then is as it was if ``intact`` says so.
@@ -90,8 +90,7 @@ class Following(Recovery):
             else:
                 self._known, ledger.cursor, ledger.length, ledger.next_position = found
                 self._lags, storage.indexes.stale = True, True
-        position = ledger.next_position
-        return irregular, position, position if noted is None else noted
+        return irregular, ledger.next_position, noted
 
     def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
         """Takes the whole of the latest state, if it is one of which that can be done."""
@@ -104,7 +103,7 @@ class Following(Recovery):
         self._known, self._lags = found[0], False
         return True
 
-    def intact(self, glanced: tuple[int, int, int], slots: torch.Tensor | None) -> bool:
+    def intact(self, glanced: tuple[int, int, int | None], slots: torch.Tensor | None) -> bool:
         """Whether rows were as ``glance`` found them until now.
 
         Args:
@@ -119,6 +118,9 @@ class Following(Recovery):
         count = announced - position
         if count <= 0 or ledger.length + count <= ledger.slots:
             return True
+        if noted is None:  # one that was made since has read all rows
+            made = storage.indexes.noted() is not None
+            noted = position - ledger.length if made else position
         if announced - noted > ledger.slots:
             # What an index has read of rows that were not noted may have been others.
             self._known = -1

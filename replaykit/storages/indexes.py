@@ -308,7 +308,7 @@ class EpisodeIndexes:
         self.marks = CutMarks(marks.tolist(), codes.tolist())
 
     def noted(self) -> int | None:
-        """Up to which position all indexes have noted rows; None: there is no index."""
+        """Position from which on rows have yet to be noted by an index; None: there is none."""
         main = self._main
         if main is not None and not self._others:
             return main.noted

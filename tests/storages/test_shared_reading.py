@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, StackFrames
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler, StackFrames
 from replaykit.storages import following
 from tests.storages.sharing import another
 
@@ -173,3 +173,41 @@ def test_an_error_of_a_draw_is_raised_by_the_draw_that_made_it(
     with pytest.raises(ValueError, match="no such law"):
         mine.sample()
     assert ways == ["apart"]
+
+
+@needs_order
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_index_made_of_rows_that_were_overwritten_meanwhile_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch, edited: bool
+) -> None:
+    def flagged(first: int, done: list[int]) -> TensorDict:
+        made = rows(first, len(done))
+        made["next", "done"] = torch.tensor(done, dtype=torch.bool)[:, None]
+        return made
+
+    storage = LazyTensorStorage(SLOTS)
+    other = ReplayBuffer(
+        storage=storage,
+        sampler=SliceSampler(num_slices=1, strict_length=False),
+        generator=torch.Generator(),
+        shared=True,
+        batch_size=2,
+    )
+    other.extend(flagged(0, [0] * SLOTS))
+    mine = another(other)
+    if edited:
+        assert len(mine.episodes) == 1
+        other["next", "done"] = torch.zeros(SLOTS, 1, dtype=torch.bool)
+    assert len(mine) == SLOTS  # it has taken note of everything, and has no index that is good
+    sample, sampler = mine.sampler.sample, mine.sampler
+
+    def sampling(*given: Any) -> Any:
+        monkeypatch.setattr(sampler, "sample", sample)
+        other.extend(flagged(SLOTS, [0, 1, 0]))
+        return sample(*given)
+
+    monkeypatch.setattr(sampler, "sample", sampling)
+    mine.sample()
+    for name in ("id", "begin", "evicted", "head", "length"):
+        found, wanted = (getattr(b.episodes._facts, name).tolist() for b in (mine, other))
+        assert found == wanted, name
