@@ -46,8 +46,9 @@ def check_mapped_rows(content: Content, slots: int, rows: torch.Tensor | None) -
             f"which the {content.rows} rows would have to lie elsewhere; load without mmap"
         )
     for group in content.groups:
+        packed = () if group.packed is None else group.packed.offsets
         for path, column in group.leaves.items():
-            if not isinstance(column, MappedRows):
+            if path not in packed and not isinstance(column, MappedRows):
                 raise ValueError(
                     f"expected rows that lie in files as they are for mmap=True, got "
                     f"{format_key(path)}, which was stored once (dedup_next); load without mmap"

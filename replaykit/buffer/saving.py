@@ -82,10 +82,10 @@ class Saving(BufferCore):
 
     def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
         with self._locked() as storage:
-            content = content_to_save(storage, path)
             writer = self._writer.state_dict()
             parts = {
-                "storage": content.to_state(tracked=True),
+                # No view of rows but those that the state holds is left: others are counted.
+                "storage": content_to_save(storage, path).to_state(tracked=True),
                 "writer": writer,
                 "sampler": saved_sampler(self._sampler, tracked=storage),
                 "transforms": self._chain.state_dict(),

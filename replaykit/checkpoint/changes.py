@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit import native
 from replaykit._compat import memory_users
 
-__all__ = ["Changes", "FrozenRows", "SavedRows", "TrackedTensor", "rows_lie_apart"]
+__all__ = ["RECORDS", "Changes", "FrozenRows", "SavedRows", "TrackedTensor"]
 
 _MOST_CHUNKS = 4096
 _LEAST_BYTES = 4096
 _MOST_LATE = 65536
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+RECORDS = "records"
+"""Key of the tensor in which several others lie side by side, row by row."""
 _REMEMBERED = 4
 """Saves that are remembered: of a buffer saved into several directories in turn."""
 
@@ -38,12 +39,14 @@ class TrackedTensor:
         changes: who is told of writes; several tensors, row by row together, may have one.
         key: which of these it is.
         check: called before it is read; raises where its memory is gone.
+        padding: the last elements of a row that nobody ever wrote; they are saved as zeros.
     """
 
     tensor: torch.Tensor
     changes: Changes
     key: Hashable
     check: Callable[[], None] | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Changes:
         row_bytes: bytes of a row, of all tensors together.
         tensors: what the rows lie in, to learn whether anybody else holds a view of that; none
             where nobody can get one.
+        packed: keys of tensors that are not saved themselves, but as a part of ``RECORDS``.
 
     Cost: of a write, under a microsecond and the chunks touched; 8 bytes a chunk, of which there
     are at most 4096. While a save is in progress, a copy of each chunk before its first write.
@@ -85,7 +89,13 @@ class Changes:
         [1, 2]
     """
 
-    def __init__(self, rows: int, row_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        rows: int,
+        row_bytes: int,
+        tensors: Sequence[torch.Tensor] = (),
+        packed: Iterable[Hashable] = (),
+    ) -> None:
         least = -(-_LEAST_BYTES // max(row_bytes, 1))
         self.rows = rows
         chunk = max(1, -(-rows // _MOST_CHUNKS), least)
@@ -93,7 +103,7 @@ class Changes:
         self.now = 1
         self._written = np.zeros(-(-rows // self.chunk), np.int64)
         self._keyed: dict[Hashable, np.ndarray[Any, Any]] = {}
-        self._tensors = tuple(tensors)
+        self._tensors, self._packed = tuple(tensors), frozenset(packed)
         self._last = self._last_now = -1
         self._later: list[torch.Tensor] = []
         self._late = 0
@@ -187,6 +197,8 @@ class Changes:
             self.wrote(0, stop, keys)
 
     def _touch(self, chunks: Any, keys: Iterable[Hashable] | None) -> None:
+        if keys is not None and self._packed:
+            keys = {RECORDS if key in self._packed else key for key in keys}
         if self._frozen:
             numbers = np.arange(len(self._written))[chunks]
             for frozen in self._frozen:
@@ -337,6 +349,8 @@ class FrozenRows:
             if tracked.check is not None:
                 tracked.check()
             _copy(out, tracked.tensor[first:stop])
+            if tracked.padding:  # whatever the memory held before
+                _blank(out, tracked.padding)
             for number in range(first // size, (stop - 1) // size + 1):
                 start = number * size
                 if number in kept:
@@ -364,20 +378,24 @@ class FrozenRows:
             yield start, min(start + step, stop)
 
 
+def _blank(rows: torch.Tensor, padding: int) -> None:
+    """Sets the last ``padding`` bytes of rows uint8 ``[*batch, n]`` to zero.
+
+    Word by word: an operation on a few bytes of every row takes five times as long.
+    """
+    width = rows.shape[-1]
+    size = next(size for size in (8, 4, 2, 1) if width % size == 0)
+    count = -(-padding // size)
+    kept = bytes([255]) * (count * size - padding) + bytes(padding)
+    words = rows.reshape(-1, width).numpy().view(f"u{size}")
+    for place, mask in enumerate(np.frombuffer(kept, f"u{size}"), width // size - count):
+        words[:, place] &= mask
+
+
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
     """Copies rows bit for bit: on the CPU without torch's threads, which wait for each other."""
     words = _WORDS.get(source.dtype.itemsize)
     if words is None or not source.is_cpu or source.is_conj() or source.is_neg():
         out.copy_(source)
-    elif native.join_rows is not None and len(source) > 1 and rows_lie_apart(source):
-        nbytes, address = source[:1].nbytes, source.data_ptr()
-        stride = source.stride(0) * source.dtype.itemsize
-        # NumPy takes rows of a few elements, as those in records are, one element at a time.
-        native.join_rows(address, stride, nbytes, address, 0, 0, len(source), out.data_ptr())
     else:
         np.copyto(out.view(words).numpy(), source.detach().view(words).numpy())
-
-
-def rows_lie_apart(rows: torch.Tensor) -> bool:
-    """Whether each row is contiguous, and the next one does not follow it at once."""
-    return not rows.is_contiguous() and rows[:1].is_contiguous()

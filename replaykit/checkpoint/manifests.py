@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FORMAT = "replaykit-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _KEPT = re.compile(r"manifest-([0-9]{1,15})\.json")
 _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")

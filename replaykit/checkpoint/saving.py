@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from replaykit._compat import dtype_name
 from replaykit._version import __version__
@@ -34,7 +33,6 @@ from replaykit.checkpoint.manifests import (
 )
 from replaykit.checkpoint.pieces import Piece, Pieces, files_to_leave, runs
 from replaykit.checkpoint.snapshot import Snapshot
-from replaykit.checkpoint.staging import Staging
 from replaykit.filesystem import EarlySync, make_directory
 from replaykit.leafwise import raw_bytes
 
@@ -236,34 +234,35 @@ def _write_rows(
                 for start in range(first - first % block, stop, block)
             ]
     pieces = {name: list(again[name].pieces) for name in frozen.names}
-    staging, together = Staging(), Staging(_MOST_BLOCK_BYTES)
-    for _, group in itertools.groupby(sorted(steps), key=itemgetter(0)):
-        parts = [(frozen.names[number], first, stop) for _, number, first, stop in group]
-        read = together.read(frozen, parts)
-        for name, first, stop in parts:
-            row_bytes = frozen.row_bytes[name]
-            whole = read.get((name, first))
+    staging = _Staging()
+    for _, number, first, stop in sorted(steps):
+        name = frozen.names[number]
+        row_bytes = frozen.row_bytes[name]
 
-            def blocks(
-                start: int,
-                end: int,
-                name: str = name,
-                row_bytes: int = row_bytes,
-                first: int = first,
-                whole: memoryview | None = whole,
-            ) -> Iterator[memoryview]:
-                if whole is not None:
-                    yield whole[(start - first) * row_bytes : (end - first) * row_bytes]
-                    return
-                for low, high in frozen.blocks(name, start, end, _BLOCK_BYTES):
-                    out = staging.rows(frozen, name, high - low)
-                    frozen.read(name, low, high, out)
-                    yield raw_bytes(out).numpy().data
+        def blocks(start: int, end: int, name: str = name) -> Iterator[memoryview]:
+            for low, high in frozen.blocks(name, start, end, _BLOCK_BYTES):
+                out = staging.rows(frozen, name, high - low)
+                frozen.read(name, low, high, out)
+                yield raw_bytes(out).numpy().data
 
-            # A few rows are not worth the gap before them: whoever maps the tensor copies them.
-            large = paged[name] and (stop - first) * row_bytes >= 4 * PAGE_BYTES
-            pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, large)
+        # A few rows are not worth the gap before them: whoever maps the tensor copies them.
+        large = paged[name] and (stop - first) * row_bytes >= 4 * PAGE_BYTES
+        pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, large)
     return {name: _record(writer, frozen, name, pieces[name]) for name in frozen.names}
+
+
+class _Staging:
+    """Memory for rows on their way to a file, taken once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def rows(self, frozen: FrozenRows, name: str, count: int) -> torch.Tensor:
+        """Room for rows of a tensor."""
+        tensor, nbytes = frozen.tensors[name].tensor, count * frozen.row_bytes[name]
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._memory[:nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
 
 
 def _record(

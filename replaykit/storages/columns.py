@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from replaykit._compat import arange
 from replaykit.assembly import assembler
 from replaykit.checkpoint.changes import Changes
 from replaykit.schema import Schema
@@ -16,6 +18,7 @@ from replaykit.storages.extents import overlaps, reach
 from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
+from replaykit.storages.packed import PackedLeaves
 from replaykit.storages.records import RecordLayout
 from replaykit.storages.runs import runs_of
 from replaykit.storages.steps_ahead import StepsAhead, StepsPlan
@@ -78,7 +81,7 @@ class Columns:
         self._note_memory()
         if changes is None:
             row_bytes = schema.row_bytes() * self._cells
-            changes = Changes(self.slots, row_bytes, [tensor for tensor, _ in self._held])
+            changes = Changes(self.slots, row_bytes, [tensor for tensor, _ in self._held], packed)
         self.changes = changes
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
@@ -270,6 +273,38 @@ class Columns:
             self._scatter(slots, runs, sources)
             raise
 
+    def packed(self, stop: int) -> PackedLeaves | None:
+        """Returns the records of the first ``stop`` slots, as views; None where there are none."""
+        if self.layout is None or self.records is None:
+            return None
+        return PackedLeaves(self.records[:stop], self.layout.offsets)
+
+    def fill(
+        self,
+        start: int,
+        count: int,
+        leaves: Mapping[Path, Any],
+        kept: torch.Tensor | slice,
+        packed: PackedLeaves | None,
+    ) -> None:
+        """Writes rows ``kept`` of stored ones, ``count`` of them, to the slots from ``start`` on.
+
+        Args:
+            packed: the records in which some of the leaves lie. Where they lie likewise here, they
+                are copied whole.
+        """
+        if packed is None or self.records is None or not packed.lie_as(self.layout):
+            self.scatter(arange(start, start + count), leaves, kept)
+            return
+        self.follow_memory()
+        alone = [path for path in self.tensors if path not in packed.offsets]
+        sources = {path: self.own(picked(leaves[path], kept)) for path in alone}
+        records = self.own(picked(packed.records, kept))
+        self.changes.wrote(start, count)
+        for path, source in sources.items():
+            _copy_rows(carried(self.tensors[path])[start : start + count], source)
+        _copy_rows(self.records[start : start + count], records)
+
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """Writes rows that lie one after the other at ``addresses``, one a leaf, round the ring.
 
@@ -381,6 +416,15 @@ class Columns:
             for first, start, stop in runs:
                 rows = source if len(runs) == 1 else source[start:stop]
                 target[first : first + stop - start].copy_(rows)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies rows; on the CPU without torch's threads, which wait for each other."""
+    plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
+    if target.is_cpu and source.is_cpu and plain:
+        np.copyto(target.numpy(), source.detach().numpy())
+    else:
+        target.copy_(source)
 
 
 def _by_dimension(parts: Sequence[Any]) -> bool:

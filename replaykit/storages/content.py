@@ -11,11 +11,12 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.checkpoint import RowChunks
-from replaykit.checkpoint.changes import Changes, TrackedTensor
+from replaykit.checkpoint.changes import RECORDS, Changes, TrackedTensor
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.followed import FollowedColumn, plain_column, rebuilt_column
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.packed import PackedLeaves, field_of
 from replaykit.structure import Node, Path, build
 
 __all__ = ["Content", "Group"]
@@ -30,28 +31,41 @@ class Group:
     Attributes:
         changes: knows which rows of the tensors were written when; None: nobody does.
         check: raises where the memory of the tensors is gone.
+        packed: those leaves that lie in records, of which their columns are views; None: no leaf
+            does.
     """
 
     schema: Schema
     columns: tuple[Any, ...]
     changes: Changes | None = None
     check: Callable[[], None] | None = None
+    packed: PackedLeaves | None = None
 
     def plain_columns(self) -> list[Any]:
         """Returns the columns as tensors, or mappings of tensors for those that are rebuilt."""
         return [plain_column(column, self.columns) for column in self.columns]
 
-    def saved_columns(self) -> list[Any]:
-        """Returns what ``plain_columns`` does, for a save that writes what has changed."""
-        changes = self.changes
-        if changes is None:
-            return self.plain_columns()
-        return [
-            TrackedTensor(column, changes, path, self.check)
-            if isinstance(column, torch.Tensor)
-            else plain_column(column, self.columns)
-            for path, column in self.leaves.items()
-        ]
+    def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
+        """Returns plain values and tensors: the columns, or where they lie in ``records``.
+
+        ``tracked``: for a save, which writes what has changed of those tensors that tell.
+        """
+        changes, packed = self.changes if tracked else None, self.packed
+        columns = self.plain_columns()
+        fields = {} if packed is None else packed.to_state(self.schema)
+        for place, path in enumerate(self.schema.leaves):
+            if path in fields:
+                columns[place] = fields[path]
+            elif changes is not None and isinstance(columns[place], torch.Tensor):
+                columns[place] = TrackedTensor(columns[place], changes, path, self.check)
+        state = {"schema": self.schema.to_json(), "columns": columns}
+        if packed is not None:
+            records = packed.records
+            if changes is not None:
+                padding = packed.padding(self.schema)
+                records = TrackedTensor(records, changes, RECORDS, self.check, padding)
+            state["records"] = records
+        return state
 
     @property
     def leaves(self) -> dict[Path, Any]:
@@ -165,13 +179,7 @@ class Content:
         return {
             "rows": self.rows,
             "lanes": list(self.lanes),
-            "groups": [
-                {
-                    "schema": group.schema.to_json(),
-                    "columns": group.saved_columns() if tracked else group.plain_columns(),
-                }
-                for group in self.groups
-            ],
+            "groups": [group.to_state(tracked=tracked) for group in self.groups],
             "order": self.order,
             # By position, which the message names if one cannot be represented.
             "plain": dict(zip(self._plain_rows(), self.plain, strict=True)),
@@ -221,9 +229,15 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
     if not isinstance(record, Mapping) or not isinstance(record.get("columns"), list):
         raise ValueError(f"expected a group of rows, got {record!r}")
     schema = Schema.from_json(record.get("schema"))
-    columns = record["columns"]
+    columns = list(record["columns"])
     if not columns or len(columns) != len(schema.leaves):
         raise ValueError(f"expected {len(schema.leaves)} columns, got {len(columns)}")
+    offsets, records = {}, record.get("records")
+    for place, path in enumerate(schema.leaves):
+        column = columns[place]
+        if isinstance(column, Mapping) and "field" in column:
+            columns[place] = field_of(column, records)
+            offsets[path] = column["field"]
     columns = [rebuilt_column(column, columns, lanes) for column in columns]
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
@@ -238,7 +252,8 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
         sizes.add(column.shape[0])
     if len(sizes) > 1:
         raise ValueError(f"expected columns of one length, got {sorted(sizes)}")
-    return Group(schema, tuple(columns))
+    packed = PackedLeaves(records, offsets) if offsets else None
+    return Group(schema, tuple(columns), packed=packed)
 
 
 def _stacked(root: Node, rows: list[dict[Path, torch.Tensor]]) -> Group:

@@ -14,7 +14,7 @@ import torch
 from replaykit.schema import Schema
 from replaykit.structure import Path
 
-__all__ = ["WIDE_BYTES", "RecordLayout", "plan_records"]
+__all__ = ["WIDE_BYTES", "RecordLayout", "alone", "field_view", "plan_records"]
 
 WIDE_BYTES = 512
 """From this size on a leaf is bound by bandwidth: it gains nothing from a record and lies alone."""
@@ -84,26 +84,10 @@ class RecordLayout:
 
     def views(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
         """Returns the leaves ``[*batch, *F]`` of a block uint8 ``[*batch, stride]``, as views."""
-        leaves = {}
-        for path, offset in self.offsets.items():
-            dtype, shape = self._dtypes[path], self._shapes[path]
-            inner, step = [], 1
-            for size in reversed(shape):
-                inner.append(step)
-                step *= size
-            row = block.view(dtype)
-            outer = list(row.stride()[:-1])
-            for dim in reversed(range(len(outer))):
-                if row.shape[dim] > 1:
-                    break
-                outer[dim] = step  # a single row is viewed as if it were alone
-            strides = [*outer, *reversed(inner)]
-            leaves[path] = row.as_strided(
-                [*block.shape[:-1], *shape],
-                strides,
-                row.storage_offset() + offset // dtype.itemsize,
-            )
-        return leaves
+        return {
+            path: field_view(block, offset, self._dtypes[path], self._shapes[path])
+            for path, offset in self.offsets.items()
+        }
 
     def new_block(self, rows: int) -> torch.Tensor:
         """Returns uninitialised records for ``split``, on the CPU."""
@@ -140,6 +124,34 @@ class RecordLayout:
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+
+def field_view(
+    block: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size
+) -> torch.Tensor:
+    """Returns the values ``[*batch, *F]`` of one leaf of a block of records, as a view.
+
+    Args:
+        block: uint8 ``[*batch, stride]``; its start, ``offset`` and ``stride`` are multiples of the
+            size of a value.
+        offset: first byte of the leaf in a record.
+        shape: of the leaf, ``F``.
+    """
+    inner, step = [], 1
+    for size in reversed(shape):
+        inner.append(step)
+        step *= size
+    row = block.view(dtype)
+    outer = list(row.stride()[:-1])
+    for dim in reversed(range(len(outer))):
+        if row.shape[dim] > 1:
+            break
+        outer[dim] = step  # a single row is viewed as if it were alone
+    return row.as_strided(
+        [*block.shape[:-1], *shape],
+        [*outer, *reversed(inner)],
+        row.storage_offset() + offset // dtype.itemsize,
+    )
 
 
 def _stride(nbytes: int, widest: int) -> int:

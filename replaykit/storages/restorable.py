@@ -21,6 +21,7 @@ from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_streams import StreamColumns, keys_of
+from replaykit.storages.packed import PackedLeaves
 from replaykit.storages.plain_state import from_plain, to_plain
 from replaykit.structure import Branch, Path
 
@@ -47,6 +48,7 @@ class RestorableStorage(ColumnStorage):
             return Content(0)
         leaves: dict[Path, Any] = {}
         if isinstance(columns, OnceColumns):
+            packed = columns.rows.packed(length)
             leaves.update(columns.rows.view(length))
             elements, values = columns.own_following(length)
             steps = columns.links.steps(length) if isinstance(columns, StreamColumns) else None
@@ -55,9 +57,10 @@ class RestorableStorage(ColumnStorage):
                     leaves[root], elements, values[path], columns.lanes, steps
                 )
         else:
+            packed = columns.packed(length)
             leaves.update(columns.view(length))
         views = tuple(leaves[path] for path in columns.schema.leaves)
-        group = Group(columns.schema, views, columns.changes, columns.follow_memory)
+        group = Group(columns.schema, views, columns.changes, columns.follow_memory, packed)
         return Content(length, self.lanes, (group,))
 
     def check_content(self, content: Content) -> _Target | None:
@@ -113,7 +116,7 @@ class RestorableStorage(ColumnStorage):
             self._columns = columns
             self._adopt(columns)
             self.recovery.note(range(self.ledger.length))
-        _fill(columns, leaves, content.rows, rows, content.ledger)
+        _fill(columns, leaves, content.rows, rows, content.ledger, group.packed)
         if content.check is not None:
             content.check()
         self._columns = columns
@@ -208,12 +211,14 @@ def _fill(
     count: int,
     rows: torch.Tensor | None,
     ledger: Ledger | None,
+    packed: PackedLeaves | None = None,
 ) -> None:
     """Writes the first ``count`` rows of the leaves, or ``rows`` of them, oldest first, to slots
     ``0, 1, ...``, block by block.
 
     Args:
         ledger: of the rows; None: they lie in the order in which they were written.
+        packed: the records in which some of the leaves lie.
     """
     count = count if rows is None else len(rows)
     if isinstance(columns, StreamColumns) and not count:
@@ -236,5 +241,7 @@ def _fill(
         kept = slice(start, stop) if rows is None else rows[start:stop]
         if isinstance(columns, StreamColumns):
             columns.fill(start, leaves, kept)
-        else:
+        elif isinstance(columns, OnceColumns):
             columns.scatter(arange(start, stop), leaves, kept)
+        else:
+            columns.fill(start, stop - start, leaves, kept, packed)

@@ -29,9 +29,10 @@ from replaykit.storages.pairs import (
     checked_mismatch,
     pairs_of,
 )
+from replaykit.storages.records import plan_records
 from replaykit.storages.restorable import RestorableStorage
 from replaykit.storages.shared import Sharing, memory_folder
-from replaykit.structure import build
+from replaykit.structure import Path, build
 from replaykit.ted import format_key
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]
@@ -291,8 +292,20 @@ class LazyTensorStorage(TensorStorage):
         if not content.groups:
             return
         group = content.single_group()
-        tensors = {path: rows.spanned(slots) for path, rows in group.leaves.items()}
-        columns = Columns(group.schema, tensors, self.ndim, mapped=True)
+        packed, layout, records = group.packed, None, None
+        tensors: dict[Path, torch.Tensor] = {}
+        if packed is not None:
+            records = packed.records.spanned(slots)
+            tensors = packed.fields(records, group.schema)
+            layout = plan_records(group.schema)
+            if not packed.lie_as(layout):  # columns then, though side by side
+                layout = records = None
+        tensors |= {
+            path: rows.spanned(slots) for path, rows in group.leaves.items() if path not in tensors
+        }
+        columns = Columns(
+            group.schema, tensors, self.ndim, layout=layout, records=records, mapped=True
+        )
         self._columns = columns
         self._adopt(columns)
 

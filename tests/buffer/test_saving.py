@@ -23,6 +23,7 @@ from replaykit import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
+from replaykit.checkpoint import FORMAT_VERSION
 from replaykit.errors import CheckpointError
 from replaykit.storages.plain_state import from_plain
 
@@ -303,7 +304,7 @@ def test_the_manifest_tells_what_was_saved(buffer_of: Any, rows: Any, tmp_path: 
     buffer.dumps(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["format"] == "replaykit-checkpoint"
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == FORMAT_VERSION
     assert manifest["library_version"] == replaykit.__version__
     assert manifest["components"] == {
         "buffer": "ReplayBuffer",

@@ -131,7 +131,9 @@ def test_a_view_is_written_as_its_values(tmp_path: Path):
 
 def test_the_number_of_files_is_bounded():
     """A mapped file keeps a descriptor open, of which a process commonly has 1024."""
-    assert chunk_bytes(1) == chunk_bytes(2**30) == 64 * 2**20
+    assert chunk_bytes(1) == chunk_bytes(2**29) == 64 * 2**20
+    assert chunk_bytes(2**30) == 128 * 2**20
+    assert chunk_bytes(2**31) == chunk_bytes(2**34) == 256 * 2**20
     for total in (10**10, 10**12, 10**14):
         assert total / chunk_bytes(total) <= 256
 

@@ -57,7 +57,8 @@ def _deep(levels: int, kind: str) -> Any:
 LEDGER = ("parts", "writer", "_ledger")
 
 
-SCHEMA = ("parts", "storage", "groups", 0, "schema")
+GROUP = ("parts", "storage", "groups", 0)
+SCHEMA = (*GROUP, "schema")
 
 
 CRAFTED = [
@@ -83,6 +84,21 @@ CRAFTED = [
         _set("parts", name, value=5)
         for name in ("storage", "writer", "sampler", "transforms", "generator", "prepared")
     ],
+    *[
+        _set(*GROUP, "columns", 1, "field", value=v)
+        for v in (-4, 1, 16, 2**70, 8.0, "8", None, True)
+    ],
+    _set(*GROUP, "columns", 1, "dtype", value="int32"),
+    _set(*GROUP, "columns", 1, "dtype", value="load"),
+    *[_set(*GROUP, "columns", 1, "shape", value=v) for v in ([], [2], [-1], 1, None)],
+    _set(*GROUP, "columns", 1, value={}),
+    _set(*GROUP, "columns", 1, value={"$": "tensor", "name": "t0"}),
+    _set(*GROUP, "columns", value=[]),
+    _drop(*GROUP, "records"),
+    *[_set(*GROUP, "records", value=v) for v in (5, None, [1], {"$": "tensor", "name": "t1"})],
+    _set("tensors", "t0", "shape", value=[64]),
+    _set("tensors", "t0", "shape", value=[4, 32]),
+    _set("tensors", "t0", "shape", value=[16, 8]),
     _set("tensors", "t0", value=5),
     _set("tensors", "t0", "dtype", value="load"),
     _set("tensors", "t0", "dtype", value="float32"),
@@ -104,7 +120,7 @@ CRAFTED = [
     _set("parts", "sampler", "_length", value=2),
     _set("parts", "sampler", "_ran_out", value=1),
     _set("parts", "sampler", "_remaining", value=[1, 2]),
-    _set("parts", "sampler", "_remaining", value={"$": "tensor", "name": "t1"}),
+    _set("parts", "sampler", "_remaining", value={"$": "tensor", "name": "t0"}),
     _set("parts", "transforms", value={"0": {"x": 1}}),
     _set("parts", "generator", "device", value="nowhere"),
     _set("parts", "generator", "device", value=5),

@@ -18,6 +18,8 @@ from replaykit.checkpoint import changes, checkpoint_versions
 from replaykit.errors import CheckpointError
 
 ROWS = 30
+STRIDE = 88
+"""Bytes of a record: 9 float64, an int64, a bool and padding."""
 
 
 def new() -> ReplayBuffer:
@@ -191,7 +193,7 @@ def test_a_forged_record_is_an_error(change: Any, three: tuple[Path, Any], forge
 
 
 def rows_of(manifest: Any) -> Any:
-    return next(r for r in manifest["tensors"].values() if r["shape"] == [ROWS, 9])
+    return next(r for r in manifest["tensors"].values() if r["shape"] == [ROWS, STRIDE])
 
 
 def piece(manifest: Any) -> Any:

@@ -59,7 +59,9 @@ def test_a_newer_version_is_told_from_damage(make: Any, forge: Any, tmp_path: Pa
     """CK10: the message says which version wrote it and which one reads it."""
     save(tmp_path)
     forge(tmp_path, lambda m: m.update(format_version=FORMAT_VERSION + 1, library_version="9.9"))
-    with pytest.raises(RuntimeError, match=r"version 2.*up to 1.*replaykit 9\.9"):
+    with pytest.raises(
+        RuntimeError, match=rf"version {FORMAT_VERSION + 1}.*up to {FORMAT_VERSION}.*replaykit 9\.9"
+    ):
         make().loads(tmp_path)
     # Also where the newer version puts its checksum somewhere else.
     (tmp_path / "manifest.json").write_text(

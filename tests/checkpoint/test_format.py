@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
 from replaykit.checkpoint import FORMAT_VERSION, checkpoint_versions
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -28,15 +36,18 @@ def check(buffer: ReplayBuffer, newest: int) -> None:
     assert torch.equal(rows["image"], number.to(torch.uint8)[:, None, None].expand(12, 4, 4))
     assert torch.equal(rows["next", "x"], number[:, None] + 0.5)
     assert torch.equal(rows["next", "done"], (number % 5 == 4)[:, None])
+    if "wide" in rows.keys():  # noqa: SIM118
+        assert torch.equal(rows["wide"], number.to(torch.uint8)[:, None].expand(12, 600))
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_format_version_1_is_read(storage: Any):
+@pytest.mark.parametrize("format_version", [1, 2])
+def test_every_format_version_is_read(format_version: int, storage: Any):
     """Two checkpoints of a ring of 12 rows, of which the newer names chunks of the older again."""
-    folder = FIXTURES / "version-1"
+    folder = FIXTURES / f"version-{format_version}"
     assert checkpoint_versions(folder) == [1, 2]
     files = [json.loads((folder / n).read_text()) for n in ("manifest-1.json", "manifest.json")]
-    assert [manifest["format_version"] for manifest in files] == [1, 1]
+    assert [manifest["format_version"] for manifest in files] == [format_version] * 2
     assert set(files[0]["files"]) & set(files[1]["files"])
 
     older = new(storage(12))
@@ -59,3 +70,83 @@ def test_there_is_a_fixture_of_every_version():
     assert {path.name for path in FIXTURES.glob("version-*")} == {
         f"version-{number}" for number in range(1, FORMAT_VERSION + 1)
     }
+
+
+def rows_of_manifest(folder: Path, record: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The rows of a tensor, which lie as ``docs/format.md`` says: piece after piece."""
+    dtype = {"bool": "?"}.get(record["dtype"], record["dtype"])
+    row = record["shape"][1:]
+    pieces = []
+    for file, offset, rows in record["pieces"]:
+        raw = (folder / file).read_bytes()
+        count = rows * int(np.prod(row, dtype=int))
+        pieces.append(np.frombuffer(raw, dtype, count, offset).reshape(rows, *row))
+    return np.concatenate(pieces)
+
+
+@pytest.mark.parametrize("lanes", [[], [3]])
+def test_rows_lie_in_files_as_documented(tmp_path: Path, lanes: list[int]):
+    """Read with NumPy alone: fields of records at their first bytes, padding zero."""
+    shape = [20, *lanes]
+    data = TensorDict(
+        {
+            "x": torch.randn(*shape, 3, dtype=torch.float64),
+            "flag": torch.rand(*shape, 1) > 0.5,
+            "half": torch.randn(*shape, 2, 2).half(),
+            "wide": torch.randint(0, 255, (*shape, 700), dtype=torch.uint8),
+        },
+        shape,
+    )
+    storage = LazyTensorStorage(data.numel(), ndim=len(shape))
+    buffer = ReplayBuffer(storage=storage, sampler=RandomSampler(), dim_extend=0)
+    buffer.extend(data)
+    assert storage._columns.records is not None
+    storage._columns.records[..., 33:] = 255  # as memory that held something else before
+    buffer.dumps(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (group,) = manifest["parts"]["storage"]["groups"]
+    records = rows_of_manifest(tmp_path, manifest["tensors"][group["records"]["name"]])
+    assert records.shape[:-1] == tuple(shape)
+    covered = np.zeros(records.shape[-1], bool)
+    columns = dict(zip(["x", "flag", "half", "wide"], group["columns"], strict=True))
+    for key, column in columns.items():
+        expected = data[key].numpy()
+        if key == "wide":
+            found = rows_of_manifest(tmp_path, manifest["tensors"][column["name"]])
+        else:
+            nbytes = expected[(0,) * len(shape)].nbytes
+            part = slice(column["field"], column["field"] + nbytes)
+            assert not covered[part].any()
+            covered[part] = True
+            assert column["dtype"] == str(data[key].dtype).removeprefix("torch.")
+            assert column["shape"] == list(data[key].shape[len(shape) :])
+            found = np.ascontiguousarray(records[..., part]).view(expected.dtype)
+            found = found.reshape(expected.shape)
+        assert np.array_equal(found, expected)
+    assert covered.sum() == 33
+    assert not records[..., ~covered].any()
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_records_of_another_layout_are_read_by_their_offsets(
+    tmp_path: Path, mmap: bool, forge: Any
+):
+    """As a package would write them that lays records out in another order."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), sampler=RandomSampler())
+    data = TensorDict({"a": torch.randn(20_000, 8), "b": torch.randn(20_000, 8)}, [20_000])
+    buffer.extend(data)
+    buffer.dumps(tmp_path)
+
+    def swap(manifest: dict[str, Any]) -> None:
+        columns = manifest["parts"]["storage"]["groups"][0]["columns"]
+        columns.reverse()
+
+    forge(tmp_path, swap)
+    loaded = ReplayBuffer(storage=LazyTensorStorage(20_000), sampler=RandomSampler())
+    loaded.loads(tmp_path, mmap=mmap)
+    assert torch.equal(loaded["a"], data["b"])
+    assert torch.equal(loaded["b"], data["a"])
+    drawn = loaded.storage.read(torch.arange(0, 20_000, 7))
+    assert torch.equal(drawn["a"], data["b"][::7])
+    loaded.extend(data[:5])
+    assert torch.equal(loaded["a"][:5], data["a"][:5])

@@ -226,12 +226,12 @@ def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
     other.extend(rows(100, 7))
     other.dumps(tmp_path / "saved")
     rb = opened(tmp_path / "rows")
-    real = Columns.scatter
+    real = Columns.fill
     for there in ([], [0, 1, 2]):
         if there:
             rb.empty()
             rb.extend(rows(0, 3))
-        monkeypatch.setattr(Columns, "scatter", and_then_interrupted(real))
+        monkeypatch.setattr(Columns, "fill", and_then_interrupted(real))
         with pytest.raises(KeyboardInterrupt):
             rb.loads(tmp_path / "saved")
         monkeypatch.undo()

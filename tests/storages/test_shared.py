@@ -122,11 +122,7 @@ class Worked:
 
     def check(self, at: int) -> None:
         """All that a handle knows is what the plain buffer knows."""
-        if self.placed:  # whoever saw in what order they came knows more than the rows tell
-            for buffer in (self.handles[at], self.model):
-                with buffer.storage.lock:
-                    for index in buffer.storage.indexes._live():
-                        index.edited()
+        self.forget_order(at)
         found, wanted = shown(self.handles[at]), shown(self.model)
         if self.emptied:  # whether a stream was open when rows were forgotten is known to one alone
             for one in (found, wanted):
@@ -141,6 +137,14 @@ class Worked:
             if found.get(name) != wanted.get(name)
         ]
         assert not different, (at, different)
+
+    def forget_order(self, at: int) -> None:
+        """Where rows were placed, whoever saw in what order they came knows more than they tell."""
+        if self.placed:
+            for buffer in (self.handles[at], self.model):
+                with buffer.storage.lock:
+                    for index in buffer.storage.indexes._live():
+                        index.edited()
 
     def rows(self, count: int, bits: int, **options: Any) -> TensorDict:
         first, self.number = self.number, self.number + count
@@ -200,6 +204,7 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
             worked.do(at, lambda buffer: buffer.loads(path))
             worked.emptied |= not len(model)
     elif what == "sample":
+        worked.forget_order(at)
         worked.do(at, lambda buffer: drawn(buffer, 4, more[0]))
     elif what in ("write_at", "set"):
         top = len(model) // (LANES if kind.ndim == 2 else 1)
