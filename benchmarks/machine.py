@@ -87,7 +87,8 @@ class Neighbours:
 
     @staticmethod
     def _ticks() -> tuple[float, float, float] | None:
-        """Seconds of all processors so far, those that were busy, and those of this process."""
+        """Seconds of all processors so far, those that were busy, and those of this process and of
+        its children that have ended."""
         try:
             line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         except OSError:
@@ -96,7 +97,7 @@ class Neighbours:
         busy = user + nice + system + sum(rest)
         second = os.sysconf("SC_CLK_TCK")
         own = os.times()
-        return (busy + idle + waiting) / second, busy / second, own.user + own.system
+        return (busy + idle + waiting) / second, busy / second, sum(own[:4])
 
     def share(self) -> float | None:
         """Returns the share of the processors' time that others took, in 0 .. 1."""

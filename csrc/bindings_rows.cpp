@@ -86,6 +86,15 @@ void replaykit::bind_rows(nb::module_& m) {
         },
         nb::arg("address"), nb::arg("bytes"),
         "Asks the kernel for large pages for fresh memory; a hint.");
+  m.def("join_pages",
+        [](std::int64_t address, std::int64_t bytes) {
+          if (bytes < 0) throw nb::value_error("expected a number of bytes of at least 0");
+          char* start = as_address(address);
+          nb::gil_scoped_release release;
+          replaykit::join_pages(start, bytes);
+        },
+        nb::arg("address"), nb::arg("bytes"),
+        "Has the pages of a file in memory joined into large ones, where the system can.");
   m.def("join_rows",
         [](std::int64_t left, std::int64_t left_stride, std::int64_t left_bytes,
            std::int64_t right, std::int64_t right_stride, std::int64_t right_bytes,

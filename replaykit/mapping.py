@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Span", "can_map_spans", "map_private", "map_spans"]
+__all__ = ["LARGE_PAGE", "Span", "can_map_spans", "map_common", "map_private", "map_spans"]
 
 
 class Span(NamedTuple):
@@ -56,6 +56,31 @@ def map_private(descriptor: int, nbytes: int) -> Any:
     if _SYSTEM is None:
         return _map_by_python(descriptor, nbytes)
     return _owned(_map(None, nbytes, 0, descriptor, 0), nbytes)
+
+
+def map_common(descriptor: int, nbytes: int) -> Any:
+    """Maps the first bytes of a file, to be read and changed; all who map it see the changes.
+
+    From the size of a large page on the memory begins at a multiple of it, without which the system
+    cannot use large pages. Arguments, result and errors as for ``map_private``.
+    """
+    if _SYSTEM is None or nbytes < LARGE_PAGE:
+        return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_WRITE)
+    map_, unmap = _SYSTEM
+    room = -(-nbytes // LARGE_PAGE) * LARGE_PAGE + LARGE_PAGE
+    start = _map(None, room, mmap.MAP_ANONYMOUS, -1, 0)
+    address = -(-start // LARGE_PAGE) * LARGE_PAGE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    found = map_(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    if found != address:
+        code = ctypes.get_errno()
+        unmap(start, room)
+        raise OSError(code, os.strerror(code))
+    stop = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for first, last in ((start, address), (stop, start + room)):
+        if first < last:
+            unmap(first, last - first)
+    return _owned(address, nbytes)
 
 
 def can_map_spans() -> bool:
@@ -169,6 +194,7 @@ def _system() -> tuple[Callable[..., int | None], Callable[[int, int], int]] | N
     return map_, unmap
 
 
+LARGE_PAGE: Final = 2 << 20
 _MAP_FIXED: Final = 0x10
 """The same number on all systems with ``mmap``; Python does not name it."""
 _FAILED: Final = (1 << 64) - 1

@@ -37,6 +37,7 @@ __all__ = [
     "ask_for_large_pages",
     "core",
     "crc32",
+    "join_pages",
     "join_rows",
     "power",
 ]
@@ -86,6 +87,15 @@ def ask_for_large_pages(address: int, nbytes: int) -> None:
     """Asks the kernel for large pages for fresh memory. A hint; nothing without the core."""
     if _core is not None:
         _core.ask_for_large_pages(address, nbytes)
+
+
+def join_pages(address: int, nbytes: int) -> None:
+    """Has the pages of a file in memory joined into large ones. Nothing without the core.
+
+    Cost: a copy of them.
+    """
+    if _core is not None:
+        _core.join_pages(address, nbytes)
 
 
 _LEAST_FOLDED = 1024

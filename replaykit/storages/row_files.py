@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from replaykit.filesystem import reserve_blocks
+from replaykit.mapping import map_common
+from replaykit.native import join_pages
 from replaykit.schema import Schema
 from replaykit.storages.allocation import column_shapes, format_bytes, storage_bytes
 from replaykit.storages.beside import Grow
@@ -107,7 +109,9 @@ class RowFiles(NamedTuple):
     def opened(self, ndim: int, *, create: bool = False, mapped: bool = True) -> Columns:
         """Columns over the files, which are made, or are there; ``mapped``: they are on a disk."""
         tensors = {
-            path: map_file(file, self.shapes[path], self.dtypes[path], create=create)
+            path: map_file(
+                file, self.shapes[path], self.dtypes[path], create=create, in_memory=not mapped
+            )
             for path, file in self.files.items()
         }
         records = tensors.pop(_RECORDS, None)
@@ -136,6 +140,7 @@ def map_file(
     *,
     create: bool = False,
     private: bool = False,
+    in_memory: bool = False,
 ) -> torch.Tensor:
     """Returns a tensor over a memory-mapped file of raw values.
 
@@ -143,12 +148,14 @@ def map_file(
         file: the file; with ``create`` it is made, or cut and extended to size, and its blocks
             are reserved.
         private: changes stay in this process (copy-on-write) and never reach the file.
+        in_memory: the file lies in memory; then, with ``create``, in large pages where it can.
 
     Raises:
         OSError: the disk has too little room, or the file cannot be opened; names the file.
         ValueError: the file is shorter than the shape needs.
 
-    Cost: no value is read. The mapping lives as long as the tensor.
+    Cost: no value is read; with ``create`` and ``in_memory`` the file is copied once. The mapping
+    lives as long as the tensor.
     """
     nbytes = shape.numel() * dtype.itemsize
     if create:
@@ -159,8 +166,14 @@ def map_file(
         return torch.empty(shape, dtype=dtype, device="cpu")
     access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
     with open(file, "rb" if private else "r+b") as opened:
-        mapping = mmap.mmap(opened.fileno(), nbytes, access=access)
-    return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(shape)
+        if in_memory and not private:
+            mapping = map_common(opened.fileno(), nbytes)
+        else:
+            mapping = mmap.mmap(opened.fileno(), nbytes, access=access)
+    found = torch.frombuffer(mapping, dtype=torch.uint8)
+    if in_memory and create:
+        join_pages(found.data_ptr(), nbytes)
+    return found.view(dtype).view(shape)
 
 
 def _reserve(file: FilePath, nbytes: int) -> None:
