@@ -5,29 +5,26 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.convert import FLAT_FORM, ensure_dataset, full_identity
+from replaykit.datasets.corpus import CorpusExperienceReplay
+from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
-from replaykit.datasets.preprocess import preprocess_rows
 from replaykit.datasets.publish import open_published, remove_published
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.split import SPLIT_FORM, ensure_split
 from replaykit.samplers import Sampler
-from replaykit.storages import TensorStorage
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
 __all__ = ["BaseDatasetExperienceReplay"]
 
 
-class BaseDatasetExperienceReplay(ReplayBuffer):
+class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     """A ReplayBuffer over a published corpus.
 
     A corpus class says which data sets there are, where their files are and how they lie in them:
@@ -100,7 +97,8 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
         self.download = _download(download)
         # The storage is given as a function: all other arguments are checked before anything
         # is fetched.
-        super().__init__(
+        ReplayBuffer.__init__(
+            self,
             storage=self._open,
             sampler=sampler,
             writer=ImmutableDatasetWriter() if writer is None else writer,
@@ -177,87 +175,6 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
                 f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
                 "download=True"
             ) from None
-
-    # -- mapping ------------------------------------------------------------------------------
-
-    def preprocess(
-        self,
-        fn: Callable[[Any], Any],
-        dim: int = 0,
-        num_workers: int | None = None,
-        *,
-        chunksize: int | None = None,
-        num_chunks: int | None = None,
-        pool: Pool | None = None,
-        generator: torch.Generator | None = None,
-        max_tasks_per_child: int | None = None,
-        worker_threads: int = 1,
-        index_with_generator: bool = False,
-        pbar: bool = False,
-        mp_start_method: str | None = None,
-        num_frames: int | None = None,
-        dest: str | Path,
-    ) -> TensorStorage:
-        """Applies a function to every row and returns the results as a memory-mapped storage.
-
-        Args:
-            fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
-                trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
-                All results have the layout of the first.
-            dim: dimension along which rows are taken; negative ones count from the last.
-            num_workers: processes; None: as many as there are processors; 0: none, all work is
-                done here.
-            chunksize: rows given to a worker at a time; by default all are divided evenly, in
-                pieces of at most 64 MiB of the source.
-            num_chunks: into how many pieces the rows are divided; not together with
-                ``chunksize``.
-            pool: a pool of processes to use instead of own ones.
-            generator: what the seed of torch's CPU generator in ``fn`` is drawn from; None: the
-                generator of this data set, or the global one. Every row has a seed of its own:
-                pieces and workers do not change the results. The caller's global generator is
-                not changed but by that draw.
-            max_tasks_per_child: pieces after which a worker is replaced.
-            worker_threads: torch threads in each worker.
-            index_with_generator: make the pieces one by one instead of all at first.
-            pbar: show a progress bar.
-            mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-            num_frames: only the first rows.
-            dest: folder of the result, or a link to it; it appears there complete or not at
-                all. Beside it stays a lock file: calls for one ``dest`` run one after the other,
-                and remove what killed ones have left.
-
-        Returns:
-            The storage; changes to it reach the files.
-
-        Raises:
-            FileExistsError: ``dest`` is there and not empty.
-            TypeError: ``pool`` is one of threads.
-            ValueError: an option is out of range (before any work); or a row's result differs in
-                layout from the first one's; names the row.
-            RuntimeError: a worker died; says how.
-            OSError: the disk has too little room.
-
-        Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
-        not change. Own workers end with this process, however it ends. A worker copies 1 MiB of
-        the source, or one row, at a time.
-        """
-        return preprocess_rows(
-            self.storage,
-            fn,
-            dest=dest,
-            dim=dim,
-            num_workers=num_workers,
-            chunksize=chunksize,
-            num_chunks=num_chunks,
-            pool=pool,
-            generator=self._generator if generator is None else generator,
-            max_tasks_per_child=max_tasks_per_child,
-            worker_threads=worker_threads,
-            index_with_generator=index_with_generator,
-            pbar=pbar,
-            mp_start_method=mp_start_method,
-            num_frames=num_frames,
-        )
 
 
 def _default_root(corpus: str) -> Path:

@@ -175,6 +175,20 @@ class ColumnFile:
             self.crc32 = zlib.crc32(_ZEROS[:step], self.crc32)
             left -= step
 
+    def skip_to(self, position: int) -> None:
+        """Leaves entries zero up to a position; does nothing where it has been written."""
+        left = position - (self._written // self.spec.entry_bytes if self.spec.entry_bytes else 0)
+        if left > 0:
+            self.skip(left)
+
+    def read(self, position: int, count: int) -> npt.NDArray[np.uint8]:
+        """Returns entries that were written, as bytes ``[count, entry_bytes]``."""
+        size = self.spec.entry_bytes
+        if self.path is None or not size:
+            return np.empty((count, size), np.uint8)
+        found = np.fromfile(self.path, np.uint8, count * size, offset=position * size)
+        return found.reshape(count, size)
+
     def finish(self) -> None:
         """Leaves the rest zero."""
         if self.spec.entry_bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replaykit.datasets.h5 import check_signature
+from replaykit.datasets.engine.h5 import check_signature
 from replaykit.errors import CorpusError
 
 __all__ = ["SourceFile", "Sources", "sha256_of"]

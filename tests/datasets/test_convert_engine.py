@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from replaykit.datasets import convert as engine
-from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine import conversion as engine
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import make_trial

@@ -153,7 +153,7 @@ def test_generator_makes_batches_repeat(serve, small, root, construct):
 
 
 def test_a_corpus_class_of_ones_own_needs_four_lines(tmp_path, small):
-    from replaykit.datasets.robohive import ROBOHIVE
+    from replaykit.datasets.families.robohive import ROBOHIVE
     from replaykit.datasets.sources import Sources
 
     class Mine(BaseDatasetExperienceReplay):

@@ -8,24 +8,27 @@ one leaf, whatever the size of the corpus.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy.typing as npt
-
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
+from replaykit.datasets.engine.checks import Judge
+from replaykit.datasets.engine.condense import condense
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.layout import DropLeaves, Layout
+from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.report import make_report, summary, warn_caller
+from replaykit.datasets.engine.scan import scan
+from replaykit.datasets.engine.write import RowWriter, column_specs
 from replaykit.datasets.episode_table import write_episode_table
-from replaykit.datasets.h5 import open_h5
-from replaykit.datasets.layout import DropLeaves, Layout, Notes
 from replaykit.datasets.manifest import Array, Manifest
 from replaykit.datasets.opened import Published
-from replaykit.datasets.plan import Plan, scan
 from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back
-from replaykit.datasets.report import make_report, summary, warn_caller
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.write import RowWriter, column_specs
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
@@ -43,16 +46,22 @@ class ConvertOptions:
     Attributes:
         block_bytes: how much of one leaf is read at a time. A stripe of H5 chunks that is larger
             is read whole, since HDF5 cannot read less of it.
+        policies: what is done with keys, dtypes and episodes that are not as one would wish.
 
     Raises:
         ValueError: a block of no bytes.
     """
 
     block_bytes: int = 16 << 20
+    policies: Policies = field(default_factory=Policies)
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1:
             raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {"block_bytes": self.block_bytes, "policies": self.policies.to_json()}
 
 
 def ensure_dataset(
@@ -95,8 +104,8 @@ def ensure_dataset(
     Example:
         >>> import tempfile, numpy as np
         >>> from pathlib import Path
-        >>> from replaykit.datasets.convert import ensure_dataset
-        >>> from replaykit.datasets.robohive import ROBOHIVE
+        >>> from replaykit.datasets.engine.conversion import ensure_dataset
+        >>> from replaykit.datasets.families.robohive import ROBOHIVE
         >>> from replaykit.datasets.sources import Sources
         >>> from replaykit.testing.robohive import RoboHiveWriter
         >>> root = Path(tempfile.mkdtemp())
@@ -151,31 +160,51 @@ def _convert(
     sources.check()
     before = _fingerprint(sources)
     without: dict[str, str] = {}
+    excluded: dict[tuple[int, str, int], str] = {}
     while True:
         notes = Notes()
-        plan = scan(sources, layout, without=without, block_bytes=options.block_bytes, notes=notes)
+        plan = scan(
+            sources,
+            layout,
+            policies=options.policies,
+            without=without,
+            excluded=excluded,
+            block_bytes=options.block_bytes,
+            notes=notes,
+        )
         columns = create_columns(directory, column_specs(plan), (plan.rows,))
         hold_back(directory)
+        judge = Judge(options.policies.on_invalid, notes)
         try:
-            table, facts = _write(plan, sources, layout, columns, options, notes, progress)
-            break
+            writer, facts = _write(plan, sources, columns, options, judge, progress)
+            if not judge.bad:
+                break
+            for position, why in judge.bad.items():
+                episode = plan.episodes[position]
+                excluded[episode.file, episode.group, episode.base] = why
         except DropLeaves as drop:
             # Rare, so it is not looked for in advance: that would read every file twice.
             if drop.source in without:
                 raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
             without[drop.source] = drop.why
-            for path in directory.iterdir():
-                remove_tree(path)
+        for path in directory.iterdir():
+            remove_tree(path)
     if _fingerprint(sources) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
-    groups = [episode.group for episode in plan.episodes]
-    episode_arrays, group_file = write_episode_table(directory, table, groups)
-    report = make_report(plan, sources, notes, facts, table["digest"])
+    removed = condense(directory, plan, columns, writer.statistics, options.policies)
+    groups = [episode.name for episode in plan.episodes]
+    episode_arrays, group_file = write_episode_table(directory, writer.table, groups)
+    report = {
+        **make_report(plan, sources, notes, facts, writer.table["digest"]),
+        "removed": removed,
+        "splits": dict(plan.splits),
+        "rules": plan.layout.declaration(),
+    }
     manifest = Manifest(
         rows=plan.rows,
         batch=(plan.rows,),
         episodes=len(plan.episodes),
-        arrays=_arrays(directory, plan, columns),
+        arrays=_arrays(directory, plan, columns, writer),
         episode_arrays=episode_arrays,
         group_file=group_file,
         converter={"name": layout.name, "version": layout.version},
@@ -188,7 +217,7 @@ def _convert(
             ],
         },
         report=report,
-        options=asdict(options),
+        options=options.to_json(),
     )
     return manifest, summary(report, notes)
 
@@ -196,49 +225,50 @@ def _convert(
 def _write(
     plan: Plan,
     sources: Sources,
-    layout: Layout,
     columns: Mapping[Key, ColumnFile],
     options: ConvertOptions,
-    notes: Notes,
+    judge: Judge,
     progress: bool | None,
-) -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
-    """Writes all rows; returns the episode table and what was learnt of each file."""
+) -> tuple[RowWriter, list[dict[str, Any]]]:
+    """Writes all rows; returns the writer and what was learnt of each file."""
     facts: list[dict[str, Any]] = [{} for _ in sources.files]
     with (
         progress_bar("converting", plan.source_bytes, progress) as advance,
         synced_early(columns),
     ):
         writer = RowWriter(
-            plan,
-            layout,
-            columns,
-            block_bytes=options.block_bytes,
-            notes=notes,
-            advance=advance,
+            plan, columns, block_bytes=options.block_bytes, judge=judge, advance=advance
         )
-        position = 0
+        spans = list(plan.spans)
         for index, source in enumerate(sources.files):
             memory: dict[str, Any] = {}
             with open_h5(source.path, is_verified=source.is_verified) as file:
-                while position < len(plan.episodes) and plan.episodes[position].file == index:
-                    writer.write(file, source, position, memory)
-                    position += 1
-            facts[index] = layout.file_facts(memory)
+                while spans and spans[0].file == index:
+                    writer.write(file, source, spans.pop(0), memory)
+            facts[index] = plan.layout.file_facts(memory)
         writer.finish()
-    return writer.table, facts
+    return writer, facts
 
 
-def _arrays(directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile]) -> tuple[Array, ...]:
+def _arrays(
+    directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile], writer: RowWriter
+) -> tuple[Array, ...]:
     facts: dict[Key, dict[str, Any]] = {
         target.key: {
             "source": leaf.path,
-            "shift": target.shift,
+            "shift": target.offset,
+            **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
             **({"one_per_episode": True} if leaf.is_once else {}),
         }
         for leaf in plan.leaves
         for target in leaf.targets
     }
-    return tuple(column.describe(directory, facts.get(key, {})) for key, column in columns.items())
+    return tuple(
+        column.describe(
+            directory, {**facts.get(key, {}), "statistics": writer.statistics[key].to_json()}
+        )
+        for key, column in columns.items()
+    )
 
 
 def _fingerprint(sources: Sources) -> list[tuple[int, int]]:

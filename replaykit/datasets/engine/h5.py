@@ -8,7 +8,7 @@ than the reading. h5py is imported by the first call that needs it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,16 +174,31 @@ class H5File:
         self._root = handle.id
         self._is_verified = is_verified
 
-    def members(self) -> list[Member]:
-        """Returns the entries of the root in the library's (byte) order.
+    def has_group(self, path: str) -> bool:
+        """Whether there is a group at a path, not by way of a link by name."""
+        import h5py
+
+        with self._naming(path):
+            node = self._root
+            for part in path.split("/"):
+                found = dict(_links(node)).get(part.encode(), "")
+                if found is not None:
+                    return False
+                node = h5py.h5o.open(node, part.encode())
+                if not isinstance(node, h5py.h5g.GroupID):
+                    return False
+        return True
+
+    def members(self, group: str = "") -> list[Member]:
+        """Returns the entries of a group, or of the root, in the library's (byte) order.
 
         Links by name are listed and not followed.
         """
         import h5py
 
         found = []
-        with self._naming("/"):
-            for name, node in _entries(self._root):
+        with self._naming(group or "/"):
+            for name, node in _entries(self._node(group)):
                 if isinstance(node, h5py.h5g.GroupID):
                     children = tuple(sorted(_text(child) for child, _ in _links(node)))
                     found.append(Member(_text(name), True, children))
@@ -191,18 +206,43 @@ class H5File:
                     found.append(Member(_text(name), False, is_link=isinstance(node, str)))
         return found
 
-    def leaves(self, group: str) -> list[Leaf]:
+    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
         """Returns every dataset below a group, with paths relative to the group.
 
         Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
         values are read.
+
+        Args:
+            group: the group; ``""`` for the root.
+            without: entries of the group that are not looked at.
+        """
+        found: list[Leaf] = []
+        with self._naming(group or "/"):
+            self._walk(self._node(group), "", (), found, without)
+        return found
+
+    def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
+        """Returns those of the named attributes that a group has, as Python values.
+
+        Text comes as ``str``, one number as a number, several as an array.
         """
         import h5py
 
-        found: list[Leaf] = []
-        with self._naming(group):
-            self._walk(h5py.h5o.open(self._root, group.encode()), "", (), found)
+        found: dict[str, Any] = {}
+        with self._naming(group or "/"):
+            attributes = h5py.Group(self._node(group)).attrs
+            for name in names:
+                if name in attributes:
+                    value = attributes[name]
+                    if isinstance(value, np.generic) or np.shape(value) == (1,):
+                        value = np.asarray(value).reshape(()).item()
+                    found[name] = value.decode() if isinstance(value, bytes) else value
         return found
+
+    def _node(self, group: str) -> Any:
+        import h5py
+
+        return h5py.h5o.open(self._root, group.encode() or b"/")
 
     def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
@@ -242,7 +282,14 @@ class H5File:
     def _naming(self, where: str) -> AbstractContextManager[None]:
         return _naming(self.path, where, self._is_verified)
 
-    def _walk(self, node: Any, prefix: str, above: tuple[int, ...], found: list[Leaf]) -> None:
+    def _walk(
+        self,
+        node: Any,
+        prefix: str,
+        above: tuple[int, ...],
+        found: list[Leaf],
+        without: Collection[str] = (),
+    ) -> None:
         import h5py
 
         if not isinstance(node, h5py.h5g.GroupID):
@@ -252,6 +299,8 @@ class H5File:
             raise CorpusError(f"the groups below {prefix or '/'!r} are nested without end")
         for name, child in _entries(node):
             path = prefix + _text(name)
+            if path in without:
+                continue
             if isinstance(child, h5py.h5g.GroupID):
                 self._walk(child, f"{path}/", (*above, address), found)
             elif isinstance(child, h5py.h5d.DatasetID):

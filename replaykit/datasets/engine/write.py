@@ -1,0 +1,459 @@
+"""Writing the rows of episodes: each source value is read once, checked, and put in its columns."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replaykit.datasets.checksum import LEAST_SHARED
+from replaykit.datasets.columns import ColumnFile, ColumnSpec, torch_dtype
+from replaykit.datasets.engine.checks import Judge, SpanChecks
+from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Window
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.plan import Episode, Plan, PlannedLeaf, Span
+from replaykit.datasets.engine.runs import Runs
+from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.episode_table import EPISODE_FIELDS
+from replaykit.datasets.sources import SourceFile
+from replaykit.errors import CorpusError
+from replaykit.ted import DEFAULT_DONE_KEYS, Key
+
+__all__ = ["OBSERVED_KEY", "RowWriter", "column_specs", "presence_key"]
+
+OBSERVED_KEY: Final[Key] = ("next", "observed")
+_DIGEST_BYTES: Final = 16
+
+
+def presence_key(target: Key) -> Key:
+    """Returns the key that tells values of a column from the zeros of episodes that lack it."""
+    return ("present", *(target[1:] if target[0] == "next" else target))
+
+
+def column_specs(plan: Plan) -> list[ColumnSpec]:
+    """Returns the columns of a plan: those that leaves fill, then flags and ids.
+
+    Raises:
+        TypeError: torch has no dtype for a leaf.
+        CorpusError: two fields fill one column.
+    """
+    specs: dict[Key, ColumnSpec] = {}
+
+    def add(key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if key in specs:
+            raise CorpusError(
+                f"layout {plan.layout.name!r}: two of its fields fill the column {key} [V10]"
+            )
+        specs[key] = ColumnSpec(key, shape, dtype)
+
+    for leaf in plan.leaves:
+        for target in leaf.targets:
+            add(target.key, leaf.shape, torch_dtype(leaf.stored))
+    for key in _presence(plan):
+        add(key, (), torch.bool)
+    for name in DEFAULT_DONE_KEYS:
+        add((name,), (1,), torch.bool)
+        add(("next", name), (1,), torch.bool)
+    if plan.has_unrecorded:
+        add(OBSERVED_KEY, (1,), torch.bool)
+    for name in ("episode", "seed"):
+        add((name,), (), torch.int64)
+    return list(specs.values())
+
+
+def _presence(plan: Plan) -> dict[Key, PlannedLeaf]:
+    return {
+        presence_key(target.key): leaf
+        for leaf in plan.leaves
+        if leaf.is_padded
+        for target in leaf.targets
+    }
+
+
+@dataclass
+class _Open:
+    """The span at work: its file, its episodes, and what is checked of them."""
+
+    file: H5File
+    span: Span
+    episodes: list[Episode]
+    place: Place
+    checks: SpanChecks
+
+
+class RowWriter:
+    """Writes spans one after another and keeps the table of their episodes.
+
+    Memory: one block of one leaf and the first block of the witnesses, however long an episode is;
+    some 100 bytes for each episode of a span.
+
+    Args:
+        plan: what is to be written.
+        columns: the files of `column_specs`.
+        block_bytes: how much of one leaf is read at a time.
+        judge: decides what becomes of episodes that break a rule.
+        advance: told the bytes of every block that was read.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        columns: Mapping[Key, ColumnFile],
+        *,
+        block_bytes: int,
+        judge: Judge,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._plan = plan
+        self._layout = plan.layout
+        self._columns = columns
+        self._block_bytes = block_bytes
+        self._judge = judge
+        self._notes: Notes = judge.notes
+        self._advance = advance
+        known = {leaf.path: leaf for leaf in plan.leaves}
+        self._witnesses = [
+            known[path]
+            for path in plan.layout.witnesses(known.keys())
+            if path in known and not known[path].is_once and not known[path].is_padded
+        ]
+        fields = plan.layout.fields
+        self._required = {entry.name for entry in fields if entry.required}
+        self._outcomes = {
+            entry.name: plan.layout.alignment.outcome + entry.shift
+            for entry in fields
+            if entry.is_end
+        }
+        self._presence = _presence(plan)
+        self.statistics: dict[Key, Statistics] = {key: Statistics() for key in columns}
+        count = len(plan.episodes)
+        self.table: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros((count, _DIGEST_BYTES) if name == "digest" else count, dtype)
+            for name, (dtype, _) in EPISODE_FIELDS.items()
+        }
+
+    def write(self, file: H5File, source: SourceFile, span: Span, memory: dict[str, Any]) -> None:
+        """Writes the episodes of a span, from its file.
+
+        Raises:
+            CorpusError: an episode breaks a rule; names file, group, key and record.
+            DropLeaves: a field must be left out of the whole corpus.
+            OSError: there is no room.
+        """
+        place = Place(file.path, source.name, span.group or None)
+        episodes = self._plan.episodes[span.first : span.stop]
+        checks = SpanChecks(episodes, span.first, span.records, place, self._judge)
+        work = _Open(file, span, episodes, place, checks)
+        try:
+            self._write(work, memory)
+        except CorpusError as error:
+            # What cannot be read is wrong for all episodes of the span.
+            for position in range(span.first, span.stop):
+                self._judge.condemn(position, error)
+            for column in self._columns.values():
+                column.skip_to(span.start + span.rows)
+
+    def _write(self, work: _Open, memory: dict[str, Any]) -> None:
+        loaded = self._examine(work, memory)
+        last: dict[str, npt.NDArray[Any]] = {}
+        for leaf in self._plan.leaves:
+            if not work.span.leaves.issuperset(leaf.paths):
+                for target in leaf.targets:
+                    self._columns[target.key].skip_to(work.span.start + work.span.rows)
+                continue
+            runs = [Runs.of(work.episodes, target) for target in leaf.targets]
+            for start, block in self._blocks(work, leaf, loaded):
+                work.checks.take(leaf, start, block, runs[0] if runs else None)
+                if runs:
+                    self._store(work, leaf, start, block, runs)
+                is_end = start + len(block) == work.span.records + leaf.extra
+                if leaf.path in self._required and is_end and len(work.episodes) == 1:
+                    last[leaf.path] = block[-1:].copy()
+                self._advance(block.nbytes)
+            loaded.pop(leaf.path, None)
+        self._store_ids(work)
+        self._store_flags(work, last)
+
+    def finish(self) -> None:
+        """Completes the columns.
+
+        Raises:
+            RuntimeError: a row was not written: a fault of this engine (rule V34).
+        """
+        for name in DEFAULT_DONE_KEYS:
+            # A stored row never starts from a finished state.
+            self._columns[name,].finish()
+        for key, column in self._columns.items():
+            if not column.is_complete:
+                raise RuntimeError(f"the rows of column {key} were not all written [V34]")
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _examine(self, work: _Open, memory: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
+        """Lets the layout compare leaves; returns those that were read whole on the way."""
+        if not self._witnesses:
+            return {}
+        records = work.span.records
+        record_bytes = sum(leaf.record_bytes for leaf in self._witnesses)
+        count = min(records, max(2, self._block_bytes // max(1, record_bytes)))
+        is_whole = count == records
+        arrays = {
+            leaf.path: self._read(work, leaf, 0, count + is_whole * leaf.extra)
+            for leaf in self._witnesses
+        }
+        window = Window(arrays, records, work.place, self._notes, memory)
+        self._layout.examine(window)
+        return arrays if is_whole else {}
+
+    def _read(self, work: _Open, leaf: PlannedLeaf, start: int, stop: int) -> npt.NDArray[Any]:
+        parts = [work.file.read(_path(work.span, path), start, stop) for path in leaf.paths]
+        if len(parts) == 1:
+            return parts[0]
+        flat = [part.reshape(stop - start, -1) for part in parts]
+        return np.concatenate(flat, axis=1, dtype=leaf.dtype)
+
+    def _blocks(
+        self, work: _Open, leaf: PlannedLeaf, loaded: Mapping[str, npt.NDArray[Any]]
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yields the records of a leaf in blocks, each with the index of its first record."""
+        records = work.span.records + leaf.extra
+        if leaf.path in loaded:
+            yield 0, loaded[leaf.path]
+            return
+        step = records
+        if leaf.is_once:
+            value = self._read(work, leaf, 0, 1)
+            step = max(1, self._block_bytes // max(1, leaf.record_bytes))
+            for start in range(0, records, step):
+                count = min(step, records - start)
+                yield start, np.broadcast_to(value, (count, *value.shape[1:]))
+            return
+        if leaf.record_bytes * records > self._block_bytes:
+            # Whole stripes of chunks, so that none is decompressed twice.
+            stripe = max(work.file.chunk_rows(_path(work.span, path)) for path in leaf.paths)
+            step = stripe * max(1, self._block_bytes // (stripe * leaf.record_bytes))
+        for start in range(0, records, step):
+            yield start, self._read(work, leaf, start, min(start + step, records))
+
+    # -- storing --------------------------------------------------------------------------------
+
+    def _store(
+        self, work: _Open, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: list[Runs]
+    ) -> None:
+        stop = start + len(block)
+        values = self._cast(work, leaf, start, block)
+        parts = [list(run.within(start, stop)) for run in runs]
+        common, crc32 = None, None
+        if all(len(part) == 1 for part in parts):
+            spans = [(part[0][1], part[0][1] + part[0][2]) for part in parts]
+            common, crc32 = _shared(values, start, spans)
+        for target, part in zip(leaf.targets, parts, strict=True):
+            if not part:
+                continue
+            row, record, count = part[0]
+            shared = None
+            if len(part) == 1:
+                stored = values[record - start : record - start + count]
+                if common is not None and crc32 is not None:
+                    shared = (common[0] - record, common[1] - record, crc32)
+            else:
+                stored = np.concatenate([values[r - start : r - start + n] for _, r, n in part])
+            self._put(target.key, row, stored, work, shared)
+            if leaf.is_successor:
+                self._check_successor(work, target, row, stored)
+
+    def _cast(
+        self, work: _Open, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        if leaf.stored == block.dtype:
+            return block
+        if leaf.stored.kind == "b":
+            return block != 0
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = block.astype(leaf.stored)
+        lost = None
+        if block.dtype.kind in "fc" and leaf.stored.kind in "fc":
+            lost = np.isfinite(block) & ~np.isfinite(values)
+        elif block.dtype.kind in "iuf" and leaf.stored.kind in "iu":
+            lost = values.astype(block.dtype) != block
+        if lost is not None and lost.any():
+            bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
+            at = work.place.at(key=leaf.path, record=bad)
+            position = self._position(work, bad)
+            self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
+        return values
+
+    def _position(self, work: _Open, record: int) -> int:
+        stops = [episode.base + episode.records for episode in work.episodes]
+        return work.span.first + min(int(np.searchsorted(stops, record, "right")), len(stops) - 1)
+
+    def _put(
+        self,
+        key: Key,
+        row: int,
+        entries: npt.NDArray[Any],
+        work: _Open,
+        shared: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Writes rows of a column; the first, the last and one of each episode are read back."""
+        stop = row + len(entries)
+        samples = {
+            row_of
+            for episode in self._touched(work, row, stop)
+            for row_of in (
+                episode.start,
+                episode.start + episode.rows - 1,
+                # Arbitrary, but the same every time.
+                episode.start + (episode.start * 2654435761 + 97) % episode.rows,
+            )
+        }
+        verify = [sample - row for sample in samples if row <= sample < stop]
+        self._columns[key].write(row, entries, verify=verify, shared=shared)
+        self.statistics[key].add(entries)
+
+    def _touched(self, work: _Open, row: int, stop: int) -> list[Episode]:
+        if len(work.episodes) == 1:
+            return work.episodes
+        starts = [episode.start for episode in work.episodes]
+        first = int(np.searchsorted(starts, row, "right")) - 1
+        return work.episodes[first : int(np.searchsorted(starts, stop, "left"))]
+
+    def _check_successor(
+        self, work: _Open, target: Target, row: int, stored: npt.NDArray[Any]
+    ) -> None:
+        """Compares next observations with the observations that follow (rule V22)."""
+        column = self._columns.get(target.key[1:])
+        if (
+            column is None
+            or target.key[0] != "next"
+            or column.spec.dtype != torch_dtype(stored.dtype)
+        ):
+            return
+        end = min(row + len(stored), work.span.start + work.span.rows - 1)
+        if end <= row:
+            return
+        following = column.read(row + 1, end - row).reshape(end - row, -1)
+        given = np.ascontiguousarray(stored[: end - row]).reshape(end - row, -1).view(np.uint8)
+        differs = (following != given).any(axis=1)
+        stops = np.array([e.start + e.rows for e in work.episodes], np.int64)
+        lasts = stops[(stops > row) & (stops <= end)] - 1 - row
+        differs[lasts] = False
+        seen = -1
+        for at in np.flatnonzero(differs).tolist():
+            position = int(np.searchsorted(stops, row + at, "right"))
+            if position == seen:
+                continue
+            seen = position
+            episode = work.episodes[position]
+            record = episode.base + row + at - episode.start
+            self._judge.fail(
+                work.span.first + position,
+                work.place.at(key=".".join(target.key), record=record),
+                "the state that the step arrived at is not the one that the next step starts "
+                "from: rows of several episodes are mixed, or an end is not flagged",
+                "V22",
+            )
+
+    def _store_flags(self, work: _Open, last: Mapping[str, npt.NDArray[Any]]) -> None:
+        span = work.span
+        ends = {name: np.zeros(len(work.episodes), np.bool_) for name in DEFAULT_DONE_KEYS}
+        for i, episode in enumerate(work.episodes):
+            position = span.first + i
+            place = work.place if episode.is_whole else work.place.at(record=episode.base)
+            try:
+                flags = self._layout.flags(
+                    work.checks.ends(i, self._outcomes), last, episode.facts, place, self._notes
+                )
+                if not (flags.terminated or flags.truncated):
+                    raise place.error("the episode does not end at its last row", "V31")
+            except CorpusError as error:
+                self._judge.condemn(position, error)
+                continue
+            ends["terminated"][i], ends["truncated"][i] = flags.terminated, flags.truncated
+            ends["done"][i] = True
+            facts = episode.facts
+            row = {
+                "start": episode.start,
+                "length": episode.rows,
+                "seed": episode.file,
+                "episode": episode.number,
+                "source_seed": facts.source_seed,
+                "success": facts.success,
+                "terminated": flags.terminated,
+                "truncated": flags.truncated,
+                "return": work.checks.reward[i],
+                "digest": np.frombuffer(work.checks.digest(i)[:_DIGEST_BYTES], np.uint8),
+            }
+            for name, value in row.items():
+                self.table[name][position] = value
+        finals = np.array([e.start + e.rows - 1 for e in work.episodes], np.int64)
+        for name, values in ends.items():
+            self._store_at(work, ("next", name), finals[values], is_set=True)
+        if self._plan.has_unrecorded:
+            opened = np.array([episode.is_open for episode in work.episodes])
+            self._store_at(work, OBSERVED_KEY, finals[opened], is_set=False)
+
+    def _store_at(
+        self, work: _Open, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool
+    ) -> None:
+        """Writes a flag that is one way at some rows of the span and the other way elsewhere."""
+        start, stop = work.span.start, work.span.start + work.span.rows
+        for begin in range(start, stop, self._block_bytes):
+            end = min(begin + self._block_bytes, stop)
+            block = np.full((end - begin, 1), not is_set)
+            block[rows[(rows >= begin) & (rows < end)] - begin] = is_set
+            self._put(key, begin, block, work)
+
+    def _store_ids(self, work: _Open) -> None:
+        lengths = [episode.rows for episode in work.episodes]
+        values: dict[Key, Any] = {
+            ("episode",): [episode.number for episode in work.episodes],
+            ("seed",): [episode.file for episode in work.episodes],
+        }
+        for key, leaf in self._presence.items():
+            here = work.span.leaves.issuperset(leaf.paths)
+            values[key] = [here] * len(lengths)
+        step = max(1, self._block_bytes // 8)
+        starts = np.cumsum([0, *lengths])
+        for key, of_episodes in values.items():
+            dtype = np.bool_ if key in self._presence else np.int64
+            each = np.array(of_episodes, dtype)
+            for begin in range(0, work.span.rows, step):
+                end = min(begin + step, work.span.rows)
+                first = int(np.searchsorted(starts, begin, "right")) - 1
+                last = int(np.searchsorted(starts, end, "left"))
+                counts = np.minimum(starts[first + 1 : last + 1], end) - np.maximum(
+                    starts[first:last], begin
+                )
+                block = np.repeat(each[first:last], counts)
+                self._put(key, work.span.start + begin, block, work)
+
+
+def _path(span: Span, path: str) -> str:
+    return f"{span.group}/{path}" if span.group else path
+
+
+def _shared(
+    block: npt.NDArray[Any], start: int, runs: list[tuple[int, int]]
+) -> tuple[tuple[int, int], int | None]:
+    """Returns the records that all columns take from a block, and the CRC-32 of their bytes.
+
+    There is none where it would save nothing.
+    """
+    first = max((run[0] for run in runs), default=0)
+    stop = min((run[1] for run in runs), default=0)
+    count = stop - first
+    if len(runs) < 2 or count < 1 or count * block[:1].nbytes < LEAST_SHARED:
+        return (first, stop), None
+    return (first, stop), zlib.crc32(_bytes(block[first - start : stop - start]))
+
+
+def _bytes(block: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data

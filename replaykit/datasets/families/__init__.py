@@ -1,0 +1,1 @@
+"""The corpus families: a declaration each, with what is truly its own."""
