@@ -245,7 +245,8 @@ def _write(
             with open_h5(source.path, is_verified=source.is_verified) as file:
                 while spans and spans[0].file == index:
                     writer.write(file, source, spans.pop(0), memory)
-            facts[index] = plan.layout.file_facts(memory)
+            learnt = plan.layout.file_facts(memory)
+            facts[index] = {**plan.about.get(index, {}), **learnt}
         writer.finish()
     return writer, facts
 

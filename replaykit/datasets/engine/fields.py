@@ -108,8 +108,9 @@ class Field:
 
     Args:
         source: path of the dataset in its episode. With a closing ``/``: all datasets below that
-            group, whose paths are appended to the keys. Several paths: their values side by side,
-            one dimension a record.
+            group, whose paths are appended to the keys; ``"/"`` stands for all datasets that no
+            field before it takes. Several paths: their values side by side, one dimension a
+            record.
         role: see `Role`.
         before: key that takes the state a row starts from, or the action, if any.
         after: key that takes the state a row arrives at, or the outcome, if any.
@@ -186,7 +187,7 @@ class Field:
         if not isinstance(self.source, str):
             return path in self.source
         if self.source.endswith("/"):
-            return path.startswith(self.source)
+            return self.source == "/" or path.startswith(self.source)
         return path == self.source or (self.nested and path.startswith(f"{self.source}/"))
 
     def extra(self, alignment: Alignment) -> int:
@@ -197,7 +198,8 @@ class Field:
         """Returns the columns that one dataset of the field fills."""
         rest: Key = ()
         if isinstance(self.source, str) and path != self.source:
-            rest = tuple(path[len(self.source.rstrip("/")) + 1 :].split("/"))
+            above = len(self.source.rstrip("/"))
+            rest = tuple(path[above + (above > 0) :].split("/"))
         kind, shift = self.describes, self.shift
         first = {
             "state": 0,

@@ -269,6 +269,21 @@ class H5File:
                 node.read(h5py.h5s.create_simple(block), space, array)
             return array
 
+    def texts(self, dataset: str) -> list[str]:
+        """Returns the values of a dataset of fixed or varying text."""
+        import h5py
+
+        with self._naming(dataset):
+            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[...].reshape(-1)
+            return [v.decode() if isinstance(v, bytes) else str(v) for v in found.tolist()]
+
+    def shape(self, dataset: str) -> tuple[int, ...]:
+        """Returns the shape of a dataset."""
+        import h5py
+
+        with self._naming(dataset):
+            return tuple(map(int, h5py.h5d.open(self._root, dataset.encode()).shape))
+
     def chunk_rows(self, dataset: str) -> int:
         """Returns how many entries one stripe of chunks spans; 1 if the dataset has no chunks."""
         import h5py

@@ -106,6 +106,8 @@ class Layout:
         fields: which dataset becomes which key; the engine adds flags, ``episode`` and ``seed``.
         attributes: attributes of an episode's group that `facts` wants to see.
         count: the attribute that must be the length of the clock, if any (rule V15).
+        about: a group and the attributes of it that describe the whole file; the manifest has
+            those that are there.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -147,6 +149,7 @@ class Layout:
     fields: tuple[Field, ...]
     attributes: tuple[str, ...] = ()
     count: str | None = None
+    about: tuple[str, tuple[str, ...]] | None = None
 
     # -- what follows from the declaration ------------------------------------------------------
 

@@ -131,7 +131,8 @@ class Skipped:
 class Plan:
     """What will be written. Memory: a few hundred bytes for each episode of the corpus.
 
-    ``layout`` is the one that the files resolved to; ``splits`` names episodes by position.
+    ``layout`` is the one that the files resolved to; ``splits`` names episodes by position,
+    ``about`` has what the files say of themselves.
     """
 
     layout: Layout
@@ -142,6 +143,7 @@ class Plan:
     skipped: list[Skipped]
     numbering: list[tuple[int, str]]
     splits: Mapping[str, list[int]] = field(default_factory=dict)
+    about: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

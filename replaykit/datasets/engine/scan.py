@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -86,6 +86,7 @@ class _Scan:
     skipped: list[Skipped] = field(default_factory=list)
     numbering: list[tuple[int, str]] = field(default_factory=list)
     splits: dict[str, list[int]] = field(default_factory=dict)
+    about: dict[int, dict[str, Any]] = field(default_factory=dict)
     rows: int = 0
 
     def file(self, index: int, file: H5File, place: Place) -> None:
@@ -101,6 +102,11 @@ class _Scan:
                 f"than {self.first_file}: files of one data set must be of one kind",
                 "V10",
             )
+        if resolved.about is not None and file.has_group(resolved.about[0]):
+            said = file.attributes(*resolved.about)
+            self.about[index] = {
+                name: value for name, value in said.items() if isinstance(value, (str, int, float))
+            }
         found = resolved.episodes.find(file, resolved, place, self.block_bytes)
         for name, why in found.strangers:
             self.skipped.append(Skipped(index, name, why))
@@ -247,6 +253,7 @@ class _Scan:
             self.skipped,
             self.numbering,
             self.splits,
+            self.about,
         )
 
 

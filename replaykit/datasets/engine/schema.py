@@ -295,6 +295,8 @@ class SchemaUnion:
                 return f"missing from {count} of {self._episodes} episodes, first {where}"
         if spec.problem is not None:
             return spec.problem
+        if 0 in spec.shape:
+            return f"it has {spec}: nothing in a record"
         for known in self._signatures.values():
             other = known.specs.get(path)
             if other is not None and other != spec:
