@@ -269,6 +269,14 @@ class H5File:
                 node.read(h5py.h5s.create_simple(block), space, array)
             return array
 
+    def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Returns entries of a dataset of text or values of varying length, as Python objects."""
+        import h5py
+
+        with self._naming(dataset):
+            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[start:stop]
+            return np.asarray(found)
+
     def texts(self, dataset: str) -> list[str]:
         """Returns the values of a dataset of fixed or varying text."""
         import h5py

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from replaykit.datasets.engine.decoding import Decoder
 from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
@@ -108,6 +109,8 @@ class Layout:
         count: the attribute that must be the length of the clock, if any (rule V15).
         about: a group and the attributes of it that describe the whole file; the manifest has
             those that are there.
+        decoders: source paths whose values are not numbers, and what makes numbers of them;
+            `Images` or `Text`.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -150,6 +153,7 @@ class Layout:
     attributes: tuple[str, ...] = ()
     count: str | None = None
     about: tuple[str, tuple[str, ...]] | None = None
+    decoders: tuple[tuple[str, Decoder], ...] = ()
 
     # -- what follows from the declaration ------------------------------------------------------
 
@@ -221,6 +225,14 @@ class Layout:
             records: the length of its clock.
         """
         return Facts(self.source_seed(name))
+
+    def beside(self, place: Place) -> dict[str, Any]:
+        """Returns what files beside a source file say of it, for the manifest; JSON values."""
+        return {}
+
+    def totals(self, place: Place) -> dict[str, int]:
+        """Returns how many ``episodes`` and ``records`` a file should hold, where that is said."""
+        return {}
 
     def flags(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from replaykit.datasets.engine.decoding import Decoder
 from replaykit.datasets.engine.fields import Role, Target
 from replaykit.datasets.engine.layout import Facts, Layout
 
@@ -90,6 +91,8 @@ class PlannedLeaf:
         extra: how many records more than the clock it has.
         is_once: it has one value for all records of an episode.
         is_padded: some episodes lack it.
+        is_successor: it has the states that rows arrive at.
+        decoder: makes numbers of what the dataset stores.
     """
 
     path: str
@@ -103,6 +106,7 @@ class PlannedLeaf:
     is_once: bool = False
     is_padded: bool = False
     is_successor: bool = False
+    decoder: Decoder | None = None
 
     @property
     def record_bytes(self) -> int:

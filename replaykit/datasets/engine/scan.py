@@ -88,6 +88,7 @@ class _Scan:
     splits: dict[str, list[int]] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
     rows: int = 0
+    records: int = 0
 
     def file(self, index: int, file: H5File, place: Place) -> None:
         resolved = self.layout.resolve(file, place)
@@ -107,6 +108,9 @@ class _Scan:
             self.about[index] = {
                 name: value for name, value in said.items() if isinstance(value, (str, int, float))
             }
+        said = resolved.beside(place)
+        if said:
+            self.about[index] = {**self.about.get(index, {}), **said}
         found = resolved.episodes.find(file, resolved, place, self.block_bytes)
         for name, why in found.strangers:
             self.skipped.append(Skipped(index, name, why))
@@ -115,7 +119,7 @@ class _Scan:
         numbers = [episode.number for episode in found.episodes]
         if len(set(numbers)) < len(numbers):
             raise place.error(f"two episodes have one number: {sorted(numbers)}", "V33")
-        first = len(self.episodes)
+        first, seen = len(self.episodes), self.records
         for group, refs in groupby(found.episodes, key=lambda episode: episode.group):
             at = place.at(group=group or None)
             try:
@@ -124,7 +128,18 @@ class _Scan:
                 if self.policies.on_invalid != "skip":
                     raise
                 self.skipped.append(Skipped(index, group or "the whole file", str(error)))
+        self._check_totals(resolved, len(found.episodes), self.records - seen, place)
         self._note_splits(resolved.splits(file, place), first, place)
+
+    def _check_totals(self, layout: Layout, episodes: int, records: int, place: Place) -> None:
+        said, seen = layout.totals(place), {"episodes": episodes, "records": records}
+        for name, count in said.items():
+            if count != seen[name]:
+                raise place.error(
+                    f"the file has {seen[name]} {name}, but what describes it says {count}: it was "
+                    "cut short, or written to after it was described",
+                    "V15",
+                )
 
     def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
         positions = {e.group: first + at for at, e in enumerate(self.episodes[first:])}
@@ -144,7 +159,11 @@ class _Scan:
         is_flat = isinstance(layout.episodes, Segments)
         beside = layout.episodes.beside if isinstance(layout.episodes, Segments) else ()
         leaves = {leaf.path: leaf for leaf in file.leaves(group, without=beside)}
+        for path, decoder in layout.decoders:
+            if path in leaves:
+                leaves[path] = decoder.declare(leaves[path])
         records = self.schema.check_lengths(leaves, place)
+        self.records += records
         facts = self._facts(file, group, records, place)
         found = list(self._episodes(index, file, refs, leaves, records, facts, is_flat))
         if not found:

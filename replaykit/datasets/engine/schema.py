@@ -266,6 +266,7 @@ class SchemaUnion:
             is_once=spec.is_once,
             is_padded=any(path not in known.specs for known in self._signatures.values()),
             is_successor=entry.describes == "successor",
+            decoder=dict(self.layout.decoders).get(path),
         )
 
     def _is_without(self, entry: Field) -> bool:
@@ -295,7 +296,8 @@ class SchemaUnion:
                 return f"missing from {count} of {self._episodes} episodes, first {where}"
         if spec.problem is not None:
             return spec.problem
-        if 0 in spec.shape:
+        entry = self.field_of(path)
+        if 0 in spec.shape and entry is not None and entry.source == "/":
             return f"it has {spec}: nothing in a record"
         for known in self._signatures.values():
             other = known.specs.get(path)

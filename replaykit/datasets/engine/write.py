@@ -213,6 +213,8 @@ class RowWriter:
         return arrays if is_whole else {}
 
     def _read(self, work: _Open, leaf: PlannedLeaf, start: int, stop: int) -> npt.NDArray[Any]:
+        if leaf.decoder is not None:
+            return leaf.decoder.read(work.file, _path(work.span, leaf.path), start, stop)
         parts = [work.file.read(_path(work.span, path), start, stop) for path in leaf.paths]
         if len(parts) == 1:
             return parts[0]
