@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.checksum import crc32_of_parts
+from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
 from replaykit.datasets.manifest import Array
 from replaykit.filesystem import EarlySync, disk_errors, no_room, require_room, reserve
 from replaykit.ted import Key, format_key
@@ -107,6 +108,8 @@ class ColumnFile:
         self.nbytes = math.prod(self.shape) * spec.dtype.itemsize
         self.crc32 = 0
         self.early_sync: EarlySync | None = None
+        self._begin = 0
+        self._stop = self.nbytes
         self._written = 0
 
     def write(
@@ -132,7 +135,7 @@ class ColumnFile:
             ValueError: the position is not the next one, or the column would run over.
         """
         size = self.spec.entry_bytes
-        if position * size != self._written or self._written + entries.nbytes > self.nbytes:
+        if position * size != self._written or self._written + entries.nbytes > self._stop:
             raise ValueError(
                 f"column {format_key(self.spec.key)} of {self.nbytes} bytes goes on at byte "
                 f"{self._written}, got {entries.nbytes} bytes for {position * size}"
@@ -167,7 +170,7 @@ class ColumnFile:
     def skip(self, entries: int) -> None:
         """Leaves entries zero, as new files are: they enter the checksum but are not written."""
         left = entries * self.spec.entry_bytes
-        if self._written + left > self.nbytes:
+        if self._written + left > self._stop:
             raise ValueError(f"column {format_key(self.spec.key)} has no {entries} entries left")
         self._written += left
         while left:
@@ -192,7 +195,7 @@ class ColumnFile:
     def finish(self) -> None:
         """Leaves the rest zero."""
         if self.spec.entry_bytes:
-            self.skip((self.nbytes - self._written) // self.spec.entry_bytes)
+            self.skip((self._stop - self._written) // self.spec.entry_bytes)
 
     def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
         """Returns the manifest's entry of the column, with paths relative to a directory."""
@@ -203,7 +206,26 @@ class ColumnFile:
     @property
     def is_complete(self) -> bool:
         """Whether every entry has been written or left zero."""
-        return self._written == self.nbytes
+        return self._written == self._stop
+
+    def part(self, first: int, stop: int) -> ColumnFile:
+        """Returns entries ``first .. stop - 1`` as a column that is written by itself.
+
+        It has a checksum of its own, which `join` takes. Parts may be written in any order, and
+        by processes that know nothing of each other.
+        """
+        found = copy(self)
+        size = self.spec.entry_bytes
+        found._begin = found._written = first * size
+        found._stop = stop * size
+        found.crc32 = 0
+        return found
+
+    def join(self, crc32: int, entries: int) -> None:
+        """Takes the next part, which has been written, by its checksum and its length."""
+        nbytes = entries * self.spec.entry_bytes
+        self.crc32 = joined_crc32(self.crc32, crc32, nbytes)
+        self._written += nbytes
 
 
 @contextmanager

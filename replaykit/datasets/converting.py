@@ -27,6 +27,7 @@ def convert(
     dest: str | Path,
     *,
     policies: Policies | None = None,
+    workers: int = 1,
     force: bool = False,
     progress: bool | None = None,
 ) -> CorpusExperienceReplay:
@@ -42,6 +43,8 @@ def convert(
         layout: how the files are laid out; see `Layout`.
         dest: directory of the data set.
         policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        workers: how many processes convert at once, each a file; the result does not depend on
+            it.
         force: convert anew and replace what is at ``dest``, in one step at the end.
         progress: whether a bar is shown; by default only on a terminal.
 
@@ -58,9 +61,9 @@ def convert(
             of it. ``published.manifest.report`` of the result has the same and more.
 
     Cost: reads every value twice, once for the checksum of its file, and writes it once for each
-    column. Memory: some blocks of 16 MiB. See `Layout` for an example.
+    column. Memory: some blocks of 16 MiB for each worker. See `Layout` for an example.
     """
-    options = ConvertOptions(policies=Policies() if policies is None else policies)
+    options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
     sources = local_sources(files)
     listed = "".join(f"{file.name}\0{file.sha256}\n" for file in sources.files)
     identity: dict[str, Any] = {

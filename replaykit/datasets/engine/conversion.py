@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
-from replaykit.datasets.engine.checks import Judge
 from replaykit.datasets.engine.condense import condense
-from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.filework import Written, write_files
 from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.report import make_report, summary, warn_caller
 from replaykit.datasets.engine.scan import scan
-from replaykit.datasets.engine.write import RowWriter, column_specs
+from replaykit.datasets.engine.specs import column_specs
 from replaykit.datasets.episode_table import write_episode_table
 from replaykit.datasets.manifest import Array, Manifest
 from replaykit.datasets.opened import Published
@@ -47,17 +46,22 @@ class ConvertOptions:
         block_bytes: how much of one leaf is read at a time. A stripe of H5 chunks that is larger
             is read whole, since HDF5 cannot read less of it.
         policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        workers: how many processes convert at once, each a file. The result does not depend on
+            it; each takes memory for blocks of its own.
 
     Raises:
-        ValueError: a block of no bytes.
+        ValueError: a block of no bytes, or no worker.
     """
 
     block_bytes: int = 16 << 20
     policies: Policies = field(default_factory=Policies)
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1:
             raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
+        if self.workers < 1:
+            raise ValueError(f"expected workers >= 1, got {self.workers}")
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
@@ -174,12 +178,24 @@ def _convert(
         )
         columns = create_columns(directory, column_specs(plan), (plan.rows,))
         hold_back(directory)
-        judge = Judge(options.policies.on_invalid, notes)
         try:
-            writer, facts = _write(plan, sources, columns, options, judge, progress)
-            if not judge.bad:
+            with (
+                progress_bar("converting", plan.source_bytes, progress) as advance,
+                synced_early(columns),
+            ):
+                written = write_files(
+                    plan,
+                    sources,
+                    columns,
+                    block_bytes=options.block_bytes,
+                    on_invalid=options.policies.on_invalid,
+                    workers=options.workers,
+                    notes=notes,
+                    advance=advance,
+                )
+            if not written.bad:
                 break
-            for position, why in judge.bad.items():
+            for position, why in written.bad.items():
                 episode = plan.episodes[position]
                 excluded[episode.file, episode.group, episode.base] = why
         except DropLeaves as drop:
@@ -191,11 +207,11 @@ def _convert(
             remove_tree(path)
     if _fingerprint(sources) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
-    removed = condense(directory, plan, columns, writer.statistics, options.policies)
+    removed = condense(directory, plan, columns, written.statistics, options.policies)
     groups = [episode.name for episode in plan.episodes]
-    episode_arrays, group_file = write_episode_table(directory, writer.table, groups)
+    episode_arrays, group_file = write_episode_table(directory, written.table, groups)
     report = {
-        **make_report(plan, sources, notes, facts, writer.table["digest"]),
+        **make_report(plan, sources, notes, written.facts, written.table["digest"]),
         "removed": removed,
         "splits": dict(plan.splits),
         "rules": plan.layout.declaration(),
@@ -204,7 +220,7 @@ def _convert(
         rows=plan.rows,
         batch=(plan.rows,),
         episodes=len(plan.episodes),
-        arrays=_arrays(directory, plan, columns, writer),
+        arrays=_arrays(directory, plan, columns, written),
         episode_arrays=episode_arrays,
         group_file=group_file,
         converter={"name": layout.name, "version": layout.version},
@@ -222,37 +238,8 @@ def _convert(
     return manifest, summary(report, notes)
 
 
-def _write(
-    plan: Plan,
-    sources: Sources,
-    columns: Mapping[Key, ColumnFile],
-    options: ConvertOptions,
-    judge: Judge,
-    progress: bool | None,
-) -> tuple[RowWriter, list[dict[str, Any]]]:
-    """Writes all rows; returns the writer and what was learnt of each file."""
-    facts: list[dict[str, Any]] = [{} for _ in sources.files]
-    with (
-        progress_bar("converting", plan.source_bytes, progress) as advance,
-        synced_early(columns),
-    ):
-        writer = RowWriter(
-            plan, columns, block_bytes=options.block_bytes, judge=judge, advance=advance
-        )
-        spans = list(plan.spans)
-        for index, source in enumerate(sources.files):
-            memory: dict[str, Any] = {}
-            with open_h5(source.path, is_verified=source.is_verified) as file:
-                while spans and spans[0].file == index:
-                    writer.write(file, source, spans.pop(0), memory)
-            learnt = plan.layout.file_facts(memory)
-            facts[index] = {**plan.about.get(index, {}), **learnt}
-        writer.finish()
-    return writer, facts
-
-
 def _arrays(
-    directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile], writer: RowWriter
+    directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile], written: Written
 ) -> tuple[Array, ...]:
     facts: dict[Key, dict[str, Any]] = {
         target.key: {
@@ -266,7 +253,7 @@ def _arrays(
     }
     return tuple(
         column.describe(
-            directory, {**facts.get(key, {}), "statistics": writer.statistics[key].to_json()}
+            directory, {**facts.get(key, {}), "statistics": written.statistics[key].to_json()}
         )
         for key, column in columns.items()
     )

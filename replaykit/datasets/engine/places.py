@@ -79,5 +79,12 @@ class Notes:
         else:
             note.count += 1
 
+    def extend(self, other: Notes) -> None:
+        """Adds the findings of what was looked at after this."""
+        for key, note in other._notes.items():
+            known = self._notes.setdefault(key, note)
+            if known is not note:
+                known.count += note.count
+
     def __iter__(self) -> Iterator[Note]:
         return iter(self._notes.values())

@@ -9,72 +9,27 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from replaykit.datasets.checksum import LEAST_SHARED
-from replaykit.datasets.columns import ColumnFile, ColumnSpec, torch_dtype
+from replaykit.datasets.columns import ColumnFile, torch_dtype
 from replaykit.datasets.engine.checks import Judge, SpanChecks
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Window
+from replaykit.datasets.engine.layout import Flags, Window
+from replaykit.datasets.engine.marks import Put, store_constant, store_flag
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Episode, Plan, PlannedLeaf, Span
 from replaykit.datasets.engine.runs import Runs
+from replaykit.datasets.engine.specs import OBSERVED_KEY, presence
 from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.episode_table import EPISODE_FIELDS
 from replaykit.datasets.sources import SourceFile
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["OBSERVED_KEY", "RowWriter", "column_specs", "presence_key"]
+__all__ = ["RowWriter"]
 
-OBSERVED_KEY: Final[Key] = ("next", "observed")
 _DIGEST_BYTES: Final = 16
-
-
-def presence_key(target: Key) -> Key:
-    """Returns the key that tells values of a column from the zeros of episodes that lack it."""
-    return ("present", *(target[1:] if target[0] == "next" else target))
-
-
-def column_specs(plan: Plan) -> list[ColumnSpec]:
-    """Returns the columns of a plan: those that leaves fill, then flags and ids.
-
-    Raises:
-        TypeError: torch has no dtype for a leaf.
-        CorpusError: two fields fill one column.
-    """
-    specs: dict[Key, ColumnSpec] = {}
-
-    def add(key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if key in specs:
-            raise CorpusError(
-                f"layout {plan.layout.name!r}: two of its fields fill the column {key} [V10]"
-            )
-        specs[key] = ColumnSpec(key, shape, dtype)
-
-    for leaf in plan.leaves:
-        for target in leaf.targets:
-            add(target.key, leaf.shape, torch_dtype(leaf.stored))
-    for key in _presence(plan):
-        add(key, (), torch.bool)
-    for name in DEFAULT_DONE_KEYS:
-        add((name,), (1,), torch.bool)
-        add(("next", name), (1,), torch.bool)
-    if plan.has_unrecorded:
-        add(OBSERVED_KEY, (1,), torch.bool)
-    for name in ("episode", "seed"):
-        add((name,), (), torch.int64)
-    return list(specs.values())
-
-
-def _presence(plan: Plan) -> dict[Key, PlannedLeaf]:
-    return {
-        presence_key(target.key): leaf
-        for leaf in plan.leaves
-        if leaf.is_padded
-        for target in leaf.targets
-    }
 
 
 @dataclass
@@ -96,7 +51,8 @@ class RowWriter:
 
     Args:
         plan: what is to be written.
-        columns: the files of `column_specs`.
+        columns: the files of `column_specs`, or the parts of them that hold these episodes.
+        first, stop: the episodes ``first .. stop - 1`` of the plan; ``table`` is of them.
         block_bytes: how much of one leaf is read at a time.
         judge: decides what becomes of episodes that break a rule.
         advance: told the bytes of every block that was read.
@@ -107,6 +63,8 @@ class RowWriter:
         plan: Plan,
         columns: Mapping[Key, ColumnFile],
         *,
+        first: int,
+        stop: int,
         block_bytes: int,
         judge: Judge,
         advance: Callable[[int], object],
@@ -131,9 +89,9 @@ class RowWriter:
             for entry in fields
             if entry.is_end
         }
-        self._presence = _presence(plan)
+        self._presence = presence(plan)
         self.statistics: dict[Key, Statistics] = {key: Statistics() for key in columns}
-        count = len(plan.episodes)
+        self._first, count = first, stop - first
         self.table: dict[str, npt.NDArray[Any]] = {
             name: np.zeros((count, _DIGEST_BYTES) if name == "digest" else count, dtype)
             for name, (dtype, _) in EPISODE_FIELDS.items()
@@ -367,7 +325,6 @@ class RowWriter:
         span = work.span
         ends = {name: np.zeros(len(work.episodes), np.bool_) for name in DEFAULT_DONE_KEYS}
         for i, episode in enumerate(work.episodes):
-            position = span.first + i
             place = work.place if episode.is_whole else work.place.at(record=episode.base)
             try:
                 flags = self._layout.flags(
@@ -376,66 +333,54 @@ class RowWriter:
                 if not (flags.terminated or flags.truncated):
                     raise place.error("the episode does not end at its last row", "V31")
             except CorpusError as error:
-                self._judge.condemn(position, error)
+                self._judge.condemn(span.first + i, error)
                 continue
             ends["terminated"][i], ends["truncated"][i] = flags.terminated, flags.truncated
             ends["done"][i] = True
-            facts = episode.facts
-            row = {
-                "start": episode.start,
-                "length": episode.rows,
-                "seed": episode.file,
-                "episode": episode.number,
-                "source_seed": facts.source_seed,
-                "success": facts.success,
-                "terminated": flags.terminated,
-                "truncated": flags.truncated,
-                "return": work.checks.reward[i],
-                "digest": np.frombuffer(work.checks.digest(i)[:_DIGEST_BYTES], np.uint8),
-            }
-            for name, value in row.items():
-                self.table[name][position] = value
+            self._note(work, i, flags)
         finals = np.array([e.start + e.rows - 1 for e in work.episodes], np.int64)
+        put = self._put_in(work)
+        key: Key
         for name, values in ends.items():
-            self._store_at(work, ("next", name), finals[values], is_set=True)
+            key = ("next", name)
+            store_flag(span, key, finals[values], is_set=True, block=self._block_bytes, put=put)
         if self._plan.has_unrecorded:
-            opened = np.array([episode.is_open for episode in work.episodes])
-            self._store_at(work, OBSERVED_KEY, finals[opened], is_set=False)
+            unknown = finals[[episode.is_open for episode in work.episodes]]
+            key = OBSERVED_KEY
+            store_flag(span, key, unknown, is_set=False, block=self._block_bytes, put=put)
 
-    def _store_at(
-        self, work: _Open, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool
-    ) -> None:
-        """Writes a flag that is one way at some rows of the span and the other way elsewhere."""
-        start, stop = work.span.start, work.span.start + work.span.rows
-        for begin in range(start, stop, self._block_bytes):
-            end = min(begin + self._block_bytes, stop)
-            block = np.full((end - begin, 1), not is_set)
-            block[rows[(rows >= begin) & (rows < end)] - begin] = is_set
-            self._put(key, begin, block, work)
+    def _note(self, work: _Open, i: int, flags: Flags) -> None:
+        """Fills the line of an episode in the table."""
+        episode = work.episodes[i]
+        row = {
+            "start": episode.start,
+            "length": episode.rows,
+            "seed": episode.file,
+            "episode": episode.number,
+            "source_seed": episode.facts.source_seed,
+            "success": episode.facts.success,
+            "terminated": flags.terminated,
+            "truncated": flags.truncated,
+            "return": work.checks.reward[i],
+            "digest": np.frombuffer(work.checks.digest(i)[:_DIGEST_BYTES], np.uint8),
+        }
+        for name, value in row.items():
+            self.table[name][work.span.first + i - self._first] = value
 
     def _store_ids(self, work: _Open) -> None:
-        lengths = [episode.rows for episode in work.episodes]
-        values: dict[Key, Any] = {
-            ("episode",): [episode.number for episode in work.episodes],
-            ("seed",): [episode.file for episode in work.episodes],
+        values: dict[Key, npt.NDArray[Any]] = {
+            ("episode",): np.array([episode.number for episode in work.episodes], np.int64),
+            ("seed",): np.array([episode.file for episode in work.episodes], np.int64),
         }
         for key, leaf in self._presence.items():
             here = work.span.leaves.issuperset(leaf.paths)
-            values[key] = [here] * len(lengths)
-        step = max(1, self._block_bytes // 8)
-        starts = np.cumsum([0, *lengths])
-        for key, of_episodes in values.items():
-            dtype = np.bool_ if key in self._presence else np.int64
-            each = np.array(of_episodes, dtype)
-            for begin in range(0, work.span.rows, step):
-                end = min(begin + step, work.span.rows)
-                first = int(np.searchsorted(starts, begin, "right")) - 1
-                last = int(np.searchsorted(starts, end, "left"))
-                counts = np.minimum(starts[first + 1 : last + 1], end) - np.maximum(
-                    starts[first:last], begin
-                )
-                block = np.repeat(each[first:last], counts)
-                self._put(key, work.span.start + begin, block, work)
+            values[key] = np.full(len(work.episodes), here)
+        block, put = max(1, self._block_bytes // 8), self._put_in(work)
+        for key, each in values.items():
+            store_constant(work.span, work.episodes, key, each, block=block, put=put)
+
+    def _put_in(self, work: _Open) -> Put:
+        return lambda key, row, entries: self._put(key, row, entries, work)
 
 
 def _path(span: Span, path: str) -> str:
