@@ -11,7 +11,7 @@ from replaykit.datasets.engine.fields import (
     Alignment,
     Field,
 )
-from replaykit.datasets.engine.finding import Groups, Segments
+from replaykit.datasets.engine.finding import Groups, Segments, WholeFile
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
@@ -30,6 +30,7 @@ __all__ = [
     "Policies",
     "RobosetExperienceReplay",
     "Segments",
+    "WholeFile",
     "convert",
     "open",
 ]

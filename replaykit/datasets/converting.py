@@ -64,7 +64,7 @@ def convert(
     column. Memory: some blocks of 16 MiB for each worker. See `Layout` for an example.
     """
     options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
-    sources = local_sources(files)
+    sources = local_sources(files, natural=layout.natural_files)
     listed = "".join(f"{file.name}\0{file.sha256}\n" for file in sources.files)
     identity: dict[str, Any] = {
         "files": hashlib.sha256(listed.encode()).hexdigest(),
@@ -94,7 +94,7 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
     return CorpusExperienceReplay(dest, batch_size, **kwargs)
 
 
-def local_sources(files: Files) -> Sources:
+def local_sources(files: Files, *, natural: bool = False) -> Sources:
     """Describes H5 files of this machine, given one by one or by their directories.
 
     Raises:
@@ -110,4 +110,4 @@ def local_sources(files: Files) -> Sources:
         if not found:
             raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(_SUFFIXES)}")
         paths.extend(found)
-    return Sources.local(paths)
+    return Sources.local(paths, natural=natural)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from replaykit.datasets.engine.h5 import H5File, Leaf
 from replaykit.errors import CorpusError
 
-__all__ = ["Decoder", "Images", "Text"]
+__all__ = ["Decoder", "Images", "Preceded", "Text"]
 
 
 class Decoder(Protocol):
@@ -96,3 +96,32 @@ class Text:
                 )
             found[at, : len(text)] = np.frombuffer(text, np.uint8)
         return found
+
+
+@dataclass(frozen=True)
+class Preceded:
+    """Numbers whose first record is stored apart from the others.
+
+    Args:
+        part: the part of the path that the others are below.
+        first: what it is where the first record is; a dataset of one record.
+    """
+
+    part: str
+    first: str
+
+    def declare(self, leaf: Leaf) -> Leaf:
+        return replace(leaf, shape=(leaf.shape[0] + 1, *leaf.shape[1:])) if leaf.shape else leaf
+
+    def read(self, file: H5File, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        if start:
+            return file.read(dataset, start - 1, stop - 1)
+        first = f"/{dataset}".replace(f"/{self.part}/", f"/{self.first}/")[1:]
+        rest = file.read(dataset, 0, stop - 1)
+        before = file.read(first, 0, 1)
+        if before.shape[1:] != rest.shape[1:] or before.dtype != rest.dtype:
+            raise CorpusError(
+                f"{file.path}: {first}: has records of shape {list(before.shape[1:])} and dtype "
+                f"{before.dtype}, but {dataset} has {list(rest.shape[1:])} and {rest.dtype} [V10]"
+            )
+        return np.concatenate([before, rest])

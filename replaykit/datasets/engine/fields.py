@@ -123,6 +123,8 @@ class Field:
         held: for ends: may also be set before the last row, where it means nothing.
         dtype: NumPy name of the dtype to store, where that is not the source's; ``"bool"`` stands
             for "is not zero".
+        more: how many more records than the clock its datasets have, where that is not what the
+            alignment says of states.
 
     Raises:
         ValueError: a role or moment that is none; a successor without ``after``.
@@ -145,6 +147,7 @@ class Field:
     shift: int = 0
     held: bool = False
     dtype: str | None = None
+    more: int | None = None
 
     def __post_init__(self) -> None:
         for what, given, known in (
@@ -192,6 +195,8 @@ class Field:
 
     def extra(self, alignment: Alignment) -> int:
         """How many more records than the clock the datasets of the field have."""
+        if self.more is not None:
+            return self.more
         return alignment.extra if self.describes == "state" else 0
 
     def targets(self, alignment: Alignment, path: str) -> tuple[Target, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from replaykit.datasets.engine.places import Place
 if TYPE_CHECKING:
     from replaykit.datasets.engine.layout import Layout
 
-__all__ = ["EpisodeRef", "Finder", "Found", "Groups", "Segments", "natural_key"]
+__all__ = ["EpisodeRef", "Finder", "Found", "Groups", "Segments", "WholeFile", "natural_key"]
 
 _LISTED: Final = 20
 """How many names of a strange file a message lists."""
@@ -145,6 +146,36 @@ class Groups:
         """Returns the number after the prefix, also with something after it; or ``None``."""
         match = re.match(rf"{re.escape(self.prefix)}([0-9]{{1,18}})(?![0-9])", name)
         return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """One episode a file: the arrays are those of the root. Its number is the one in the name.
+
+    Args:
+        having: entries of the root by which a file is known to be an episode.
+
+    Example:
+        >>> from replaykit.datasets import WholeFile
+        >>> WholeFile(having=("action",)).having
+        ('action',)
+    """
+
+    having: tuple[str, ...]
+
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+        """Returns the episode of a file; see `Finder`."""
+        names = [member.name for member in file.members()]
+        lacking = [repr(name) for name in self.having if name not in names]
+        if lacking:
+            keys = ", ".join(map(repr, names[:_LISTED])) or "nothing"
+            raise place.error(
+                f"no episode of the layout {layout.name!r}: the root has no {', '.join(lacking)}, "
+                f"but holds {keys}; is this a file of another corpus?",
+                "V04",
+            )
+        match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(place.name).stem)
+        return Found([EpisodeRef("", int(match[1]) if match else 0)])
 
 
 @dataclass(frozen=True)

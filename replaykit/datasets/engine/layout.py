@@ -110,7 +110,9 @@ class Layout:
         about: a group and the attributes of it that describe the whole file; the manifest has
             those that are there.
         decoders: source paths whose values are not numbers, and what makes numbers of them;
-            `Images` or `Text`.
+            `Images`, `Text` or `Preceded`.
+        natural_files: whether numbers in the names of files order them as numbers, so that
+            ``episode_9`` comes before ``episode_10``.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -154,6 +156,7 @@ class Layout:
     count: str | None = None
     about: tuple[str, tuple[str, ...]] | None = None
     decoders: tuple[tuple[str, Decoder], ...] = ()
+    natural_files: bool = False
 
     # -- what follows from the declaration ------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Episode:
     def name(self) -> str:
         """The group, or the records of the file that it is made of."""
         if self.is_whole:
-            return self.group
+            return self.group or "/"
         return f"{self.group}[{self.base}:{self.base + self.records}]"
 
 

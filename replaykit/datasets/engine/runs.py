@@ -29,11 +29,14 @@ class Runs:
     counts: Index
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], target: Target) -> Runs:
-        """Returns the runs of a target over the episodes of one span; O(E)."""
+    def of(cls, episodes: Sequence[Episode], target: Target, extra: int = 0) -> Runs:
+        """Returns the runs of a target over the episodes of one span; O(E).
+
+        ``extra``: how many more records than the clock the leaf has.
+        """
         table = np.array(
             [
-                (e.start, e.base + target.offset, e.rows, e.base + e.records, e.is_open)
+                (e.start, e.base + target.offset, e.rows, e.base + e.records + extra, e.is_open)
                 for e in episodes
             ],
             np.int64,

@@ -103,7 +103,9 @@ class _Scan:
                 f"than {self.first_file}: files of one data set must be of one kind",
                 "V10",
             )
-        if resolved.about is not None and file.has_group(resolved.about[0]):
+        if resolved.about is not None and (
+            not resolved.about[0] or file.has_group(resolved.about[0])
+        ):
             said = file.attributes(*resolved.about)
             self.about[index] = {
                 name: value for name, value in said.items() if isinstance(value, (str, int, float))

@@ -168,7 +168,9 @@ class SchemaUnion:
             return False
         if entry is None or entry.required:
             return False
-        if spec.dtype.kind not in "fc" or 0 in spec.shape or self._policies.all_nan == "keep":
+        is_plain = path not in dict(self.layout.decoders)
+        is_float = spec.dtype.kind in "fc" and 0 not in spec.shape
+        if not is_plain or not is_float or self._policies.all_nan == "keep":
             self.with_values.add(path)
             return False
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -126,7 +126,7 @@ class RowWriter:
                 for target in leaf.targets:
                     self._columns[target.key].skip_to(work.span.start + work.span.rows)
                 continue
-            runs = [Runs.of(work.episodes, target) for target in leaf.targets]
+            runs = [Runs.of(work.episodes, target, leaf.extra) for target in leaf.targets]
             for start, block in self._blocks(work, leaf, loaded):
                 work.checks.take(leaf, start, block, runs[0] if runs else None)
                 if runs:
@@ -326,9 +326,13 @@ class RowWriter:
         ends = {name: np.zeros(len(work.episodes), np.bool_) for name in DEFAULT_DONE_KEYS}
         for i, episode in enumerate(work.episodes):
             place = work.place if episode.is_whole else work.place.at(record=episode.base)
+            facts = episode.facts
+            if self._layout.is_open and not episode.is_open:
+                # The step at which it terminated is not a row.
+                facts = replace(facts, terminated=None)
             try:
                 flags = self._layout.flags(
-                    work.checks.ends(i, self._outcomes), last, episode.facts, place, self._notes
+                    work.checks.ends(i, self._outcomes), last, facts, place, self._notes
                 )
                 if not (flags.terminated or flags.truncated):
                     raise place.error("the episode does not end at its last row", "V31")
