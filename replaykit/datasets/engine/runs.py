@@ -34,6 +34,9 @@ class Runs:
 
         ``extra``: how many more records than the clock the leaf has.
         """
+        if len(episodes) == 1 and not episodes[0].is_open:
+            one = episodes[0]
+            return cls(_one(one.start), _one(one.base + target.offset), _one(one.rows))
         table = np.array(
             [
                 (e.start, e.base + target.offset, e.rows, e.base + e.records + extra, e.is_open)
@@ -57,10 +60,16 @@ class Runs:
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yields row, record and count of the parts that lie in records ``start .. stop - 1``."""
-        first = int(np.searchsorted(self.records + self.counts, start, "right"))
-        last = int(np.searchsorted(self.records, stop, "left"))
+        first, last = 0, len(self.rows)
+        if last > 1:
+            first = int(np.searchsorted(self.records + self.counts, start, "right"))
+            last = int(np.searchsorted(self.records, stop, "left"))
         for i in range(first, last):
             row, record, count = int(self.rows[i]), int(self.records[i]), int(self.counts[i])
             begin, end = max(record, start), min(record + count, stop)
             if begin < end:
                 yield row + begin - record, begin, end - begin
+
+
+def _one(value: int) -> Index:
+    return np.array([value], np.int64)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Statistics"]
+
+_PIECE: Final = 1 << 16
+"""Numbers that are looked at together."""
 
 
 @dataclass
@@ -38,18 +41,28 @@ class Statistics:
     squares: float = 0.0
 
     def add(self, block: npt.NDArray[Any]) -> None:
-        """Adds the numbers of a block; O(values), in memory of one block."""
-        if not block.size or block.dtype.kind == "c":
+        """Adds the numbers of a block; O(values), in less than 2 MiB of memory."""
+        if block.dtype.kind == "c":
+            return
+        flat = block.reshape(-1)
+        for start in range(0, flat.size, _PIECE):
+            self._add(flat[start : start + _PIECE])
+
+    def _add(self, block: npt.NDArray[Any]) -> None:
+        if block.dtype.kind == "b":
+            count, mean = block.size, float(np.count_nonzero(block) / block.size)
+            squares = count * mean * (1 - mean)
+            self.merge(Statistics(count, 0, mean == 1.0, mean > 0.0, mean, squares))
             return
         if block.dtype.kind == "f":
-            holes = int(np.isnan(block).sum())
+            holes = int(np.count_nonzero(np.isnan(block)))
             if holes:
                 self.nan += holes
                 block = block[~np.isnan(block)]
                 if not block.size:
                     return
         with np.errstate(all="ignore"):
-            if block.dtype.itemsize == 1 and block.dtype.kind in "ubi":
+            if block.dtype.itemsize == 1 and block.dtype.kind in "ui":
                 mean, squares = _of_bytes(block)
             else:
                 mean = float(block.mean(dtype=np.float64))

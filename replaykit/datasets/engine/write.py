@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +41,7 @@ class _Open:
     episodes: list[Episode]
     place: Place
     checks: SpanChecks
+    runs: dict[tuple[int, bool, int], Runs] = field(default_factory=dict)
 
 
 class RowWriter:
@@ -126,7 +127,7 @@ class RowWriter:
                 for target in leaf.targets:
                     self._columns[target.key].skip_to(work.span.start + work.span.rows)
                 continue
-            runs = [Runs.of(work.episodes, target, leaf.extra) for target in leaf.targets]
+            runs = [self._runs(work, target, leaf.extra) for target in leaf.targets]
             for start, block in self._blocks(work, leaf, loaded):
                 work.checks.take(leaf, start, block, runs[0] if runs else None)
                 if runs:
@@ -138,6 +139,13 @@ class RowWriter:
             loaded.pop(leaf.path, None)
         self._store_ids(work)
         self._store_flags(work, last)
+
+    def _runs(self, work: _Open, target: Target, extra: int) -> Runs:
+        # Many leaves go to the same rows.
+        kind = (target.offset, target.is_after, extra)
+        if kind not in work.runs:
+            work.runs[kind] = Runs.of(work.episodes, target, extra)
+        return work.runs[kind]
 
     def finish(self) -> None:
         """Completes the columns.
