@@ -14,6 +14,16 @@ from replaykit.datasets.engine.fields import (
 from replaykit.datasets.engine.finding import Groups, Segments, WholeFile
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.families.catalogue import (
+    AlohaExperienceReplay,
+    D4RLExperienceReplay,
+    IsaacLabExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    MinariExperienceReplay,
+    RobomimicExperienceReplay,
+    load_dataset,
+)
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
 
 __all__ = [
@@ -22,15 +32,23 @@ __all__ = [
     "STATE_RECORDS",
     "STEPS",
     "Alignment",
+    "AlohaExperienceReplay",
     "BaseDatasetExperienceReplay",
     "CorpusExperienceReplay",
+    "D4RLExperienceReplay",
     "Field",
     "Groups",
+    "IsaacLabExperienceReplay",
     "Layout",
+    "LiberoExperienceReplay",
+    "ManiSkillExperienceReplay",
+    "MinariExperienceReplay",
     "Policies",
+    "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "Segments",
     "WholeFile",
     "convert",
+    "load_dataset",
     "open",
 ]

@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.converting import Files, listing_of, local_sources
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
 from replaykit.datasets.publish import open_published, remove_published
+from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.split import SPLIT_FORM, ensure_split
 from replaykit.samplers import Sampler
@@ -41,10 +43,16 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
         split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
             ``traj_ids``.
+        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
+            ``"train"``, or a range of positions such as ``"0:100"``.
+        episodes: only these: positions in ``episode_table``, a slice of it, or a function that
+            gets the table and returns bool ``[E]``. With ``split``: those of both.
+        source: files of this machine, or folders of them, to convert instead of fetching any.
         env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
 
     Raises:
-        ValueError: an unknown id, or another value of ``download``.
+        ValueError: an unknown id, or another value of ``download``; ``split`` or ``episodes``
+            choose what there is not, or nothing.
         TypeError: an unknown keyword.
         FileNotFoundError: ``download=False`` and the data set is not there.
         RuntimeError: the folder holds something that is not a complete data set, or another one.
@@ -65,6 +73,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     """
 
     available_datasets: ClassVar[list[str]] = []
+    any_id: ClassVar[bool] = False
+    """Whether ids that are not listed are taken too."""
     corpus: ClassVar[str]
     """Name of the corpus, and of its folder in the cache."""
     layout: ClassVar[Any]
@@ -84,17 +94,19 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         prefetch: int | None = None,
         transform: Any = None,
         split_trajs: bool = False,
+        split: str | None = None,
+        episodes: Episodes | None = None,
+        source: Files | None = None,
         **env_kwargs: Any,
     ) -> None:
-        if dataset_id not in self.available_datasets:
-            raise ValueError(
-                f"expected one of the data sets {self.available_datasets}, got {dataset_id!r}"
-            )
+        self._check_id(dataset_id)
         _check_keywords(type(self).__name__, env_kwargs)
         self.dataset_id = dataset_id
         self.root = _default_root(self.corpus) if root is None else Path(root)
         self.split_trajs = split_trajs
         self.download = _download(download)
+        self.source = source
+        self._choice = (split, episodes)
         # The storage is given as a function: all other arguments are checked before anything
         # is fetched.
         ReplayBuffer.__init__(
@@ -110,9 +122,26 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             **env_kwargs,
         )
 
+    @classmethod
+    def _check_id(cls, dataset_id: str) -> None:
+        if dataset_id in cls.available_datasets:
+            return
+        if not cls.any_id:
+            raise ValueError(
+                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}"
+            )
+        parts = dataset_id.split("/") if isinstance(dataset_id, str) else [""]
+        if any(part in ("", ".", "..") or "\\" in part for part in parts):
+            raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
+
     @abstractmethod
     def sources(self) -> Sources:
         """Returns the source files of the data set, fetched and verified."""
+
+    def _sources(self) -> Sources:
+        if self.source is None:
+            return self.sources()
+        return local_sources(self.source, natural=self.layout.natural_files)
 
     # -- where it lies ------------------------------------------------------------------------
 
@@ -140,27 +169,34 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def _open(self) -> MappedStorage:
         if not self.split_trajs:
-            return MappedStorage(self._flat())
+            return self._map(self._flat())
         force = self.download == "force"
         if not force and self.data_path.exists() and not self.data_path_root.exists():
             identity = {**full_identity(self.layout, self._identity()), **SPLIT_FORM}
-            return MappedStorage(open_published(self.data_path, identity=identity))
+            return self._map(open_published(self.data_path, identity=identity))
         self._flat()
-        return MappedStorage(
+        return self._map(
             ensure_split(
                 self.data_path_root, self.data_path, force=force, identity=self._identity()
             )
         )
 
+    def _map(self, published: Published) -> MappedStorage:
+        return MappedStorage(published, chosen_episodes(published, *self._choice))
+
     def _identity(self) -> dict[str, Any]:
-        return {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        # Files of one's own are told apart from those of the corpus, and from others, by names
+        # and sizes: reading them all each time would make opening slow.
+        found["source"] = None if self.source is None else listing_of(self.source)
+        return found
 
     def _flat(self) -> Published:
         if self.download is False:
             return self._require(self.data_path_root)
         return ensure_dataset(
             self.data_path_root,
-            get_sources=self.sources,
+            get_sources=self._sources,
             layout=self.layout,
             force=self.download == "force",
             identity=self._identity(),

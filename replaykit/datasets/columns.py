@@ -192,10 +192,11 @@ class ColumnFile:
         found = np.fromfile(self.path, np.uint8, count * size, offset=position * size)
         return found.reshape(count, size)
 
-    def finish(self) -> None:
-        """Leaves the rest zero."""
-        if self.spec.entry_bytes:
-            self.skip((self._stop - self._written) // self.spec.entry_bytes)
+    def finish(self) -> int:
+        """Leaves the rest zero; returns how many entries that were."""
+        left = (self._stop - self._written) // max(1, self.spec.entry_bytes)
+        self.skip(left)
+        return left
 
     def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
         """Returns the manifest's entry of the column, with paths relative to a directory."""

@@ -14,7 +14,7 @@ from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.sources import Sources
 
-__all__ = ["convert", "local_sources", "open"]
+__all__ = ["Files", "convert", "listing_of", "local_sources", "open"]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 
@@ -100,6 +100,20 @@ def local_sources(files: Files, *, natural: bool = False) -> Sources:
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
     """
+    return Sources.local(_paths(files), natural=natural)
+
+
+def listing_of(files: Files) -> str:
+    """Returns a digest of the names and sizes of files; reads none of them.
+
+    Raises:
+        FileNotFoundError: a file is not there, or a directory holds none.
+    """
+    found = sorted((path.name, path.stat().st_size) for path in _paths(files))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _paths(files: Files) -> list[Path]:
     given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     paths: list[Path] = []
     for path in map(Path, given):
@@ -110,4 +124,4 @@ def local_sources(files: Files, *, natural: bool = False) -> Sources:
         if not found:
             raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(_SUFFIXES)}")
         paths.extend(found)
-    return Sources.local(paths, natural=natural)
+    return paths

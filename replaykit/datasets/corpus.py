@@ -15,6 +15,7 @@ from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
 from replaykit.datasets.preprocess import preprocess_rows
 from replaykit.datasets.publish import open_published
+from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.storages import TensorStorage
 from replaykit.writers import ImmutableDatasetWriter
 
@@ -27,14 +28,21 @@ class CorpusExperienceReplay(ReplayBuffer):
     Args:
         path: directory of the data set, as `convert` and the corpus classes make it.
         batch_size: default number of rows of a sample.
+        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
+            ``"train"``, or a range of positions such as ``"0:100"``.
+        episodes: only these: positions in the episode table, a slice of it, or a function that
+            gets the table and returns bool ``[E]``. With ``split``: those of both.
         kwargs: other keywords of ReplayBuffer, such as ``sampler``, ``transform``,
             ``generator``; not ``storage``.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
         RuntimeError: what is there is not a complete data set; says what to do.
+        ValueError: ``split`` or ``episodes`` choose what there is not, or nothing.
 
-    Opening maps the columns and reads none of them. Rows can be edited in place; edits are seen
+    Opening maps the columns and reads none of them. Episodes that are chosen are served in the
+    order of the data set; where they do not follow one another, their rows are read into memory.
+    Rows can be edited in place; edits are seen
     in this process only and never reach the disk.
 
     Example:
@@ -44,29 +52,43 @@ class CorpusExperienceReplay(ReplayBuffer):
         FileNotFoundError: [Errno 2] No such file or directory: ...
     """
 
-    def __init__(self, path: str | Path, batch_size: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        batch_size: int | None = None,
+        *,
+        split: str | None = None,
+        episodes: Episodes | None = None,
+        **kwargs: Any,
+    ) -> None:
         kwargs.setdefault("writer", ImmutableDatasetWriter())
-        super().__init__(
-            storage=lambda: MappedStorage(open_published(path)), batch_size=batch_size, **kwargs
-        )
+
+        def mapped() -> MappedStorage:
+            published = open_published(path)
+            return MappedStorage(published, chosen_episodes(published, split, episodes))
+
+        super().__init__(storage=mapped, batch_size=batch_size, **kwargs)
 
     @property
     def published(self) -> Published:
         """The data set as it lies on disk: path, manifest, columns, episode table."""
+        return self._mapped().published
+
+    def _mapped(self) -> MappedStorage:
         storage = self.storage
         if not isinstance(storage, MappedStorage):
             raise RuntimeError("the storage was exchanged; this is no published data set any more")
-        return storage.published
+        return storage
 
     @property
     def episode_table(self) -> TensorDict:
-        """The episodes of the data set, a TensorDict ``[E]``.
+        """The episodes that are served, a TensorDict ``[E]``.
 
         ``start`` and ``length`` in rows, ``seed`` and ``episode`` (position of the source file and
         number in it), ``source_seed``, ``success`` (1, 0, or -1 where the source does not say),
         ``terminated``, ``truncated``, ``return``, and ``digest`` ``[E, 16]``.
         """
-        return self.published.episodes
+        return self._mapped().episode_table
 
     # -- mapping ------------------------------------------------------------------------------
 

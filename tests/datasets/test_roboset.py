@@ -32,6 +32,9 @@ def test_constructor_has_the_arguments_and_defaults_that_users_know():
         ("prefetch", keyword, None),
         ("transform", keyword, None),
         ("split_trajs", keyword, False),
+        ("split", keyword, None),
+        ("episodes", keyword, None),
+        ("source", keyword, None),
         ("env_kwargs", inspect.Parameter.VAR_KEYWORD, empty),
     ]
     assert [(p.name, p.kind, p.default) for p in parameters.values()] == expected

@@ -155,7 +155,9 @@ class RowWriter:
         """
         for name in DEFAULT_DONE_KEYS:
             # A stored row never starts from a finished state.
-            self._columns[name,].finish()
+            column = self._columns[name,]
+            count = column.finish()
+            self.statistics[name,].merge(Statistics(count, 0, False, False))
         for key, column in self._columns.items():
             if not column.is_complete:
                 raise RuntimeError(f"the rows of column {key} were not all written [V34]")
