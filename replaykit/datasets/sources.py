@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replaykit.datasets.engine.finding import natural_key
-from replaykit.datasets.engine.h5 import check_signature
+from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
 __all__ = ["SourceFile", "Sources", "sha256_of"]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from replaykit.datasets.engine import h5
-from replaykit.datasets.engine.h5 import SIGNATURE, check_signature, open_h5
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.signature import SIGNATURE, check_signature
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 

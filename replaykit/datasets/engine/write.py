@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from replaykit.datasets.engine.layout import Flags, Window
 from replaykit.datasets.engine.marks import Put, store_constant, store_flag
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Episode, Plan, PlannedLeaf, Span
+from replaykit.datasets.engine.reading import SpanReader
 from replaykit.datasets.engine.runs import Runs
 from replaykit.datasets.engine.specs import OBSERVED_KEY, presence
 from replaykit.datasets.engine.statistics import Statistics
@@ -34,9 +35,9 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass
 class _Open:
-    """The span at work: its file, its episodes, and what is checked of them."""
+    """The span at work: its arrays, its episodes, and what is checked of them."""
 
-    file: H5File
+    reader: SpanReader
     span: Span
     episodes: list[Episode]
     place: Place
@@ -109,7 +110,8 @@ class RowWriter:
         place = Place(file.path, source.name, span.group or None)
         episodes = self._plan.episodes[span.first : span.stop]
         checks = SpanChecks(episodes, span.first, span.records, place, self._judge)
-        work = _Open(file, span, episodes, place, checks)
+        reader = SpanReader(file, span, self._block_bytes)
+        work = _Open(reader, span, episodes, place, checks)
         try:
             self._write(work, memory)
         except CorpusError as error:
@@ -128,7 +130,7 @@ class RowWriter:
                     self._columns[target.key].skip_to(work.span.start + work.span.rows)
                 continue
             runs = [self._runs(work, target, leaf.extra) for target in leaf.targets]
-            for start, block in self._blocks(work, leaf, loaded):
+            for start, block in work.reader.blocks(leaf, loaded):
                 work.checks.take(leaf, start, block, runs[0] if runs else None)
                 if runs:
                     self._store(work, leaf, start, block, runs)
@@ -173,44 +175,12 @@ class RowWriter:
         count = min(records, max(2, self._block_bytes // max(1, record_bytes)))
         is_whole = count == records
         arrays = {
-            leaf.path: self._read(work, leaf, 0, count + is_whole * leaf.extra)
+            leaf.path: work.reader.read(leaf, 0, count + is_whole * leaf.extra)
             for leaf in self._witnesses
         }
         window = Window(arrays, records, work.place, self._notes, memory)
         self._layout.examine(window)
         return arrays if is_whole else {}
-
-    def _read(self, work: _Open, leaf: PlannedLeaf, start: int, stop: int) -> npt.NDArray[Any]:
-        if leaf.decoder is not None:
-            return leaf.decoder.read(work.file, _path(work.span, leaf.path), start, stop)
-        parts = [work.file.read(_path(work.span, path), start, stop) for path in leaf.paths]
-        if len(parts) == 1:
-            return parts[0]
-        flat = [part.reshape(stop - start, -1) for part in parts]
-        return np.concatenate(flat, axis=1, dtype=leaf.dtype)
-
-    def _blocks(
-        self, work: _Open, leaf: PlannedLeaf, loaded: Mapping[str, npt.NDArray[Any]]
-    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yields the records of a leaf in blocks, each with the index of its first record."""
-        records = work.span.records + leaf.extra
-        if leaf.path in loaded:
-            yield 0, loaded[leaf.path]
-            return
-        step = records
-        if leaf.is_once:
-            value = self._read(work, leaf, 0, 1)
-            step = max(1, self._block_bytes // max(1, leaf.record_bytes))
-            for start in range(0, records, step):
-                count = min(step, records - start)
-                yield start, np.broadcast_to(value, (count, *value.shape[1:]))
-            return
-        if leaf.record_bytes * records > self._block_bytes:
-            # Whole stripes of chunks, so that none is decompressed twice.
-            stripe = max(work.file.chunk_rows(_path(work.span, path)) for path in leaf.paths)
-            step = stripe * max(1, self._block_bytes // (stripe * leaf.record_bytes))
-        for start in range(0, records, step):
-            yield start, self._read(work, leaf, start, min(start + step, records))
 
     # -- storing --------------------------------------------------------------------------------
 
@@ -395,10 +365,6 @@ class RowWriter:
 
     def _put_in(self, work: _Open) -> Put:
         return lambda key, row, entries: self._put(key, row, entries, work)
-
-
-def _path(span: Span, path: str) -> str:
-    return f"{span.group}/{path}" if span.group else path
 
 
 def _shared(
