@@ -43,6 +43,8 @@ _META_NAMES: Final = frozenset({"shape", "device", "_type"})
 _MAX_NAME_BYTES: Final = 255
 _UNSAFE: Final = frozenset('/<>:"|?*\\ %\x7f')
 _ZEROS: Final = bytes(1 << 16)
+_DENSE: Final = 8
+"""Entries for each that is read back, up to which all are read back together."""
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
@@ -152,6 +154,11 @@ class ColumnFile:
                 done = 0
                 while done < len(block):
                     done += os.pwrite(descriptor, block[done:], self._written + done)
+            verify = list(verify)
+            # One large read costs less than many small ones.
+            is_dense = len(verify) * _DENSE > len(entries)
+            if is_dense and os.pread(descriptor, len(block), self._written) == bytes(block):
+                verify = []
             for index in verify:
                 part = slice(index * size, (index + 1) * size)
                 # Bytes with bytes: a comparison with a memoryview goes value by value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -236,7 +237,7 @@ def test_other_policies_are_refused(arguments, message):
 def test_two_fields_of_one_column_are_refused(tmp_path):
     path = write(tmp_path / "a.h5", 4, z=lambda k, n: np.arange(n))
     twice = (*ARM.fields, Field("log/z", "info", before=("action",)))
-    layout = Layout(**{**vars(ARM), "fields": (twice[-1], *twice[:-1])})
+    layout = replace(ARM, fields=(twice[-1], *twice[:-1]))
     with pytest.raises(CorpusError, match=r"layout 'arm': two of its fields fill .*'action'"):
         convert(path, layout, tmp_path / "data")
 

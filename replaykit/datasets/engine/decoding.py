@@ -117,11 +117,11 @@ class Preceded:
         if start:
             return file.read(dataset, start - 1, stop - 1)
         first = f"/{dataset}".replace(f"/{self.part}/", f"/{self.first}/")[1:]
-        rest = file.read(dataset, 0, stop - 1)
+        rest = file.read(dataset, 0, max(0, stop - 1))
         before = file.read(first, 0, 1)
         if before.shape[1:] != rest.shape[1:] or before.dtype != rest.dtype:
             raise CorpusError(
                 f"{file.path}: {first}: has records of shape {list(before.shape[1:])} and dtype "
                 f"{before.dtype}, but {dataset} has {list(rest.shape[1:])} and {rest.dtype} [V10]"
             )
-        return np.concatenate([before, rest])
+        return np.concatenate([before, rest])[:stop]

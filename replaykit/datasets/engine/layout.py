@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -160,12 +161,12 @@ class Layout:
 
     # -- what follows from the declaration ------------------------------------------------------
 
-    @property
+    @cached_property
     def lost(self) -> int:
         """How many rows fewer than records of the clock an episode has."""
         return max(self._lost(is_after=True), self._lost(is_after=False))
 
-    @property
+    @cached_property
     def is_open(self) -> bool:
         """Whether the last step is recorded but for the state that it led to."""
         return self._lost(is_after=True) == self._lost(is_after=False) + 1

@@ -284,6 +284,7 @@ class RowWriter:
         differs = (following != given).any(axis=1)
         stops = np.array([e.start + e.rows for e in work.episodes], np.int64)
         lasts = stops[(stops > row) & (stops <= end)] - 1 - row
+        self._note_ends_without_reset(work, target, row, lasts[~differs[lasts]])
         differs[lasts] = False
         seen = -1
         for at in np.flatnonzero(differs).tolist():
@@ -300,6 +301,24 @@ class RowWriter:
                 "from: rows of several episodes are mixed, or an end is not flagged",
                 "V22",
             )
+
+    def _note_ends_without_reset(
+        self, work: _Open, target: Target, row: int, lasts: npt.NDArray[np.int64]
+    ) -> None:
+        """Notes ends after which the next episode goes on from where the step arrived (V39)."""
+        if target.key[:2] != ("next", "observation"):
+            return
+        stops = [episode.start + episode.rows for episode in work.episodes]
+        for at in lasts.tolist():
+            i = int(np.searchsorted(stops, row + at, "right"))
+            episode, following = work.episodes[i], work.episodes[i + 1]
+            if following.base == episode.base + episode.records:
+                record = following.base - 1
+                text = (
+                    "an end is flagged where the next episode goes on from the state that the "
+                    "step arrived at: the environment was not reset there"
+                )
+                self._notes.add("V39", text, work.place.at(key=".".join(target.key), record=record))
 
     def _store_flags(self, work: _Open, last: Mapping[str, npt.NDArray[Any]]) -> None:
         span = work.span

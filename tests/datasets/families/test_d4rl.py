@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies
+from replaykit.datasets import open as open_dataset
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
@@ -355,3 +358,55 @@ def test_files_of_two_releases_are_not_mixed(tmp_path, quietly):
     two = write(tmp_path / "b.hdf5", {**arrays(4), "next_observations": None})
     with pytest.raises(CorpusError, match=r"b\.hdf5: the file has .*next_observations.*V10"):
         quietly([one, two], D4RL)
+
+
+def test_end_without_a_reset_is_reported(tmp_path, quietly):
+    """V39: AntMaze holds the goal, and flags every step of it."""
+    values = arrays(8, 4)
+    values["terminals"] = np.isin(np.arange(12), [5, 6])
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    assert data.episode_table["length"].tolist() == [6, 1, 1, 4]
+    notes = data.published.manifest.report["warnings"]
+    assert [(n["rule"], n["count"], n["first"]) for n in notes] == [
+        ("V39", 2, "a.hdf5: next.observation, record 5")
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_a_flat_file(tmp_path):
+    """80 MB of steps in blocks of 1 MiB: 16 MB of slack, of which the episode list is some."""
+    count, length = 400_000, 250
+    write(tmp_path / "small.hdf5", arrays(5, 5))
+    with h5py.File(tmp_path / "large.hdf5", "w") as file:
+        states = np.arange(count, dtype=np.float32)[:, None] + np.arange(24, dtype=np.float32)
+        file.create_dataset("observations", data=states, chunks=(1000, 24))
+        file.create_dataset("next_observations", data=states + 1, chunks=(1000, 24))
+        file["actions"] = states[:, :2]
+        file["rewards"] = states[:, 0]
+        file["terminals"] = np.zeros(count, np.bool_)
+        file["timeouts"] = np.arange(count) % length == length - 1
+    code = (
+        "import sys, pathlib, h5py, tqdm, filelock\n"
+        "from replaykit.datasets.converting import local_sources\n"
+        "from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset\n"
+        "from replaykit.datasets.families.d4rl import D4RL\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status')\n"
+        "    return next(int(x.split()[1]) for x in lines if x.startswith('VmHWM'))\n"
+        "def make(name):\n"
+        "    path = root / f'{name}.hdf5'\n"
+        "    ensure_dataset(root / name, get_sources=lambda: local_sources(path), layout=D4RL,\n"
+        "                   options=ConvertOptions(block_bytes=1 << 20))\n"
+        "root = pathlib.Path(sys.argv[1])\n"
+        "make('small')\n"
+        "before = peak()\n"
+        "make('large')\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 * 1024
+    data = open_dataset(tmp_path / "large")
+    assert len(data) == count
+    assert data.episode_table["length"].tolist() == [length] * (count // length)
+    assert data[:]["next", "reward"][:, 0].tolist()[::40_000] == list(range(0, count, 40_000))
