@@ -61,7 +61,21 @@ def convert(
             of it. ``published.manifest.report`` of the result has the same and more.
 
     Cost: reads every value twice, once for the checksum of its file, and writes it once for each
-    column. Memory: some blocks of 16 MiB for each worker. See `Layout` for an example.
+    column. Memory: some blocks of 16 MiB for each worker.
+
+    Example:
+        >>> import tempfile, h5py, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.datasets import Policies, convert
+        >>> from replaykit.datasets.families import D4RL
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with h5py.File(root / "a.hdf5", "w") as file:
+        ...     file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
+        ...     file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 1
+        >>> policies = Policies(casts={"float64": "float32"})
+        >>> data = convert(root, D4RL, root / "data", policies=policies)
+        >>> data.episode_table["length"], data[:]["next", "observed"].flatten()
+        (tensor([2, 1]), tensor([ True, False,  True]))
     """
     options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
     sources = local_sources(files, natural=layout.natural_files)

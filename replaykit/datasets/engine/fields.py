@@ -68,6 +68,11 @@ class Alignment:
             after the last action is stored with the others, else 0.
         action: row ``t`` takes action ``t + action``.
         outcome: row ``t`` takes outcome ``t + outcome``.
+
+    Example:
+        >>> from replaykit.datasets import STEPS, Alignment
+        >>> Alignment("steps") == STEPS
+        True
     """
 
     name: str

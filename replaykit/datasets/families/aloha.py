@@ -30,6 +30,14 @@ class AlohaLayout(Layout):
     Attributes:
         action_shift: 0 pairs a command with the observation of its record; -1 with that of the
             record after it, as the loader of ACT does for real robots, which makes T - 2 rows.
+
+    Raises:
+        ValueError: another shift.
+
+    Example:
+        >>> from replaykit.datasets.families import ALOHA, AlohaLayout
+        >>> ALOHA.lost, AlohaLayout(action_shift=-1).lost
+        (1, 2)
     """
 
     name: str = "aloha"

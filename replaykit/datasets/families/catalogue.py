@@ -15,6 +15,7 @@ from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
 from replaykit.datasets.hub_sources import hub_sources
+from replaykit.datasets.opened import Published
 from replaykit.datasets.sources import Sources
 
 __all__ = [
@@ -33,6 +34,18 @@ class _OnlyOwnFiles(BaseDatasetExperienceReplay):
     """A corpus of which nothing can be fetched here."""
 
     any_id = True
+
+    def _identity(self) -> dict[str, Any]:
+        # There is but one kind of files: those that were converted before may be opened by id.
+        found = super()._identity()
+        if self.source is None:
+            del found["source"]
+        return found
+
+    def _flat(self) -> Published:
+        if self.source is None and not self.data_path_root.exists():
+            self.sources()
+        return super()._flat()
 
     def sources(self) -> Sources:
         raise FileNotFoundError(

@@ -38,6 +38,11 @@ class D4RLLayout(Layout):
     Attributes:
         unreliable_ends: accept files whose flags do not stand where the environment was reset,
             as those of Adroit ``human-v0`` and ``cloned-v0``.
+
+    Example:
+        >>> from replaykit.datasets.families import D4RL, D4RLLayout
+        >>> D4RL.is_open, D4RLLayout(unreliable_ends=True) == D4RL
+        (True, False)
     """
 
     name: str = "d4rl"

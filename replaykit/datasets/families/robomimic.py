@@ -102,6 +102,11 @@ class RobosuiteLayout(Layout):
     Attributes:
         actions: the datasets that make up the action, side by side; releases before 1.0 name the
             controls one by one.
+
+    Example:
+        >>> from replaykit.datasets.families import RobosuiteLayout
+        >>> RobosuiteLayout(actions=("joint_velocities", "gripper_actuations")).fields[1].name
+        'joint_velocities+gripper_actuations'
     """
 
     name: str = "robosuite-raw"

@@ -129,6 +129,20 @@ def test_family_that_cannot_be_fetched_says_so(tmp_path, family):
         family("mine", 2, root=tmp_path)
 
 
+def test_data_set_of_ones_own_files_is_opened_again_by_its_id(tmp_path):
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
+        file["rewards"], file["terminals"] = np.ones(3), np.arange(3) == 2
+    options = {"root": tmp_path / "root"}
+    data = D4RLExperienceReplay("mine", 2, source=tmp_path / "a.hdf5", **options)
+    assert not (tmp_path / "root/other").exists()
+    again = D4RLExperienceReplay("mine", 2, **options)
+    assert (again[:] == data[:]).all()
+    with pytest.raises(FileNotFoundError, match="cannot be fetched"):
+        D4RLExperienceReplay("other", 2, **options)
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [".mine.lock", "mine"]
+
+
 @pytest.mark.parametrize(
     ("family", "dataset_id"),
     [(LiberoExperienceReplay, "libero_100"), (RobomimicExperienceReplay, "lift/ph/image")],
