@@ -25,10 +25,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.opened import Published
 from replaykit.datasets.publish import remove_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
@@ -39,8 +39,8 @@ SAMPLE = Path(__file__).parents[1] / "../shared/data/robohive/fk1_random_policy_
 _CHILD = """
 import resource, sys, warnings
 from pathlib import Path
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 import h5py, tqdm, filelock
 warnings.simplefilter("ignore")

@@ -86,12 +86,24 @@ from replaykit.writers import (
 )
 
 if TYPE_CHECKING:
-    from replaykit.datasets import BaseDatasetExperienceReplay, RobosetExperienceReplay
+    from replaykit.datasets import (
+        AlohaExperienceReplay,
+        BaseDatasetExperienceReplay,
+        CorpusExperienceReplay,
+        D4RLExperienceReplay,
+        IsaacLabExperienceReplay,
+        LiberoExperienceReplay,
+        ManiSkillExperienceReplay,
+        MinariExperienceReplay,
+        RobomimicExperienceReplay,
+        RobosetExperienceReplay,
+    )
     from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 
 __all__ = [
     "DEFAULT_DONE_KEYS",
     "DEFAULT_REMOTE_CLASS_CONFIG",
+    "AlohaExperienceReplay",
     "Around",
     "BaseDatasetExperienceReplay",
     "Bootstrap",
@@ -99,6 +111,8 @@ __all__ = [
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
+    "CorpusExperienceReplay",
+    "D4RLExperienceReplay",
     "Episode",
     "Episodes",
     "ExcludeTransform",
@@ -107,16 +121,20 @@ __all__ = [
     "HistoryTransform",
     "ImageScale",
     "ImmutableDatasetWriter",
+    "IsaacLabExperienceReplay",
     "KeepRaw",
     "LambdaScheduler",
     "LaneWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
+    "LiberoExperienceReplay",
     "LinearScheduler",
     "ListStorage",
+    "ManiSkillExperienceReplay",
     "MaxSegmentTree",
     "MinSegmentTree",
+    "MinariExperienceReplay",
     "NStep",
     "NStepWriting",
     "ParameterScheduler",
@@ -132,6 +150,7 @@ __all__ = [
     "RewardMap",
     "RewardScale",
     "RewardShift",
+    "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
     "SampleUnit",
@@ -165,7 +184,15 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AlohaExperienceReplay": "replaykit.datasets",
     "BaseDatasetExperienceReplay": "replaykit.datasets",
+    "CorpusExperienceReplay": "replaykit.datasets",
+    "D4RLExperienceReplay": "replaykit.datasets",
+    "IsaacLabExperienceReplay": "replaykit.datasets",
+    "LiberoExperienceReplay": "replaykit.datasets",
+    "ManiSkillExperienceReplay": "replaykit.datasets",
+    "MinariExperienceReplay": "replaykit.datasets",
+    "RobomimicExperienceReplay": "replaykit.datasets",
     "RobosetExperienceReplay": "replaykit.datasets",
     "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
 }

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaykit import mapping
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published, remove_published, verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.mapping import Span, map_private, map_spans
 from replaykit.testing.robohive import RoboHiveWriter, make_trial

@@ -1,6 +1,54 @@
-"""Corpora: from files on a Hub to transitions in memory-mapped columns."""
+"""Corpora: from H5 files, on a Hub or at hand, to transitions in memory-mapped columns."""
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
-from replaykit.datasets.roboset import RobosetExperienceReplay
+from replaykit.datasets.converting import convert, open
+from replaykit.datasets.corpus import CorpusExperienceReplay
+from replaykit.datasets.engine.fields import (
+    ARRIVALS,
+    FINAL_STATE,
+    STATE_RECORDS,
+    STEPS,
+    Alignment,
+    Field,
+)
+from replaykit.datasets.engine.finding import Groups, Segments, WholeFile
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.families.catalogue import (
+    AlohaExperienceReplay,
+    D4RLExperienceReplay,
+    IsaacLabExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    MinariExperienceReplay,
+    RobomimicExperienceReplay,
+    load_dataset,
+)
+from replaykit.datasets.families.roboset import RobosetExperienceReplay
 
-__all__ = ["BaseDatasetExperienceReplay", "RobosetExperienceReplay"]
+__all__ = [
+    "ARRIVALS",
+    "FINAL_STATE",
+    "STATE_RECORDS",
+    "STEPS",
+    "Alignment",
+    "AlohaExperienceReplay",
+    "BaseDatasetExperienceReplay",
+    "CorpusExperienceReplay",
+    "D4RLExperienceReplay",
+    "Field",
+    "Groups",
+    "IsaacLabExperienceReplay",
+    "Layout",
+    "LiberoExperienceReplay",
+    "ManiSkillExperienceReplay",
+    "MinariExperienceReplay",
+    "Policies",
+    "RobomimicExperienceReplay",
+    "RobosetExperienceReplay",
+    "Segments",
+    "WholeFile",
+    "convert",
+    "load_dataset",
+    "open",
+]

@@ -5,29 +5,28 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.convert import FLAT_FORM, ensure_dataset, full_identity
+from replaykit.datasets.converting import Files, listing_of, local_sources
+from replaykit.datasets.corpus import CorpusExperienceReplay
+from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
-from replaykit.datasets.preprocess import preprocess_rows
 from replaykit.datasets.publish import open_published, remove_published
+from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.split import SPLIT_FORM, ensure_split
 from replaykit.samplers import Sampler
-from replaykit.storages import TensorStorage
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
 __all__ = ["BaseDatasetExperienceReplay"]
 
 
-class BaseDatasetExperienceReplay(ReplayBuffer):
+class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     """A ReplayBuffer over a published corpus.
 
     A corpus class says which data sets there are, where their files are and how they lie in them:
@@ -44,10 +43,16 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
         collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
         split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
             ``traj_ids``.
+        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
+            ``"train"``, or a range of positions such as ``"0:100"``.
+        episodes: only these: positions in ``episode_table``, a slice of it, or a function that
+            gets the table and returns bool ``[E]``. With ``split``: those of both.
+        source: files of this machine, or folders of them, to convert instead of fetching any.
         env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
 
     Raises:
-        ValueError: an unknown id, or another value of ``download``.
+        ValueError: an unknown id, or another value of ``download``; ``split`` or ``episodes``
+            choose what there is not, or nothing.
         TypeError: an unknown keyword.
         FileNotFoundError: ``download=False`` and the data set is not there.
         RuntimeError: the folder holds something that is not a complete data set, or another one.
@@ -68,6 +73,8 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
     """
 
     available_datasets: ClassVar[list[str]] = []
+    any_id: ClassVar[bool] = False
+    """Whether ids that are not listed are taken too."""
     corpus: ClassVar[str]
     """Name of the corpus, and of its folder in the cache."""
     layout: ClassVar[Any]
@@ -87,20 +94,23 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
         prefetch: int | None = None,
         transform: Any = None,
         split_trajs: bool = False,
+        split: str | None = None,
+        episodes: Episodes | None = None,
+        source: Files | None = None,
         **env_kwargs: Any,
     ) -> None:
-        if dataset_id not in self.available_datasets:
-            raise ValueError(
-                f"expected one of the data sets {self.available_datasets}, got {dataset_id!r}"
-            )
+        self._check_id(dataset_id)
         _check_keywords(type(self).__name__, env_kwargs)
         self.dataset_id = dataset_id
         self.root = _default_root(self.corpus) if root is None else Path(root)
         self.split_trajs = split_trajs
         self.download = _download(download)
+        self.source = source
+        self._choice = (split, episodes)
         # The storage is given as a function: all other arguments are checked before anything
         # is fetched.
-        super().__init__(
+        ReplayBuffer.__init__(
+            self,
             storage=self._open,
             sampler=sampler,
             writer=ImmutableDatasetWriter() if writer is None else writer,
@@ -112,9 +122,26 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
             **env_kwargs,
         )
 
+    @classmethod
+    def _check_id(cls, dataset_id: str) -> None:
+        if dataset_id in cls.available_datasets:
+            return
+        if not cls.any_id:
+            raise ValueError(
+                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}"
+            )
+        parts = dataset_id.split("/") if isinstance(dataset_id, str) else [""]
+        if any(part in ("", ".", "..") or "\\" in part for part in parts):
+            raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
+
     @abstractmethod
     def sources(self) -> Sources:
         """Returns the source files of the data set, fetched and verified."""
+
+    def _sources(self) -> Sources:
+        if self.source is None:
+            return self.sources()
+        return local_sources(self.source, natural=self.layout.natural_files)
 
     # -- where it lies ------------------------------------------------------------------------
 
@@ -142,27 +169,34 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
 
     def _open(self) -> MappedStorage:
         if not self.split_trajs:
-            return MappedStorage(self._flat())
+            return self._map(self._flat())
         force = self.download == "force"
         if not force and self.data_path.exists() and not self.data_path_root.exists():
             identity = {**full_identity(self.layout, self._identity()), **SPLIT_FORM}
-            return MappedStorage(open_published(self.data_path, identity=identity))
+            return self._map(open_published(self.data_path, identity=identity))
         self._flat()
-        return MappedStorage(
+        return self._map(
             ensure_split(
                 self.data_path_root, self.data_path, force=force, identity=self._identity()
             )
         )
 
+    def _map(self, published: Published) -> MappedStorage:
+        return MappedStorage(published, chosen_episodes(published, *self._choice))
+
     def _identity(self) -> dict[str, Any]:
-        return {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        # Files of one's own are told apart from those of the corpus, and from others, by names
+        # and sizes: reading them all each time would make opening slow.
+        found["source"] = None if self.source is None else listing_of(self.source)
+        return found
 
     def _flat(self) -> Published:
         if self.download is False:
             return self._require(self.data_path_root)
         return ensure_dataset(
             self.data_path_root,
-            get_sources=self.sources,
+            get_sources=self._sources,
             layout=self.layout,
             force=self.download == "force",
             identity=self._identity(),
@@ -177,87 +211,6 @@ class BaseDatasetExperienceReplay(ReplayBuffer):
                 f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
                 "download=True"
             ) from None
-
-    # -- mapping ------------------------------------------------------------------------------
-
-    def preprocess(
-        self,
-        fn: Callable[[Any], Any],
-        dim: int = 0,
-        num_workers: int | None = None,
-        *,
-        chunksize: int | None = None,
-        num_chunks: int | None = None,
-        pool: Pool | None = None,
-        generator: torch.Generator | None = None,
-        max_tasks_per_child: int | None = None,
-        worker_threads: int = 1,
-        index_with_generator: bool = False,
-        pbar: bool = False,
-        mp_start_method: str | None = None,
-        num_frames: int | None = None,
-        dest: str | Path,
-    ) -> TensorStorage:
-        """Applies a function to every row and returns the results as a memory-mapped storage.
-
-        Args:
-            fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
-                trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
-                All results have the layout of the first.
-            dim: dimension along which rows are taken; negative ones count from the last.
-            num_workers: processes; None: as many as there are processors; 0: none, all work is
-                done here.
-            chunksize: rows given to a worker at a time; by default all are divided evenly, in
-                pieces of at most 64 MiB of the source.
-            num_chunks: into how many pieces the rows are divided; not together with
-                ``chunksize``.
-            pool: a pool of processes to use instead of own ones.
-            generator: what the seed of torch's CPU generator in ``fn`` is drawn from; None: the
-                generator of this data set, or the global one. Every row has a seed of its own:
-                pieces and workers do not change the results. The caller's global generator is
-                not changed but by that draw.
-            max_tasks_per_child: pieces after which a worker is replaced.
-            worker_threads: torch threads in each worker.
-            index_with_generator: make the pieces one by one instead of all at first.
-            pbar: show a progress bar.
-            mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-            num_frames: only the first rows.
-            dest: folder of the result, or a link to it; it appears there complete or not at
-                all. Beside it stays a lock file: calls for one ``dest`` run one after the other,
-                and remove what killed ones have left.
-
-        Returns:
-            The storage; changes to it reach the files.
-
-        Raises:
-            FileExistsError: ``dest`` is there and not empty.
-            TypeError: ``pool`` is one of threads.
-            ValueError: an option is out of range (before any work); or a row's result differs in
-                layout from the first one's; names the row.
-            RuntimeError: a worker died; says how.
-            OSError: the disk has too little room.
-
-        Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
-        not change. Own workers end with this process, however it ends. A worker copies 1 MiB of
-        the source, or one row, at a time.
-        """
-        return preprocess_rows(
-            self.storage,
-            fn,
-            dest=dest,
-            dim=dim,
-            num_workers=num_workers,
-            chunksize=chunksize,
-            num_chunks=num_chunks,
-            pool=pool,
-            generator=self._generator if generator is None else generator,
-            max_tasks_per_child=max_tasks_per_child,
-            worker_threads=worker_threads,
-            index_with_generator=index_with_generator,
-            pbar=pbar,
-            mp_start_method=mp_start_method,
-            num_frames=num_frames,
-        )
 
 
 def _default_root(corpus: str) -> Path:

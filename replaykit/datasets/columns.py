@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.checksum import crc32_of_parts
+from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
 from replaykit.datasets.manifest import Array
 from replaykit.filesystem import EarlySync, disk_errors, no_room, require_room, reserve
 from replaykit.ted import Key, format_key
@@ -42,6 +43,8 @@ _META_NAMES: Final = frozenset({"shape", "device", "_type"})
 _MAX_NAME_BYTES: Final = 255
 _UNSAFE: Final = frozenset('/<>:"|?*\\ %\x7f')
 _ZEROS: Final = bytes(1 << 16)
+_DENSE: Final = 8
+"""Entries for each that is read back, up to which all are read back together."""
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
@@ -107,6 +110,8 @@ class ColumnFile:
         self.nbytes = math.prod(self.shape) * spec.dtype.itemsize
         self.crc32 = 0
         self.early_sync: EarlySync | None = None
+        self._begin = 0
+        self._stop = self.nbytes
         self._written = 0
 
     def write(
@@ -132,7 +137,7 @@ class ColumnFile:
             ValueError: the position is not the next one, or the column would run over.
         """
         size = self.spec.entry_bytes
-        if position * size != self._written or self._written + entries.nbytes > self.nbytes:
+        if position * size != self._written or self._written + entries.nbytes > self._stop:
             raise ValueError(
                 f"column {format_key(self.spec.key)} of {self.nbytes} bytes goes on at byte "
                 f"{self._written}, got {entries.nbytes} bytes for {position * size}"
@@ -149,6 +154,11 @@ class ColumnFile:
                 done = 0
                 while done < len(block):
                     done += os.pwrite(descriptor, block[done:], self._written + done)
+            verify = list(verify)
+            # One large read costs less than many small ones.
+            is_dense = len(verify) * _DENSE > len(entries)
+            if is_dense and os.pread(descriptor, len(block), self._written) == bytes(block):
+                verify = []
             for index in verify:
                 part = slice(index * size, (index + 1) * size)
                 # Bytes with bytes: a comparison with a memoryview goes value by value.
@@ -167,7 +177,7 @@ class ColumnFile:
     def skip(self, entries: int) -> None:
         """Leaves entries zero, as new files are: they enter the checksum but are not written."""
         left = entries * self.spec.entry_bytes
-        if self._written + left > self.nbytes:
+        if self._written + left > self._stop:
             raise ValueError(f"column {format_key(self.spec.key)} has no {entries} entries left")
         self._written += left
         while left:
@@ -175,10 +185,25 @@ class ColumnFile:
             self.crc32 = zlib.crc32(_ZEROS[:step], self.crc32)
             left -= step
 
-    def finish(self) -> None:
-        """Leaves the rest zero."""
-        if self.spec.entry_bytes:
-            self.skip((self.nbytes - self._written) // self.spec.entry_bytes)
+    def skip_to(self, position: int) -> None:
+        """Leaves entries zero up to a position; does nothing where it has been written."""
+        left = position - (self._written // self.spec.entry_bytes if self.spec.entry_bytes else 0)
+        if left > 0:
+            self.skip(left)
+
+    def read(self, position: int, count: int) -> npt.NDArray[np.uint8]:
+        """Returns entries that were written, as bytes ``[count, entry_bytes]``."""
+        size = self.spec.entry_bytes
+        if self.path is None or not size:
+            return np.empty((count, size), np.uint8)
+        found = np.fromfile(self.path, np.uint8, count * size, offset=position * size)
+        return found.reshape(count, size)
+
+    def finish(self) -> int:
+        """Leaves the rest zero; returns how many entries that were."""
+        left = (self._stop - self._written) // max(1, self.spec.entry_bytes)
+        self.skip(left)
+        return left
 
     def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
         """Returns the manifest's entry of the column, with paths relative to a directory."""
@@ -189,7 +214,26 @@ class ColumnFile:
     @property
     def is_complete(self) -> bool:
         """Whether every entry has been written or left zero."""
-        return self._written == self.nbytes
+        return self._written == self._stop
+
+    def part(self, first: int, stop: int) -> ColumnFile:
+        """Returns entries ``first .. stop - 1`` as a column that is written by itself.
+
+        It has a checksum of its own, which `join` takes. Parts may be written in any order, and
+        by processes that know nothing of each other.
+        """
+        found = copy(self)
+        size = self.spec.entry_bytes
+        found._begin = found._written = first * size
+        found._stop = stop * size
+        found.crc32 = 0
+        return found
+
+    def join(self, crc32: int, entries: int) -> None:
+        """Takes the next part, which has been written, by its checksum and its length."""
+        nbytes = entries * self.spec.entry_bytes
+        self.crc32 = joined_crc32(self.crc32, crc32, nbytes)
+        self._written += nbytes
 
 
 @contextmanager

@@ -31,6 +31,7 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "seed": (np.int64, "position of the source file"),
     "episode": (np.int64, "number in the source file"),
     "source_seed": (np.int64, "seed that the path of the source file names, or -1"),
+    "success": (np.int8, "whether the source says that the task was solved: 1, 0, or -1 if not"),
     "terminated": (np.bool_, "the last row is terminated"),
     "truncated": (np.bool_, "the last row is truncated"),
     "return": (np.float64, "sum of the rewards"),
@@ -46,7 +47,8 @@ def write_episode_table(
 
     Args:
         directory: the data set's directory.
-        columns: an array ``[E, ...]`` for each of `EPISODE_FIELDS`.
+        columns: an array ``[E, ...]`` for each of `EPISODE_FIELDS`; those of an older version
+            may lack some.
         groups: the group of each episode.
 
     Returns:
@@ -55,6 +57,7 @@ def write_episode_table(
     specs = [
         ColumnSpec((name,), columns[name].shape[1:], torch_dtype(dtype))
         for name, (dtype, _) in EPISODE_FIELDS.items()
+        if name in columns
     ]
     home = directory / EPISODE_DIRECTORY
     files = create_columns(home, specs, (len(groups),))

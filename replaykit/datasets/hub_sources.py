@@ -7,6 +7,7 @@ import json
 import sys
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from replaykit.datasets.hub import HubListing, fetch, list_files
@@ -16,7 +17,9 @@ from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 __all__ = ["hub_sources"]
 
 
-def hub_sources(repo_id: str, directory: str, *, suffix: str) -> Sources:
+def hub_sources(
+    repo_id: str, directory: str, *, suffix: str, beside: tuple[str, ...] = ()
+) -> Sources:
     """Lists, fetches and verifies the files below a directory of a dataset repository.
 
     Once all of them are there, the listing is kept beside them in the client's cache. Where the
@@ -26,19 +29,24 @@ def hub_sources(repo_id: str, directory: str, *, suffix: str) -> Sources:
         repo_id: ``owner/name``.
         directory: below which the files lie.
         suffix: how their names end.
+        beside: how the names of files end that describe them, and are fetched with them.
 
     Raises:
         FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as `list_files`
             and `fetch` do.
     """
-    listing = _recall(repo_id, directory, suffix) if is_offline() else None
+    kind = "".join((suffix, *beside))
+    listing = _recall(repo_id, directory, kind) if is_offline() else None
     if listing is None:
-        listing = list_files(repo_id, directory=directory, suffix=suffix)
+        listing = list_files(repo_id, directory=directory, suffix="" if beside else suffix)
+        wanted = [file for file in listing.files if file.path.endswith((suffix, *beside))]
+        listing = replace(listing, files=tuple(wanted))
     paths = fetch(listing, progress=sys.stderr.isatty())
-    _remember(listing, directory, suffix)
+    _remember(listing, directory, kind)
     files = tuple(
         SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path), is_verified=True)
         for path, file in zip(paths, listing.files, strict=True)
+        if file.path.endswith(suffix)
     )
     origin = {
         "kind": "hub",

@@ -7,8 +7,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from replaykit.datasets.opened import Published, open_directory
+from replaykit.datasets.selection import rows_of
 from replaykit.schema import Rows
 from replaykit.storages import TensorStorage
 from replaykit.structure import Path
@@ -24,13 +26,28 @@ class MappedStorage(TensorStorage):
 
     Args:
         published: the opened data set.
+        episodes: positions of the episodes to serve, in order; ``None`` for all. Where they follow
+            one another their rows are mapped like all; others are read into memory once.
     """
 
-    def __init__(self, published: Published) -> None:
-        super().__init__(published.tensordict())
-        self.require().advise = True
+    def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
+        data = published.tensordict()
+        rows = None if episodes is None else rows_of(published, episodes)
+        super().__init__(data if rows is None else data[rows])
+        self.require().advise = not isinstance(rows, torch.Tensor)
         self.published = published
+        self.chosen = episodes
         self._edited = False
+
+    @property
+    def episode_table(self) -> TensorDict:
+        """The episodes that are served, a TensorDict ``[E]``; ``start`` counts the rows here."""
+        table = self.published.episodes
+        if self.chosen is None:
+            return table
+        table = table[self.chosen]
+        lengths = table["length"]
+        return table.set("start", lengths.cumsum(0) - lengths)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         self._edited = True
@@ -59,7 +76,12 @@ class MappedStorage(TensorStorage):
         if self._edited:
             return {**super().__getstate__(), "published": None}
         content = self.published.manifest.content_id()
-        return {"path": str(path), "content": content, "ledger": self.ledger.state()}
+        return {
+            "path": str(path),
+            "content": content,
+            "chosen": self.chosen,
+            "ledger": self.ledger.state(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "path" not in state:
@@ -71,5 +93,5 @@ class MappedStorage(TensorStorage):
                 f"{state['path']} holds another version of the data set than the one that was "
                 "handed over; open it anew"
             )
-        self.__init__(published)  # type: ignore[misc]
+        self.__init__(published, state["chosen"])  # type: ignore[misc]
         self.ledger.restore(state["ledger"], None)

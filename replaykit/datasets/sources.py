@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replaykit.datasets.h5 import check_signature
+from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
 __all__ = ["SourceFile", "Sources", "sha256_of"]
@@ -37,28 +38,34 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a corpus in plain string order of their names, and where they come from.
+    """The files of a corpus in the order of their names, and where they come from.
 
     Attributes:
         files: sorted by name; the position of a file is the ``seed`` of its rows.
         origin: JSON values for the manifest: repository, commit, and so on.
+        natural: whether numbers in the names compare as numbers.
     """
 
     files: tuple[SourceFile, ...]
     origin: Mapping[str, Any] = field(default_factory=dict)
+    natural: bool = False
 
     def __post_init__(self) -> None:
         names = [file.name for file in self.files]
-        if names != sorted(names):
-            ordered = tuple(sorted(self.files, key=lambda file: file.name))
-            object.__setattr__(self, "files", ordered)
+        order: Callable[[str], Any] = natural_key if self.natural else str
+        ordered = tuple(sorted(self.files, key=lambda file: order(file.name)))
+        object.__setattr__(self, "files", ordered)
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"source files must have names of their own, got twice: {twice}")
 
     @classmethod
     def local(
-        cls, paths: Iterable[str | Path], *, origin: Mapping[str, Any] | None = None
+        cls,
+        paths: Iterable[str | Path],
+        *,
+        origin: Mapping[str, Any] | None = None,
+        natural: bool = False,
     ) -> Sources:
         """Describes files of this machine; nothing is ever written beside them.
 
@@ -80,7 +87,7 @@ class Sources:
             check_signature(path)
             size = path.stat().st_size
             files.append(SourceFile(path, path.relative_to(base).as_posix(), size, sha256_of(path)))
-        return cls(tuple(files), {"kind": "local"} if origin is None else origin)
+        return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
 
     def check(self) -> None:
         """Checks that there are files and that each has the bytes it should (rules V02, V05).

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from replaykit.datasets.columns import ColumnFile, ColumnSpec, create_columns, synced_early
-from replaykit.datasets.convert import ConvertOptions
-from replaykit.datasets.episode_table import EPISODE_FIELDS, write_episode_table
+from replaykit.datasets.engine.conversion import ConvertOptions
+from replaykit.datasets.episode_table import write_episode_table
 from replaykit.datasets.locking import target_lock
 from replaykit.datasets.manifest import Array, Manifest
 from replaykit.datasets.opened import Published
@@ -107,7 +107,7 @@ def _split(
         for array in manifest.arrays:
             _split_column(flat.path, array, columns[array.key], lengths, options, advance)
     _write_ids(columns, lengths, batch[1], options)
-    table = {name: flat.episodes[name].numpy() for name in EPISODE_FIELDS}
+    table = {name: values.numpy() for name, values in flat.episodes.items()}
     episode_arrays, group_file = write_episode_table(directory, table, flat.groups())
     facts: dict[Key, Mapping[str, Any]] = {array.key: array.facts for array in manifest.arrays}
     return Manifest(

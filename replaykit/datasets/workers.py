@@ -27,8 +27,9 @@ import torch
 __all__ = ["pool_size", "run_in_pool", "run_in_processes"]
 
 Piece = tuple[int, int]
-Job = Callable[[Piece], int]
-"""Works off a piece and returns how many rows it had; can be sent to another process."""
+Job = Callable[[Piece], Any]
+"""Works off a piece and returns what is to be known of it, not ``None``; can be sent to another
+process, and so can what it returns."""
 
 _POLL: Final = 1.0
 """Seconds between looks for deaths that no descriptor tells of."""
@@ -46,7 +47,7 @@ def run_in_processes(
     threads: int,
     start_method: str | None,
     max_tasks: int | None,
-) -> Generator[int, None, None]:
+) -> Generator[Any, None, None]:
     """Works off pieces in ``count`` new processes; yields what ``job`` returns as it comes.
 
     All workers are started from the thread that iterates; that thread must outlive the iteration
@@ -114,7 +115,7 @@ def pool_size(pool: Any) -> int | None:
     return len(_processes(pool)) or None
 
 
-def run_in_pool(pool: Pool, job: Job, pieces: Iterable[Piece]) -> Generator[int, None, None]:
+def run_in_pool(pool: Pool, job: Job, pieces: Iterable[Piece]) -> Generator[Any, None, None]:
     """Works off pieces in a pool of the user's; yields what ``job`` returns, in order.
 
     Raises:
@@ -169,14 +170,14 @@ class _Worker:
         alive = self.process.is_alive()
         return self.connection.poll() or not alive
 
-    def answer(self) -> int:
+    def answer(self) -> Any:
         try:
-            rows, error, text = self.connection.recv()
+            found, error, text = self.connection.recv()
         except (EOFError, OSError):
             raise self.death() from None
-        if rows is None:
+        if found is None:
             raise _restored(error, text)
-        return int(rows)
+        return found
 
     def death(self) -> RuntimeError:
         self.process.join(_GRACE)
@@ -257,7 +258,7 @@ def _main(connection: Connection, job: Job, threads: int, parent: int, direct: b
         return  # nobody is there any more
 
 
-def _answer(job: Job, piece: Piece) -> tuple[int | None, bytes | None, str]:
+def _answer(job: Job, piece: Piece) -> tuple[Any, bytes | None, str]:
     import cloudpickle
 
     try:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from replaykit.datasets import RobosetExperienceReplay
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.opened import Published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing import LoopbackHub
 from replaykit.testing.robohive import RoboHiveWriter, make_trial

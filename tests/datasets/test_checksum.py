@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from replaykit import filesystem
 from replaykit.datasets import checksum
-from replaykit.datasets import write as write_module
 from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
-from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine import write as write_module
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.filesystem import EarlySync
 from replaykit.testing.robohive import RoboHiveWriter, make_trial

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import make_trial
 

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from replaykit.datasets import convert as engine
-from replaykit.datasets.convert import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine import conversion as engine
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import make_trial
@@ -25,14 +26,14 @@ def test_progress_bar_is_shown_on_request_only(tmp_path, capfd, convert, write):
 
 def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, convert, write):
     path = write(tmp_path / "a.h5", make_trial(4))
-    original = engine.RowWriter.finish
+    original = RowWriter.finish
 
     def touch(self):
         with path.open("ab") as file:
             file.write(b"x")
         original(self)
 
-    monkeypatch.setattr(engine.RowWriter, "finish", touch)
+    monkeypatch.setattr(RowWriter, "finish", touch)
     with pytest.raises(CorpusError, match="changed while it was converted"):
         convert(tmp_path / "data", path)
     assert not (tmp_path / "data").exists()

@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import make_trial

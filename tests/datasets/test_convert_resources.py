@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published, verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 from tests.limits import limited
@@ -26,8 +26,8 @@ PEAK = """
 import sys
 from pathlib import Path
 import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
-from replaykit.datasets.convert import ConvertOptions, ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 def peak():
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))

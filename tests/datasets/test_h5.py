@@ -13,8 +13,9 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import h5
-from replaykit.datasets.h5 import SIGNATURE, check_signature, open_h5
+from replaykit.datasets.engine import h5
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.signature import SIGNATURE, check_signature
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
@@ -133,7 +134,10 @@ def test_missing_h5py_is_an_import_error_with_advice(tmp_path, monkeypatch):
 
 
 def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
-    names = ["h5", "layout", "robohive", "sources", "plan", "convert", "publish", "opened", "split"]
+    names = [
+        "engine.h5", "engine.layout", "families.robohive", "sources", "engine.scan",
+        "engine.conversion", "publish", "opened", "split",
+    ]  # fmt: skip
     code = (
         "import sys\n"
         + "".join(f"import replaykit.datasets.{name}\n" for name in names)
@@ -217,8 +221,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 warnings.simplefilter("ignore")
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 source, work, start, stop = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 good = source.read_bytes()

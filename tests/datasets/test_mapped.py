@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from replaykit import ImmutableDatasetWriter, ReplayBuffer
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.publish import open_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict, tensorclass
 
 from replaykit import ReplayBuffer, TensorStorage
 from replaykit.datasets import BaseDatasetExperienceReplay
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 from replaykit.transforms import CatTensors, Compose

@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 
 from replaykit.datasets import publish
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.manifest import Manifest
 from replaykit.datasets.publish import open_published, remove_published, verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 
 
 def test_nothing_at_the_path_is_file_not_found(tmp_path, names):

@@ -57,7 +57,7 @@ def test_half_built_directory_does_not_load(tmp_path, source, monkeypatch, conve
             open_published(private)
         seen.append(private)
 
-    monkeypatch.setattr("replaykit.datasets.write.RowWriter.finish", look)
+    monkeypatch.setattr("replaykit.datasets.engine.write.RowWriter.finish", look)
     convert(tmp_path / "data", source)
     assert len(seen) == 1
     assert not seen[0].exists()
@@ -72,9 +72,9 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from replaykit.datasets import publish
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.publish import open_published, verify_published
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ import pytest
 
 from replaykit import filesystem
 from replaykit.datasets import publish
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published, verify_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path
@@ -50,7 +50,7 @@ def test_force_that_fails_keeps_the_old_version(
         raise fault
 
     if when == "finish":
-        monkeypatch.setattr("replaykit.datasets.write.RowWriter.finish", fail)
+        monkeypatch.setattr("replaykit.datasets.engine.write.RowWriter.finish", fail)
     elif when == "put":
         monkeypatch.setattr(publish, "_put", fail)
     with pytest.raises(type(fault)):

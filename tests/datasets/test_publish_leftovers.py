@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.locking import target_lock
 from replaykit.datasets.publish import open_published
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.filesystem import private_path, siblings
 
 
@@ -37,10 +37,10 @@ def test_stale_directories_are_removed_and_others_left_alone(tmp_path, source, c
 KILLED = """
 import os, sys
 from pathlib import Path
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.write import RowWriter
+from replaykit.datasets.engine.write import RowWriter
 RowWriter.finish = lambda self: os._exit(9)
 source, target = map(Path, sys.argv[1:3])
 ensure_dataset(target, get_sources=lambda: Sources.local([source]), layout=ROBOHIVE, force=True)

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from replaykit.datasets.convert import ensure_dataset
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.locking import target_lock
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 
 
@@ -46,8 +46,8 @@ def test_threads_that_ask_at_once_share_one_conversion(tmp_path, source, caplog)
 SHARE = """
 import os, sys, time
 from pathlib import Path
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 source, target, log = map(Path, sys.argv[1:4])
 

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaykit.datasets.convert import ensure_dataset
-from replaykit.datasets.h5 import Member
-from replaykit.datasets.layout import DropLeaves, Ends, Flags, Notes, Place, Window
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.h5 import Member
+from replaykit.datasets.engine.layout import DropLeaves, Ends, Facts, Flags, Window
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.opened import Published
-from replaykit.datasets.robohive import ROBOHIVE, natural_key
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
@@ -80,7 +82,7 @@ def test_very_long_number_is_ordered_without_being_parsed():
 )
 def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numbers, by_order):
     """N9: no name is parsed with a fixed cast; V33: numbers are unique in a file."""
-    found = ROBOHIVE.find([group(name) for name in names], HERE)
+    found = ROBOHIVE.episodes.select([group(name) for name in names], HERE, ROBOHIVE.name)
     assert [episode.group for episode in found.episodes] == sorted(names, key=natural_key)
     assert [episode.number for episode in found.episodes] == numbers
     assert (found.numbering is not None) == by_order
@@ -89,7 +91,7 @@ def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numb
 
 def test_members_that_are_no_trials_are_reported(tmp_path):
     members = [Member("log", False), group("Trial0"), group("Trial1", "observations")]
-    found = ROBOHIVE.find(members, HERE)
+    found = ROBOHIVE.episodes.select(members, HERE, ROBOHIVE.name)
     assert [episode.group for episode in found.episodes] == ["Trial0"]
     assert [name for name, _ in found.strangers] == ["log", "Trial1"]
 
@@ -99,7 +101,7 @@ def test_members_that_are_no_trials_are_reported(tmp_path):
 )
 def test_file_without_a_trial_is_another_layout(members):
     with pytest.raises(CorpusError, match="no trial of the layout 'robohive-trials'") as caught:
-        ROBOHIVE.find(members, HERE)
+        ROBOHIVE.episodes.select(members, HERE, ROBOHIVE.name)
     assert "the root holds" in str(caught.value)
     assert str(HERE.file) in str(caught.value)
 
@@ -145,6 +147,10 @@ def ends(*done: int) -> Ends:
     return Ends(len(done), done.index(1) if 1 in done else None, bool(done[-1]))
 
 
+def flags_of(done: Ends, last: dict[str, np.ndarray], notes: Notes) -> Flags:
+    return ROBOHIVE.flags({"done": done}, last, Facts(), HERE, notes)
+
+
 @pytest.mark.parametrize(
     ("done", "action", "terminated", "truncated"),
     [
@@ -159,18 +165,18 @@ def ends(*done: int) -> Ends:
 )
 def test_flags_of_an_episode(done, action, terminated, truncated):
     """N4, N5: done is of the state that was arrived at; a time limit leaves no flag in the file."""
-    flags = ROBOHIVE.flags(ends(*done), {"actions": action}, HERE, Notes())
+    flags = flags_of(ends(*done), {"actions": action}, Notes())
     assert flags == Flags(terminated, truncated)
 
 
 def test_untailed_trial_is_noted_quietly():
     notes = Notes()
-    ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": np.zeros((1, 2))}, HERE, notes)
+    flags_of(ends(0, 0, 0, 0), {"actions": np.zeros((1, 2))}, notes)
     assert [(note.rule, note.quiet, note.first) for note in notes] == [
         ("V50", True, "a.h5: Trial3")
     ]
     tailed = Notes()
-    ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": NAN_ROW}, HERE, tailed)
+    flags_of(ends(0, 0, 0, 0), {"actions": NAN_ROW}, tailed)
     assert list(tailed) == []
 
 
@@ -178,13 +184,13 @@ def test_untailed_trial_is_noted_quietly():
 def test_done_before_the_last_record_is_an_error(record):
     done = [int(t >= record) for t in range(4)]
     with pytest.raises(CorpusError, match=rf"Trial3/done, record {record}: .*\[V53\]"):
-        ROBOHIVE.flags(ends(*done), {"actions": NAN_ROW}, HERE, Notes())
+        flags_of(ends(*done), {"actions": NAN_ROW}, Notes())
 
 
 def test_partly_nan_last_action_is_an_error():
     action = np.array([[np.nan, 0.0]])
     with pytest.raises(CorpusError, match=r"Trial3/actions, record 3: .*partly NaN \[V50\]"):
-        ROBOHIVE.flags(ends(0, 0, 0, 0), {"actions": action}, HERE, Notes())
+        flags_of(ends(0, 0, 0, 0), {"actions": action}, Notes())
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.float64])

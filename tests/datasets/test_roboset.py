@@ -32,6 +32,9 @@ def test_constructor_has_the_arguments_and_defaults_that_users_know():
         ("prefetch", keyword, None),
         ("transform", keyword, None),
         ("split_trajs", keyword, False),
+        ("split", keyword, None),
+        ("episodes", keyword, None),
+        ("source", keyword, None),
         ("env_kwargs", inspect.Parameter.VAR_KEYWORD, empty),
     ]
     assert [(p.name, p.kind, p.default) for p in parameters.values()] == expected
@@ -153,7 +156,7 @@ def test_generator_makes_batches_repeat(serve, small, root, construct):
 
 
 def test_a_corpus_class_of_ones_own_needs_four_lines(tmp_path, small):
-    from replaykit.datasets.robohive import ROBOHIVE
+    from replaykit.datasets.families.robohive import ROBOHIVE
     from replaykit.datasets.sources import Sources
 
     class Mine(BaseDatasetExperienceReplay):

@@ -41,7 +41,8 @@ def child(serving: Any, root: Path, **env: str) -> subprocess.Popen[str]:
 TOGETHER = """
 import sys, time
 from pathlib import Path
-from replaykit.datasets import convert, split
+from replaykit.datasets import split
+from replaykit.datasets.engine import conversion as convert
 for module, name in ((convert, "_convert"), (split, "_split")):
     def slowly(*arguments, real=getattr(module, name), name=name):
         with Path({log!r}).open("a") as file:

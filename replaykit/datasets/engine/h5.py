@@ -1,14 +1,14 @@
 """Opening and reading an H5 file of unknown origin: every failure names the file.
 
-A file is judged by its first bytes before the HDF5 library sees it. Reading goes through h5py's
-low-level objects: for the many small arrays of a robot corpus the high-level wrapper costs more
-than the reading. h5py is imported by the first call that needs it.
+A file is judged by its first bytes before the HDF5 library sees it (`signature`). Reading goes
+through h5py's low-level objects: for the many small arrays of a robot corpus the high-level wrapper
+costs more than the reading. h5py is imported by the first call that needs it.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,36 +17,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.signature import AT_SOURCE, check_signature
 from replaykit.errors import CorpusError
 
-__all__ = ["SIGNATURE", "H5File", "Leaf", "Member", "check_signature", "open_h5"]
-
-SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
-
-# What a file is that is not HDF5: prefix -> (what it is, what to do about it).
-_FETCH_AGAIN: Final = "download the file again"
-_AT_SOURCE: Final = (
-    "its bytes are those that its source lists, so the file is wrong there and downloading it "
-    "again does not help: tell the owner of the source"
-)
-_PICKLE: Final = "a Python pickle"
-_OTHER_MAGIC: Final[tuple[tuple[bytes, str, str], ...]] = (
-    (
-        b"version https://git-lfs",
-        "a Git LFS pointer, not the data",
-        "fetch the data itself, for example with `git lfs pull`",
-    ),
-    (b"PK\x03\x04", "a zip archive", "unpack it and pass the .h5 files"),
-    (b"\x1f\x8b", "gzip-compressed data", "unpack it and pass the .h5 files"),
-    (b"\xfd7zXZ\x00", "xz-compressed data", "unpack it and pass the .h5 files"),
-    (b"BZh", "bzip2-compressed data", "unpack it and pass the .h5 files"),
-    (b"\x28\xb5\x2f\xfd", "zstd-compressed data", "unpack it and pass the .h5 files"),
-    (b"\x0e\x03\x13\x01", "an HDF4 file", "convert it to HDF5 first"),
-    (b"\x93NUMPY", "a NumPy array file", "pass the .h5 files"),
-    (b"PAR1", "a Parquet file", "pass the .h5 files"),
-    (b"CDF\x01", "a NetCDF 3 file", "pass the .h5 files"),
-    (b"CDF\x02", "a NetCDF 3 file", "pass the .h5 files"),
-)
+__all__ = ["H5File", "Leaf", "Member", "open_h5"]
 
 _NUMBERS: Final = frozenset(
     f"{kind}{bits}"
@@ -64,49 +38,6 @@ _MAX_DEPTH: Final = 16
 """Groups nested deeper than any corpus has them: a cycle of links."""
 _MAX_LEAVES: Final = 100_000
 """Leaves of one episode beyond which the file is taken for damaged or hostile."""
-
-
-def check_signature(path: Path, *, is_verified: bool = False) -> None:
-    """Checks by its first bytes that a file is HDF5 (rule V01).
-
-    Args:
-        path: the file.
-        is_verified: as for `open_h5`.
-
-    Raises:
-        CorpusError: it is not; the message says what the file is instead, and what to do.
-        FileNotFoundError, PermissionError, IsADirectoryError: it cannot be opened.
-    """
-    with path.open("rb") as file:
-        head = file.read(512)
-    if head.startswith(SIGNATURE):
-        return
-    what, remedy = _recognise(head)
-    if is_verified and what != _PICKLE:
-        remedy = _AT_SOURCE
-    raise CorpusError(f"{path}: not an HDF5 file but {what}; {remedy} [V01]")
-
-
-def _recognise(head: bytes) -> tuple[str, str]:
-    if not head:
-        return "an empty file", _FETCH_AGAIN
-    for magic, what, remedy in _OTHER_MAGIC:
-        if head.startswith(magic):
-            return what, remedy
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<head")):
-        return "an HTML page", f"the server answered with a web page: {_FETCH_AGAIN}"
-    if text.startswith(b"<?xml"):
-        return "an XML document", f"the server answered with a message: {_FETCH_AGAIN}"
-    # Pickle protocols 2 to 5 begin with their number, protocols 0 and 1 look like text.
-    if head[0] == 0x80 and len(head) > 1 and head[1] in (2, 3, 4, 5):
-        return _PICKLE, "pickles can run code and are never loaded; save the trace as .h5"
-    if not head.strip(b"\x00"):
-        return "filled with zeros", f"the download was cut: {_FETCH_AGAIN}"
-    if all(byte in b"\t\r\n\x0c" or 0x20 <= byte < 0x7F for byte in head):
-        first = head.decode("ascii").strip().splitlines()[:1]
-        return f"text that begins {(first or [''])[0][:40]!r}", _FETCH_AGAIN
-    return f"something that begins with the bytes {head[:8].hex(' ')}", _FETCH_AGAIN
 
 
 @contextmanager
@@ -174,16 +105,31 @@ class H5File:
         self._root = handle.id
         self._is_verified = is_verified
 
-    def members(self) -> list[Member]:
-        """Returns the entries of the root in the library's (byte) order.
+    def has_group(self, path: str) -> bool:
+        """Whether there is a group at a path, not by way of a link by name."""
+        import h5py
+
+        with self._naming(path):
+            node = self._root
+            for part in path.split("/"):
+                found = dict(_links(node)).get(part.encode(), "")
+                if found is not None:
+                    return False
+                node = h5py.h5o.open(node, part.encode())
+                if not isinstance(node, h5py.h5g.GroupID):
+                    return False
+        return True
+
+    def members(self, group: str = "") -> list[Member]:
+        """Returns the entries of a group, or of the root, in the library's (byte) order.
 
         Links by name are listed and not followed.
         """
         import h5py
 
         found = []
-        with self._naming("/"):
-            for name, node in _entries(self._root):
+        with self._naming(group or "/"):
+            for name, node in _entries(self._node(group)):
                 if isinstance(node, h5py.h5g.GroupID):
                     children = tuple(sorted(_text(child) for child, _ in _links(node)))
                     found.append(Member(_text(name), True, children))
@@ -191,18 +137,43 @@ class H5File:
                     found.append(Member(_text(name), False, is_link=isinstance(node, str)))
         return found
 
-    def leaves(self, group: str) -> list[Leaf]:
+    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
         """Returns every dataset below a group, with paths relative to the group.
 
         Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
         values are read.
+
+        Args:
+            group: the group; ``""`` for the root.
+            without: entries of the group that are not looked at.
+        """
+        found: list[Leaf] = []
+        with self._naming(group or "/"):
+            self._walk(self._node(group), "", (), found, without)
+        return found
+
+    def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
+        """Returns those of the named attributes that a group has, as Python values.
+
+        Text comes as ``str``, one number as a number, several as an array.
         """
         import h5py
 
-        found: list[Leaf] = []
-        with self._naming(group):
-            self._walk(h5py.h5o.open(self._root, group.encode()), "", (), found)
+        found: dict[str, Any] = {}
+        with self._naming(group or "/"):
+            attributes = h5py.Group(self._node(group)).attrs
+            for name in names:
+                if name in attributes:
+                    value = attributes[name]
+                    if isinstance(value, np.generic) or np.shape(value) == (1,):
+                        value = np.asarray(value).reshape(()).item()
+                    found[name] = value.decode() if isinstance(value, bytes) else value
         return found
+
+    def _node(self, group: str) -> Any:
+        import h5py
+
+        return h5py.h5o.open(self._root, group.encode() or b"/")
 
     def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
@@ -229,6 +200,29 @@ class H5File:
                 node.read(h5py.h5s.create_simple(block), space, array)
             return array
 
+    def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Returns entries of a dataset of text or values of varying length, as Python objects."""
+        import h5py
+
+        with self._naming(dataset):
+            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[start:stop]
+            return np.asarray(found)
+
+    def texts(self, dataset: str) -> list[str]:
+        """Returns the values of a dataset of fixed or varying text."""
+        import h5py
+
+        with self._naming(dataset):
+            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[...].reshape(-1)
+            return [v.decode() if isinstance(v, bytes) else str(v) for v in found.tolist()]
+
+    def shape(self, dataset: str) -> tuple[int, ...]:
+        """Returns the shape of a dataset."""
+        import h5py
+
+        with self._naming(dataset):
+            return tuple(map(int, h5py.h5d.open(self._root, dataset.encode()).shape))
+
     def chunk_rows(self, dataset: str) -> int:
         """Returns how many entries one stripe of chunks spans; 1 if the dataset has no chunks."""
         import h5py
@@ -242,7 +236,14 @@ class H5File:
     def _naming(self, where: str) -> AbstractContextManager[None]:
         return _naming(self.path, where, self._is_verified)
 
-    def _walk(self, node: Any, prefix: str, above: tuple[int, ...], found: list[Leaf]) -> None:
+    def _walk(
+        self,
+        node: Any,
+        prefix: str,
+        above: tuple[int, ...],
+        found: list[Leaf],
+        without: Collection[str] = (),
+    ) -> None:
         import h5py
 
         if not isinstance(node, h5py.h5g.GroupID):
@@ -252,6 +253,8 @@ class H5File:
             raise CorpusError(f"the groups below {prefix or '/'!r} are nested without end")
         for name, child in _entries(node):
             path = prefix + _text(name)
+            if path in without:
+                continue
             if isinstance(child, h5py.h5g.GroupID):
                 self._walk(child, f"{path}/", (*above, address), found)
             elif isinstance(child, h5py.h5d.DatasetID):
@@ -357,5 +360,5 @@ def _remedy(cause: str, is_verified: bool) -> str:
     if "plugin" in cause or "required filter" in cause:
         return "install the HDF5 plugin for its compression, for example `pip install hdf5plugin`"
     if is_verified:
-        return f"the file is cut short or damaged: {_AT_SOURCE}"
+        return f"the file is cut short or damaged: {AT_SOURCE}"
     return "the file is cut short or damaged: fetch it again"

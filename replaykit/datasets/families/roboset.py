@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.hub_sources import hub_sources
-from replaykit.datasets.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 
 __all__ = ["RobosetExperienceReplay"]

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.layout import Notes
-from replaykit.datasets.plan import Episode, Plan
+from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.plan import Episode, Plan
 from replaykit.datasets.sources import Sources
 
 __all__ = ["duplicates", "make_report", "summary", "warn_caller"]
@@ -44,7 +44,7 @@ def make_report(
 
     def episode(position: int) -> list[str]:
         found: Episode = plan.episodes[position]
-        return [names[found.file], found.group]
+        return [names[found.file], found.name]
 
     return {
         "left_out": [{"key": leaf.path, "why": leaf.why} for leaf in plan.left_out],

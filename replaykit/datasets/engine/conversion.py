@@ -8,24 +8,26 @@ one leaf, whatever the size of the corpus.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy.typing as npt
-
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
+from replaykit.datasets.engine.condense import condense
+from replaykit.datasets.engine.filework import Written, write_files
+from replaykit.datasets.engine.layout import DropLeaves, Layout
+from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.report import make_report, summary, warn_caller
+from replaykit.datasets.engine.scan import scan
+from replaykit.datasets.engine.specs import column_specs
 from replaykit.datasets.episode_table import write_episode_table
-from replaykit.datasets.h5 import open_h5
-from replaykit.datasets.layout import DropLeaves, Layout, Notes
 from replaykit.datasets.manifest import Array, Manifest
 from replaykit.datasets.opened import Published
-from replaykit.datasets.plan import Plan, scan
 from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back
-from replaykit.datasets.report import make_report, summary, warn_caller
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.write import RowWriter, column_specs
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
@@ -43,16 +45,27 @@ class ConvertOptions:
     Attributes:
         block_bytes: how much of one leaf is read at a time. A stripe of H5 chunks that is larger
             is read whole, since HDF5 cannot read less of it.
+        policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        workers: how many processes convert at once, each a file. The result does not depend on
+            it; each takes memory for blocks of its own.
 
     Raises:
-        ValueError: a block of no bytes.
+        ValueError: a block of no bytes, or no worker.
     """
 
     block_bytes: int = 16 << 20
+    policies: Policies = field(default_factory=Policies)
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1:
             raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
+        if self.workers < 1:
+            raise ValueError(f"expected workers >= 1, got {self.workers}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {"block_bytes": self.block_bytes, "policies": self.policies.to_json()}
 
 
 def ensure_dataset(
@@ -95,8 +108,8 @@ def ensure_dataset(
     Example:
         >>> import tempfile, numpy as np
         >>> from pathlib import Path
-        >>> from replaykit.datasets.convert import ensure_dataset
-        >>> from replaykit.datasets.robohive import ROBOHIVE
+        >>> from replaykit.datasets.engine.conversion import ensure_dataset
+        >>> from replaykit.datasets.families.robohive import ROBOHIVE
         >>> from replaykit.datasets.sources import Sources
         >>> from replaykit.testing.robohive import RoboHiveWriter
         >>> root = Path(tempfile.mkdtemp())
@@ -151,31 +164,63 @@ def _convert(
     sources.check()
     before = _fingerprint(sources)
     without: dict[str, str] = {}
+    excluded: dict[tuple[int, str, int], str] = {}
     while True:
         notes = Notes()
-        plan = scan(sources, layout, without=without, block_bytes=options.block_bytes, notes=notes)
+        plan = scan(
+            sources,
+            layout,
+            policies=options.policies,
+            without=without,
+            excluded=excluded,
+            block_bytes=options.block_bytes,
+            notes=notes,
+        )
         columns = create_columns(directory, column_specs(plan), (plan.rows,))
         hold_back(directory)
         try:
-            table, facts = _write(plan, sources, layout, columns, options, notes, progress)
-            break
+            with (
+                progress_bar("converting", plan.source_bytes, progress) as advance,
+                synced_early(columns),
+            ):
+                written = write_files(
+                    plan,
+                    sources,
+                    columns,
+                    block_bytes=options.block_bytes,
+                    on_invalid=options.policies.on_invalid,
+                    workers=options.workers,
+                    notes=notes,
+                    advance=advance,
+                )
+            if not written.bad:
+                break
+            for position, why in written.bad.items():
+                episode = plan.episodes[position]
+                excluded[episode.file, episode.group, episode.base] = why
         except DropLeaves as drop:
             # Rare, so it is not looked for in advance: that would read every file twice.
             if drop.source in without:
                 raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
             without[drop.source] = drop.why
-            for path in directory.iterdir():
-                remove_tree(path)
+        for path in directory.iterdir():
+            remove_tree(path)
     if _fingerprint(sources) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
-    groups = [episode.group for episode in plan.episodes]
-    episode_arrays, group_file = write_episode_table(directory, table, groups)
-    report = make_report(plan, sources, notes, facts, table["digest"])
+    removed = condense(directory, plan, columns, written.statistics, options.policies)
+    groups = [episode.name for episode in plan.episodes]
+    episode_arrays, group_file = write_episode_table(directory, written.table, groups)
+    report = {
+        **make_report(plan, sources, notes, written.facts, written.table["digest"]),
+        "removed": removed,
+        "splits": dict(plan.splits),
+        "rules": plan.layout.declaration(),
+    }
     manifest = Manifest(
         rows=plan.rows,
         batch=(plan.rows,),
         episodes=len(plan.episodes),
-        arrays=_arrays(directory, plan, columns),
+        arrays=_arrays(directory, plan, columns, written),
         episode_arrays=episode_arrays,
         group_file=group_file,
         converter={"name": layout.name, "version": layout.version},
@@ -188,57 +233,30 @@ def _convert(
             ],
         },
         report=report,
-        options=asdict(options),
+        options=options.to_json(),
     )
     return manifest, summary(report, notes)
 
 
-def _write(
-    plan: Plan,
-    sources: Sources,
-    layout: Layout,
-    columns: Mapping[Key, ColumnFile],
-    options: ConvertOptions,
-    notes: Notes,
-    progress: bool | None,
-) -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
-    """Writes all rows; returns the episode table and what was learnt of each file."""
-    facts: list[dict[str, Any]] = [{} for _ in sources.files]
-    with (
-        progress_bar("converting", plan.source_bytes, progress) as advance,
-        synced_early(columns),
-    ):
-        writer = RowWriter(
-            plan,
-            layout,
-            columns,
-            block_bytes=options.block_bytes,
-            notes=notes,
-            advance=advance,
-        )
-        position = 0
-        for index, source in enumerate(sources.files):
-            memory: dict[str, Any] = {}
-            with open_h5(source.path, is_verified=source.is_verified) as file:
-                while position < len(plan.episodes) and plan.episodes[position].file == index:
-                    writer.write(file, source, position, memory)
-                    position += 1
-            facts[index] = layout.file_facts(memory)
-        writer.finish()
-    return writer.table, facts
-
-
-def _arrays(directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile]) -> tuple[Array, ...]:
+def _arrays(
+    directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile], written: Written
+) -> tuple[Array, ...]:
     facts: dict[Key, dict[str, Any]] = {
         target.key: {
             "source": leaf.path,
-            "shift": target.shift,
+            "shift": target.offset,
+            **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
             **({"one_per_episode": True} if leaf.is_once else {}),
         }
         for leaf in plan.leaves
         for target in leaf.targets
     }
-    return tuple(column.describe(directory, facts.get(key, {})) for key, column in columns.items())
+    return tuple(
+        column.describe(
+            directory, {**facts.get(key, {}), "statistics": written.statistics[key].to_json()}
+        )
+        for key, column in columns.items()
+    )
 
 
 def _fingerprint(sources: Sources) -> list[tuple[int, int]]:

@@ -8,119 +8,50 @@ to the step that arrived at their record, and an episode ends with the record be
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.h5 import Member
-from replaykit.datasets.layout import (
-    DropLeaves,
-    Ends,
-    EpisodeRef,
-    Field,
-    Flags,
-    Found,
-    Layout,
-    Notes,
-    Place,
-    Window,
-)
+from replaykit.datasets.engine.fields import STATE_RECORDS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.layout import DropLeaves, Ends, Facts, Flags, Layout, Window
+from replaykit.datasets.engine.places import Notes, Place
 
-__all__ = ["ROBOHIVE", "RoboHiveLayout", "natural_key"]
+__all__ = ["ROBOHIVE", "RoboHiveLayout"]
 
+_TRIALS: Final = Groups("Trial", noun="trial")
 _INFOS: Final = "env_infos/"
 _OBS_DICT: Final = "env_infos/obs_dict/"
 _DENSE: Final = "env_infos/rwd_dense"
 _SPARSE: Final = "env_infos/rwd_sparse"
 
 
-def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:
-    """Returns a sort key by which numbers in names compare as numbers.
-
-    Ties (``Trial1`` and ``Trial01``) go by the string itself.
-
-    Example:
-        >>> from replaykit.datasets.robohive import natural_key
-        >>> sorted(["Trial10", "Trial2", "Trial0-1", "Trial0", "Trial0-0"], key=natural_key)
-        ['Trial0', 'Trial0-0', 'Trial0-1', 'Trial2', 'Trial10']
-    """
-    # Text and digits alternate, so that equal positions hold equal kinds. Numbers compare by
-    # length and digits, which needs no int: Python refuses to parse very long ones.
-    parts = re.split(r"([0-9]+)", name)
-    keys = []
-    for position, part in enumerate(parts):
-        if position % 2:
-            digits = part.lstrip("0")
-            keys.append((len(digits), digits, ""))
-        else:
-            keys.append((0, "", part))
-    return tuple(keys), name
-
-
+@dataclass(frozen=True, kw_only=True)
 class RoboHiveLayout(Layout):
     """Trials of RoboHive's logger: the simulation files of RoboSet."""
 
-    name = "robohive-trials"
-    version = 1
-    clock = "actions"
-    fields = (
-        Field(
-            "observations", "observation", before=("observation",), after=("next", "observation")
-        ),
+    name: str = "robohive-trials"
+    version: int = 1
+    episodes: Finder = _TRIALS
+    alignment: Alignment = STATE_RECORDS
+    clock: str = "actions"
+    fields: tuple[Field, ...] = (
+        Field("observations", "observation", ("observation",), ("next", "observation")),
         Field("actions", "action", before=("action",)),
         Field("rewards", "reward", after=("next", "reward"), column=True),
-        Field("done", "end"),
+        Field("done", "terminated"),
         Field("time", "time", before=("time",)),
-        Field(_INFOS, "info", before=("info",), after=("next", "info"), required=False),
+        Field(_INFOS, "info", ("info",), ("next", "info"), required=False),
     )
-
-    def find(self, members: Sequence[Member], place: Place) -> Found:
-        """Takes every root group that has ``actions``, in natural order of the names.
-
-        Episodes are numbered by the number after ``Trial``; if a name has none, or two names
-        have the same, all of the file are numbered by their order instead.
-        """
-        found = Found()
-        groups = []
-        for member in members:
-            if member.is_link:
-                why = "it is a link by name, and such links are not followed: copy what it leads to"
-                found.strangers.append((member.name, why))
-            elif not member.is_group:
-                found.strangers.append((member.name, "it is not a group"))
-            elif "actions" not in member.children:
-                found.strangers.append((member.name, "it is a group without 'actions'"))
-            else:
-                groups.append(member.name)
-        if not groups:
-            keys = ", ".join(repr(member.name) for member in members[:20]) or "nothing"
-            raise place.error(
-                f"no trial of the layout {self.name!r} (a root group with 'actions' and "
-                f"'observations'); the root holds {keys}{', ...' if len(members) > 20 else ''}; "
-                "is this a file of another corpus?",
-                "V04",
-            )
-        groups.sort(key=natural_key)
-        numbers = [_trial_number(name) for name in groups]
-        if None in numbers or len(set(numbers)) < len(numbers):
-            found.numbering = (
-                "episodes are numbered by their order, since the group names do not give each "
-                "a number of its own"
-            )
-            numbers = list(range(len(groups)))
-        found.episodes = [
-            EpisodeRef(group, number)
-            for group, number in zip(groups, numbers, strict=True)
-            if number is not None
-        ]
-        return found
 
     def flags(
         self,
-        ends: Ends,
+        ends: Mapping[str, Ends],
         last: Mapping[str, npt.NDArray[Any]],
+        facts: Facts,
         place: Place,
         notes: Notes,
     ) -> Flags:
@@ -129,10 +60,11 @@ class RoboHiveLayout(Layout):
         Without the closing row of NaN the outcome of the last action was not recorded: the
         episode is truncated at the last recorded state, whatever that state's ``done`` is.
         """
-        final = ends.records - 1
-        if ends.first is not None and ends.first < final:
-            at = place.at(key="done", record=ends.first)
-            raise at.error(f"done is set before the last of {ends.records} records", "V53")
+        done = ends["done"]
+        final = done.records - 1
+        if done.first is not None and done.first < final:
+            at = place.at(key="done", record=done.first)
+            raise at.error(f"done is set before the last of {done.records} records", "V53")
         is_tailed = _is_tail(last["actions"], place, final)
         if not is_tailed:
             notes.add(
@@ -142,7 +74,7 @@ class RoboHiveLayout(Layout):
                 place,
                 quiet=True,
             )
-        return Flags(ends.last, not (ends.last and is_tailed))
+        return Flags(done.last, not (done.last and is_tailed))
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
         """Observation, reward, and what of the infos repeats them."""
@@ -251,12 +183,6 @@ class RoboHiveLayout(Layout):
 
 
 ROBOHIVE: Final = RoboHiveLayout()
-
-
-def _trial_number(name: str) -> int | None:
-    """Returns ``k`` of ``Trial<k>``, also with something after it; ``None`` without a number."""
-    match = re.match(r"Trial([0-9]{1,18})(?![0-9])", name)
-    return int(match[1]) if match else None
 
 
 def _is_tail(action: npt.NDArray[Any], place: Place, record: int) -> bool:

@@ -1,0 +1,141 @@
+"""Converting files of one's own, and opening the result: the two functions that need no class."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from replaykit.datasets.corpus import CorpusExperienceReplay
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.sources import Sources
+
+__all__ = ["Files", "convert", "listing_of", "local_sources", "open"]
+
+_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
+
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def convert(
+    files: Files,
+    layout: Layout,
+    dest: str | Path,
+    *,
+    policies: Policies | None = None,
+    workers: int = 1,
+    force: bool = False,
+    progress: bool | None = None,
+) -> CorpusExperienceReplay:
+    """Converts H5 files into a data set of transitions, and opens it.
+
+    All files are scanned before the first row is written. The result appears at ``dest`` complete
+    or not at all. Where it is there already, made from these files by this layout and these
+    policies, it is opened as it is.
+
+    Args:
+        files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
+            ``.hdf``). The order of rows is that of the paths.
+        layout: how the files are laid out; see `Layout`.
+        dest: directory of the data set.
+        policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        workers: how many processes convert at once, each a file; the result does not depend on
+            it.
+        force: convert anew and replace what is at ``dest``, in one step at the end.
+        progress: whether a bar is shown; by default only on a terminal.
+
+    Raises:
+        CorpusError: a file breaks a rule of its layout; names file, episode, key and rule. It is
+            a ValueError.
+        FileNotFoundError: a file is not there, or a directory holds none.
+        OSError: a file cannot be read, or there is no room; names the file.
+        RuntimeError: without ``force``, what is at ``dest`` is something else.
+        ImportError: h5py is not installed.
+
+    Warns:
+        UserWarning: keys were left out, episodes skipped, or values are odd; one warning for all
+            of it. ``published.manifest.report`` of the result has the same and more.
+
+    Cost: reads every value twice, once for the checksum of its file, and writes it once for each
+    column. Memory: some blocks of 16 MiB for each worker.
+
+    Example:
+        >>> import tempfile, h5py, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.datasets import Policies, convert
+        >>> from replaykit.datasets.families import D4RL
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with h5py.File(root / "a.hdf5", "w") as file:
+        ...     file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
+        ...     file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 1
+        >>> policies = Policies(casts={"float64": "float32"})
+        >>> data = convert(root, D4RL, root / "data", policies=policies)
+        >>> data.episode_table["length"], data[:]["next", "observed"].flatten()
+        (tensor([2, 1]), tensor([ True, False,  True]))
+    """
+    options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
+    sources = local_sources(files, natural=layout.natural_files)
+    listed = "".join(f"{file.name}\0{file.sha256}\n" for file in sources.files)
+    identity: dict[str, Any] = {
+        "files": hashlib.sha256(listed.encode()).hexdigest(),
+        "policies": options.policies.to_json(),
+    }
+    published = ensure_dataset(
+        dest,
+        get_sources=lambda: sources,
+        layout=layout,
+        force=force,
+        progress=progress,
+        identity=identity,
+        options=options,
+    )
+    return CorpusExperienceReplay(published.path)
+
+
+def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> CorpusExperienceReplay:
+    """Opens a data set that was converted before; see `CorpusExperienceReplay`.
+
+    Example:
+        >>> import replaykit.datasets
+        >>> replaykit.datasets.open("no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] No such file or directory: ...
+    """
+    return CorpusExperienceReplay(dest, batch_size, **kwargs)
+
+
+def local_sources(files: Files, *, natural: bool = False) -> Sources:
+    """Describes H5 files of this machine, given one by one or by their directories.
+
+    Raises:
+        FileNotFoundError: a file is not there, or a directory holds none.
+    """
+    return Sources.local(_paths(files), natural=natural)
+
+
+def listing_of(files: Files) -> str:
+    """Returns a digest of the names and sizes of files; reads none of them.
+
+    Raises:
+        FileNotFoundError: a file is not there, or a directory holds none.
+    """
+    found = sorted((path.name, path.stat().st_size) for path in _paths(files))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _paths(files: Files) -> list[Path]:
+    given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    paths: list[Path] = []
+    for path in map(Path, given):
+        if not path.is_dir():
+            paths.append(path)
+            continue
+        found = [each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()]
+        if not found:
+            raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(_SUFFIXES)}")
+        paths.extend(found)
+    return paths

@@ -1,0 +1,1 @@
+"""The conversion engine: it knows no corpus family, only declarations of them."""

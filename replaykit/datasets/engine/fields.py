@@ -1,0 +1,227 @@
+"""How the records of an episode become rows: alignments, and the lines of a layout.
+
+Words: a *record* is one entry of the source arrays, a *row* is one transition. ``T`` is the number
+of records of a layout's clock in one episode. What a file records is one of four things:
+
+- a *state*: what the environment was like at a moment. Row ``t`` starts from one state and arrives
+  at the next one.
+- an *action*: what was chosen in row ``t``.
+- an *outcome*: what came of it: reward, ends, success.
+- a *successor*: the state that row ``t`` arrived at, where the file stores it beside the state.
+
+An `Alignment` says which record of each of them row ``t`` takes. A row exists where all that it
+takes was recorded, so that the number of rows follows from the declaration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from replaykit.ted import Key
+
+__all__ = [
+    "ALIGNMENTS",
+    "ARRIVALS",
+    "FINAL_STATE",
+    "STATE_RECORDS",
+    "STEPS",
+    "Alignment",
+    "Field",
+    "Moment",
+    "Role",
+    "Target",
+]
+
+Role = Literal["observation", "action", "reward", "terminated", "truncated", "time", "info"]
+"""What a field means, and so what is checked.
+
+``observation``, ``reward``: finite (V21). ``action``: finite where it is stored (V20).
+``terminated``, ``truncated``: any number, non-zero where the episode has ended; `Layout.flags`
+makes the flags of it. ``time``: should increase strictly (V27). ``info``: carried, nothing is
+required of it.
+"""
+
+Moment = Literal["state", "action", "outcome", "successor"]
+"""What a field describes, and so which record a row takes; see the module's text."""
+
+_MOMENTS: Final[dict[Role, Moment]] = {
+    "observation": "state",
+    "time": "state",
+    "info": "state",
+    "action": "action",
+    "reward": "outcome",
+    "terminated": "outcome",
+    "truncated": "outcome",
+}
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Which records row ``t`` takes; see `ALIGNMENTS` for the known ones.
+
+    It starts from state ``t`` and arrives at state ``t + 1``.
+
+    Attributes:
+        name: is kept in the manifest.
+        extra: how many more states than records of the clock an episode has: 1 where the state
+            after the last action is stored with the others, else 0.
+        action: row ``t`` takes action ``t + action``.
+        outcome: row ``t`` takes outcome ``t + outcome``.
+
+    Example:
+        >>> from replaykit.datasets import STEPS, Alignment
+        >>> Alignment("steps") == STEPS
+        True
+    """
+
+    name: str
+    extra: int = 0
+    action: int = 0
+    outcome: int = 0
+
+
+STATE_RECORDS: Final = Alignment("state-records", outcome=1)
+"""A record is a state, with its reward and flags and the action chosen in it: T - 1 rows."""
+FINAL_STATE: Final = Alignment("final-state", extra=1)
+"""T actions and outcomes, T + 1 states: T rows."""
+STEPS: Final = Alignment("steps")
+"""A record is a step: a state, its action, its outcome. With a successor T rows; without one the
+state after the last step is unknown, and that row is dropped or marked, see `Policies`."""
+ARRIVALS: Final = Alignment("arrivals", action=1, outcome=1)
+"""A record is a state and the action that led to it, with its outcome: T - 1 rows."""
+
+ALIGNMENTS: Final = {rule.name: rule for rule in (STATE_RECORDS, FINAL_STATE, STEPS, ARRIVALS)}
+"""The known alignments by name."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A column that a leaf fills: row ``t`` of an episode takes its record ``t + offset``.
+
+    ``is_after``: it is the state that the row arrives at.
+    """
+
+    key: Key
+    offset: int
+    is_after: bool = False
+
+
+@dataclass(frozen=True)
+class Field:
+    """One line of a layout: from a dataset of an episode to columns of the table.
+
+    Args:
+        source: path of the dataset in its episode. With a closing ``/``: all datasets below that
+            group, whose paths are appended to the keys; ``"/"`` stands for all datasets that no
+            field before it takes. Several paths: their values side by side, one dimension a
+            record.
+        role: see `Role`.
+        before: key that takes the state a row starts from, or the action, if any.
+        after: key that takes the state a row arrives at, or the outcome, if any.
+        column: whether a scalar per record is stored as ``[N, 1]`` and not as ``[N]``.
+        required: whether every episode must have it, with one shape and dtype. A leaf of a field
+            that is not required is left out when some episode lacks it or has it differently.
+        nested: the source may also be a group, which then stands for all datasets below it.
+        moment: what it describes, where that does not follow from the role; see `Moment`.
+        shift: how many records later than the alignment says.
+        held: for ends: may also be set before the last row, where it means nothing.
+        dtype: NumPy name of the dtype to store, where that is not the source's; ``"bool"`` stands
+            for "is not zero".
+        more: how many more records than the clock its datasets have, where that is not what the
+            alignment says of states.
+
+    Raises:
+        ValueError: a role or moment that is none; a successor without ``after``.
+
+    Example:
+        >>> from replaykit.datasets import Field
+        >>> Field("obs/", "observation", before=("observation",),
+        ...       after=("next", "observation")).covers("obs/camera/rgb")
+        True
+    """
+
+    source: str | tuple[str, ...]
+    role: Role
+    before: Key | None = None
+    after: Key | None = None
+    column: bool = False
+    required: bool = True
+    nested: bool = False
+    moment: Moment | None = None
+    shift: int = 0
+    held: bool = False
+    dtype: str | None = None
+    more: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("role", self.role, get_args(Role)),
+            ("moment", self.describes, get_args(Moment)),
+        ):
+            if given not in known:
+                text = f"{self.source!r}: expected {what} as one of {known}, got {given!r}"
+                raise ValueError(text)
+        if self.describes == "successor" and (self.after is None or self.before is not None):
+            raise ValueError(f"{self.source!r}: a successor has the key `after` and no other")
+
+    @property
+    def describes(self) -> Moment:
+        """What the values describe."""
+        return self.moment or _MOMENTS.get(self.role, "state")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The paths that must be there: one, or those whose values stand side by side."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def name(self) -> str:
+        """The source as messages and manifests have it."""
+        return "+".join(self.sources)
+
+    @property
+    def is_group(self) -> bool:
+        """Whether the field stands for datasets below a group, or may do so."""
+        return self.nested or (isinstance(self.source, str) and self.source.endswith("/"))
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it says where episodes end."""
+        return self.role in ("terminated", "truncated")
+
+    def covers(self, path: str) -> bool:
+        """Whether a dataset of an episode belongs to this field."""
+        if not isinstance(self.source, str):
+            return path in self.source
+        if self.source.endswith("/"):
+            return self.source == "/" or path.startswith(self.source)
+        return path == self.source or (self.nested and path.startswith(f"{self.source}/"))
+
+    def extra(self, alignment: Alignment) -> int:
+        """How many more records than the clock the datasets of the field have."""
+        if self.more is not None:
+            return self.more
+        return alignment.extra if self.describes == "state" else 0
+
+    def targets(self, alignment: Alignment, path: str) -> tuple[Target, ...]:
+        """Returns the columns that one dataset of the field fills."""
+        rest: Key = ()
+        if isinstance(self.source, str) and path != self.source:
+            above = len(self.source.rstrip("/"))
+            rest = tuple(path[above + (above > 0) :].split("/"))
+        kind, shift = self.describes, self.shift
+        first = {
+            "state": 0,
+            "action": alignment.action,
+            "outcome": alignment.outcome,
+            "successor": alignment.action,
+        }[kind]
+        later = 1 if kind == "state" else 0
+        found = []
+        if self.before is not None:
+            found.append(Target((*self.before, *rest), first + shift))
+        if self.after is not None:
+            is_after = kind in ("state", "successor")
+            found.append(Target((*self.after, *rest), first + shift + later, is_after))
+        return tuple(found)

@@ -1,0 +1,203 @@
+"""One source file after another, or several at once: each fills rows that no other one touches.
+
+A file is written by itself: its part of every column, its statistics and its findings. They are put
+together in the order of the files, so that the result is the same for any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets.engine.checks import Judge
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.layout import DropLeaves
+from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.plan import Plan, Span
+from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.episode_table import EPISODE_FIELDS
+from replaykit.datasets.sources import Sources
+from replaykit.datasets.workers import run_in_processes
+from replaykit.ted import Key
+
+__all__ = ["Written", "write_files"]
+
+_DIGEST_BYTES = 16
+
+
+@dataclass
+class _Part:
+    """What is known of one file after its rows were written."""
+
+    index: int
+    rows: int
+    nbytes: int
+    crc32: Mapping[Key, int]
+    statistics: Mapping[Key, Statistics]
+    table: Mapping[str, npt.NDArray[Any]]
+    notes: Notes
+    bad: Mapping[int, str]
+    facts: Mapping[str, Any]
+    dropped: DropLeaves | None = None
+
+
+@dataclass
+class Written:
+    """What is known of all files after their rows were written.
+
+    Attributes:
+        table: the episode table.
+        statistics: of each column.
+        facts: what was learnt of each file.
+        bad: episodes that are to be left out, by position, and why.
+    """
+
+    table: dict[str, npt.NDArray[Any]]
+    statistics: dict[Key, Statistics]
+    facts: list[dict[str, Any]]
+    bad: dict[int, str]
+
+
+def write_files(
+    plan: Plan,
+    sources: Sources,
+    columns: Mapping[Key, ColumnFile],
+    *,
+    block_bytes: int,
+    on_invalid: str,
+    workers: int,
+    notes: Notes,
+    advance: Callable[[int], object],
+) -> Written:
+    """Writes the rows of all files.
+
+    Args:
+        plan: what is to be written.
+        sources: the files.
+        columns: the files of `column_specs`, empty.
+        block_bytes: how much of one leaf is read at a time, by each worker.
+        on_invalid: as in `Policies`.
+        workers: how many processes work at once, each on a file; 1 stands for this one.
+        notes: takes the findings.
+        advance: told the bytes that were read.
+
+    Raises:
+        CorpusError: an episode breaks a rule; names file, group, key and record.
+        DropLeaves: a field must be left out of the whole corpus.
+        OSError: there is no room.
+        RuntimeError: a worker died.
+    """
+    table = {
+        name: np.zeros((len(plan.episodes), _DIGEST_BYTES) if name == "digest" else
+                       len(plan.episodes), dtype)
+        for name, (dtype, _) in EPISODE_FIELDS.items()
+    }  # fmt: skip
+    found = Written(table, {key: Statistics() for key in columns}, [{} for _ in sources.files], {})
+    spans: dict[int, list[Span]] = {}
+    for span in plan.spans:
+        spans.setdefault(span.file, []).append(span)
+    write = partial(
+        _write_file, plan, sources, columns, spans, block_bytes=block_bytes, on_invalid=on_invalid
+    )
+    is_alone = workers < 2 or len(spans) < 2
+    if is_alone:
+        parts: Iterator[_Part] = (write((index, index), advance=advance) for index in spans)
+    else:
+        parts = _in_order(write, list(spans), min(workers, len(spans)))
+    for part in parts:
+        if part.dropped is not None:
+            raise part.dropped
+        if not is_alone:
+            advance(part.nbytes)
+        for key, column in columns.items():
+            column.join(part.crc32[key], part.rows)
+            found.statistics[key].merge(part.statistics[key])
+        first = spans[part.index][0].first
+        for name, values in part.table.items():
+            found.table[name][first : first + len(values)] = values
+        notes.extend(part.notes)
+        found.bad.update(part.bad)
+        found.facts[part.index] = {**plan.about.get(part.index, {}), **part.facts}
+    return found
+
+
+def _in_order(
+    write: Callable[[tuple[int, int]], _Part], indices: list[int], workers: int
+) -> Iterator[_Part]:
+    """Yields the parts in the order of the files, whichever is done first."""
+    waiting: dict[int, _Part] = {}
+    pieces = [(index, index) for index in indices]
+    crew = run_in_processes(write, pieces, workers, threads=1, start_method=None, max_tasks=None)
+    with closing(crew):
+        for part in crew:
+            waiting[part.index] = part
+            while indices and indices[0] in waiting:
+                yield waiting.pop(indices.pop(0))
+
+
+def _write_file(
+    plan: Plan,
+    sources: Sources,
+    columns: Mapping[Key, ColumnFile],
+    by_file: Mapping[int, list[Span]],
+    piece: tuple[int, int],
+    *,
+    block_bytes: int,
+    on_invalid: str,
+    advance: Callable[[int], object] | None = None,
+) -> _Part:
+    """Writes the rows of one file; the piece is its position, twice."""
+    index = piece[0]
+    source = sources.files[index]
+    spans = by_file[index]
+    start, stop = spans[0].start, spans[-1].start + spans[-1].rows
+    parts = {key: column.part(start, stop) for key, column in columns.items()}
+    if advance is None:
+        for part in parts.values():
+            part.early_sync = None  # its thread is in the process that this one was forked from
+    notes = Notes()
+    memory: dict[str, Any] = {}
+    judge = Judge(on_invalid, notes)
+    counted = [0]
+
+    def count(nbytes: int) -> None:
+        counted[0] += nbytes
+
+    writer = RowWriter(
+        plan,
+        parts,
+        first=spans[0].first,
+        stop=spans[-1].stop,
+        block_bytes=block_bytes,
+        judge=judge,
+        advance=count if advance is None else advance,
+    )
+    dropped = None
+    try:
+        with open_h5(source.path, is_verified=source.is_verified) as file:
+            for span in spans:
+                writer.write(file, source, span, memory)
+        writer.finish()
+    except DropLeaves as drop:
+        # Handed over as it is: the way back from a worker is for errors.
+        dropped = drop
+    return _Part(
+        index,
+        stop - start,
+        counted[0],
+        {key: part.crc32 for key, part in parts.items()},
+        writer.statistics,
+        writer.table,
+        notes,
+        judge.bad,
+        plan.layout.file_facts(memory),
+        dropped,
+    )

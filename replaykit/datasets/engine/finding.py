@@ -1,0 +1,276 @@
+"""How the episodes of a file are found: a group each, or arrays that flags cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.h5 import H5File, Leaf, Member
+from replaykit.datasets.engine.places import Place
+
+if TYPE_CHECKING:
+    from replaykit.datasets.engine.layout import Layout
+
+__all__ = ["EpisodeRef", "Finder", "Found", "Groups", "Segments", "WholeFile", "natural_key"]
+
+_LISTED: Final = 20
+"""How many names of a strange file a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRef:
+    """An episode as a file has it.
+
+    Attributes:
+        group: the group of its arrays; ``""`` for the root.
+        number: its number in the file.
+        base: its first record in these arrays.
+        records: how many records it has there; ``None`` for all.
+        terminated: whether it ended as terminated, where the finder has seen that.
+    """
+
+    group: str
+    number: int
+    base: int = 0
+    records: int | None = None
+    terminated: bool | None = None
+
+
+@dataclass
+class Found:
+    """What a finder sees in a file: the episodes in order, and what is none, with why."""
+
+    episodes: list[EpisodeRef] = field(default_factory=list)
+    strangers: list[tuple[str, str]] = field(default_factory=list)
+    numbering: str | None = None
+    """Says how episodes were numbered where that is not by the number in their names."""
+
+
+class Finder(Protocol):
+    """Says where the episodes of a file are."""
+
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+        """Returns the episodes of a file, in their order.
+
+        Raises:
+            CorpusError: the file is of another layout (rule V04).
+        """
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A group for each episode, in natural order of the names.
+
+    Episodes are numbered by the number in the names; if a name has none, or two names have the
+    same, all of the file are numbered by their order instead. A group without episodes is legal,
+    a root without them is another layout.
+
+    Args:
+        prefix: what comes before the number in a name, such as ``"demo_"``.
+        below: the group that holds them; ``""`` for the root.
+        having: entries by which a group is known to be an episode.
+        beside: entries that are no episodes and no surprise.
+        noun: what messages call an episode.
+
+    Example:
+        >>> from replaykit.datasets import Groups
+        >>> Groups("demo_", below="data", having=("actions",)).number("demo_12")
+        12
+    """
+
+    prefix: str
+    below: str = ""
+    having: tuple[str, ...] = ("actions",)
+    beside: tuple[str, ...] = ()
+    noun: str = "episode"
+
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+        """Returns the episodes of a file; see `Finder`."""
+        if self.below and not file.has_group(self.below):
+            return self.select(file.members(), place, layout.name)
+        return self.select(file.members(self.below), place, layout.name, is_inside=bool(self.below))
+
+    def select(
+        self, members: Sequence[Member], place: Place, layout: str, *, is_inside: bool = False
+    ) -> Found:
+        """Returns the episodes among the entries of a group."""
+        found = Found()
+        groups = []
+        above = f"{self.below}/" if is_inside else ""
+        for member in members:
+            lacking = [repr(name) for name in self.having if name not in member.children]
+            name = f"{above}{member.name}"
+            if member.is_link:
+                why = "it is a link by name, and such links are not followed: copy what it leads to"
+                found.strangers.append((name, why))
+            elif member.name in self.beside:
+                continue
+            elif not member.is_group:
+                found.strangers.append((name, "it is not a group"))
+            elif lacking or bool(self.below) != is_inside:
+                found.strangers.append((name, f"it is a group without {', '.join(lacking)}"))
+            else:
+                groups.append(member.name)
+        if not groups and (members or not is_inside):
+            keys = ", ".join(repr(member.name) for member in members[:_LISTED]) or "nothing"
+            where = f"a group below {self.below!r}" if self.below else "a root group"
+            raise place.error(
+                f"no {self.noun} of the layout {layout!r} ({where} with "
+                f"{' and '.join(map(repr, self.having))}); {above.rstrip('/') or 'the root'} holds "
+                f"{keys}{', ...' if len(members) > _LISTED else ''}; "
+                "is this a file of another corpus?",
+                "V04",
+            )
+        groups.sort(key=natural_key)
+        numbers = [self.number(name) for name in groups]
+        if None in numbers or len(set(numbers)) < len(numbers):
+            found.numbering = (
+                "episodes are numbered by their order, since the group names do not give each "
+                "a number of its own"
+            )
+            numbers = list(range(len(groups)))
+        found.episodes = [
+            EpisodeRef(f"{above}{group}", number)
+            for group, number in zip(groups, numbers, strict=True)
+            if number is not None
+        ]
+        return found
+
+    def number(self, name: str) -> int | None:
+        """Returns the number after the prefix, also with something after it; or ``None``."""
+        match = re.match(rf"{re.escape(self.prefix)}([0-9]{{1,18}})(?![0-9])", name)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """One episode a file: the arrays are those of the root. Its number is the one in the name.
+
+    Args:
+        having: entries of the root by which a file is known to be an episode.
+
+    Example:
+        >>> from replaykit.datasets import WholeFile
+        >>> WholeFile(having=("action",)).having
+        ('action',)
+    """
+
+    having: tuple[str, ...]
+
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+        """Returns the episode of a file; see `Finder`."""
+        names = [member.name for member in file.members()]
+        lacking = [repr(name) for name in self.having if name not in names]
+        if lacking:
+            keys = ", ".join(map(repr, names[:_LISTED])) or "nothing"
+            raise place.error(
+                f"no episode of the layout {layout.name!r}: the root has no {', '.join(lacking)}, "
+                f"but holds {keys}; is this a file of another corpus?",
+                "V04",
+            )
+        match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(place.name).stem)
+        return Found([EpisodeRef("", int(match[1]) if match else 0)])
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Flat arrays at the root of a file, cut after every record at which an end is set.
+
+    The ends are the fields of a layout with the roles ``terminated`` and ``truncated``. What
+    comes after the last of them is an episode too. Cost: reads these fields once, in blocks.
+
+    Args:
+        beside: entries of the root that are no arrays of rows and no surprise.
+
+    Example:
+        >>> from replaykit.datasets import Segments
+        >>> Segments(beside=("metadata",)).beside
+        ('metadata',)
+    """
+
+    beside: tuple[str, ...] = ()
+
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+        """Returns the episodes of a file; see `Finder`."""
+        leaves = {leaf.path: leaf for leaf in file.leaves("", without=self.beside)}
+        clock = leaves.get(layout.clock)
+        if clock is None or not clock.shape:
+            keys = ", ".join(map(repr, list(leaves)[:_LISTED])) or "nothing"
+            raise place.error(
+                f"no array {layout.clock!r} of the layout {layout.name!r}; the file holds {keys}; "
+                "is this a file of another corpus?",
+                "V04",
+            )
+        records = clock.shape[0]
+        cut = np.zeros(records, np.bool_)
+        terminated = np.zeros(records, np.bool_)
+        for entry in layout.fields:
+            if not entry.is_end or (entry.name not in leaves and not entry.required):
+                continue
+            if entry.name not in leaves:
+                raise place.at(key=entry.name).error("the required key is missing", "V12")
+            at = place.at(key=entry.name)
+            for start, block in _flags(file, leaves[entry.name], records, at, block_bytes):
+                cut[start : start + len(block)] |= block
+                if entry.role == "terminated":
+                    terminated[start : start + len(block)] |= block
+        stops = np.flatnonzero(cut) + 1
+        if records and (not stops.size or stops[-1] != records):
+            stops = np.append(stops, records)
+        bases = np.concatenate([[0], stops[:-1]]).tolist() if records else []
+        reasons = terminated[stops - 1].tolist()
+        found = Found()
+        for number, (base, stop) in enumerate(zip(bases, stops.tolist(), strict=True)):
+            found.episodes.append(EpisodeRef("", number, base, stop - base, reasons[number]))
+        if not records:
+            found.strangers.append((layout.clock, "its arrays have no rows"))
+        return found
+
+
+def _flags(
+    file: H5File, leaf: Leaf, records: int, place: Place, block_bytes: int
+) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+    """Yields blocks of a flag as bool ``[n]``, each with the index of its first record."""
+    if leaf.problem is not None:
+        raise place.error(f"cannot be a column: {leaf.problem}", "V10")
+    if leaf.shape[:1] != (records,):
+        raise place.error(f"has shape {list(leaf.shape)}, expected {records} records", "V11")
+    width = int(np.prod(leaf.shape[1:]))
+    if records and width != 1:
+        raise place.error(f"has {width} numbers per record, expected one", "V10")
+    step = max(1, block_bytes // np.dtype(leaf.dtype).itemsize)
+    for start in range(0, records, step):
+        block = file.read(leaf.path, start, min(start + step, records)).reshape(-1)
+        if block.dtype.kind in "fc" and not np.isfinite(block).all():
+            record = start + int(np.argmin(np.isfinite(block)))
+            raise place.at(record=record).error("the flag holds NaN or infinity", "V30")
+        yield start, block != 0
+
+
+def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:
+    """Returns a sort key by which numbers in names compare as numbers.
+
+    Ties (``Trial1`` and ``Trial01``) go by the string itself.
+
+    Example:
+        >>> from replaykit.datasets.engine.finding import natural_key
+        >>> sorted(["Trial10", "Trial2", "Trial0-1", "Trial0", "Trial0-0"], key=natural_key)
+        ['Trial0', 'Trial0-0', 'Trial0-1', 'Trial2', 'Trial10']
+    """
+    # Text and digits alternate, so that equal positions hold equal kinds. Numbers compare by
+    # length and digits, which needs no int: Python refuses to parse very long ones.
+    parts = re.split(r"([0-9]+)", name)
+    keys = []
+    for position, part in enumerate(parts):
+        if position % 2:
+            digits = part.lstrip("0")
+            keys.append((len(digits), digits, ""))
+        else:
+            keys.append((0, "", part))
+    return tuple(keys), name

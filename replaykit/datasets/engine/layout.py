@@ -1,0 +1,303 @@
+"""What a corpus declares, so that one engine converts them all.
+
+A `Layout` says where the episodes of a file are, which dataset of an episode becomes which TED
+key, how states, actions and outcomes are aligned, and why an episode ended. The engine does the
+rest: scanning, the common schema, validation, writing, publishing. See `fields` for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy.typing as npt
+
+from replaykit.datasets.engine.decoding import Decoder
+from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.places import Notes, Place
+
+__all__ = ["DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an episode besides its arrays.
+
+    Attributes:
+        source_seed: the seed that it was recorded with, or -1.
+        success: 1 or 0 where the source says whether the task was solved, else -1.
+        terminated: whether it ended as terminated, where the arrays do not say so.
+    """
+
+    source_seed: int = -1
+    success: int = -1
+    terminated: bool | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """The first records of an episode, of the leaves that `Layout.witnesses` named.
+
+    Attributes:
+        arrays: path to ``[w, ...]``, ``w <= records``; all of one length.
+        records: how many records there are.
+        place: the episode, for messages.
+        notes: takes findings that stop nothing.
+        memory: of the layout, kept from episode to episode of one file.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    records: int
+    place: Place
+    notes: Notes
+    memory: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a field of ends says of an episode, in two words: it may have millions of records.
+
+    Attributes:
+        records: how many records the episode has.
+        first: the first record at which it is set, if any.
+        last: whether it is set at the last record.
+    """
+
+    records: int
+    first: int | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Why an episode ended: the flags of its last row. Those of all other rows are False."""
+
+    terminated: bool
+    truncated: bool
+
+
+class DropLeaves(Exception):
+    """Raised by `Layout.examine`: all leaves of a field are unusable in the whole corpus.
+
+    The engine starts over without them and says so. Not an error that users see.
+    """
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(source, why)
+        self.source = source
+        self.why = why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The declaration of one corpus family, or of a corpus of your own.
+
+    What cannot be said by the attributes is said by a subclass that overrides a method. An
+    instance holds no state: what is learnt of a file goes into `Window.memory`.
+
+    Attributes:
+        name: names the layout in messages and manifests.
+        version: raised with every change of a rule, so that older conversions are told apart.
+        episodes: where the episodes of a file are; `Groups` or `Segments`.
+        alignment: which records a row takes; one of `ALIGNMENTS` or one's own.
+        clock: the source path whose length is the number of records of an episode.
+        fields: which dataset becomes which key; the engine adds flags, ``episode`` and ``seed``.
+        attributes: attributes of an episode's group that `facts` wants to see.
+        count: the attribute that must be the length of the clock, if any (rule V15).
+        about: a group and the attributes of it that describe the whole file; the manifest has
+            those that are there.
+        decoders: source paths whose values are not numbers, and what makes numbers of them;
+            `Images`, `Text` or `Preceded`.
+        natural_files: whether numbers in the names of files order them as numbers, so that
+            ``episode_9`` comes before ``episode_10``.
+
+    Example:
+        A corpus whose files hold a group for each episode, with one more frame than actions:
+
+        >>> import tempfile, h5py, numpy as np
+        >>> from pathlib import Path
+        >>> from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, convert
+        >>> arm = Layout(
+        ...     name="lab-arm",
+        ...     version=1,
+        ...     episodes=Groups("run", having=("torque", "joints")),
+        ...     alignment=FINAL_STATE,
+        ...     clock="torque",
+        ...     fields=(
+        ...         Field("joints", "observation", ("observation",), ("next", "observation")),
+        ...         Field("torque", "action", before=("action",)),
+        ...         Field("score", "reward", after=("next", "reward"), column=True),
+        ...         Field("fallen", "terminated"),
+        ...     ),
+        ... )
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with h5py.File(root / "monday.h5", "w") as file:
+        ...     file["run7/joints"] = np.arange(8.0).reshape(4, 2)
+        ...     file["run7/torque"] = np.ones((3, 1))
+        ...     file["run7/score"] = np.arange(3.0)
+        ...     file["run7/fallen"] = np.array([False, False, True])
+        >>> data = convert([root / "monday.h5"], arm, root / "data")
+        >>> data[:]["next", "observation"][:, 0]
+        tensor([2., 4., 6.], dtype=torch.float64)
+        >>> data.episode_table["length"], data.episode_table["terminated"]
+        (tensor([3]), tensor([True]))
+    """
+
+    name: str
+    version: int
+    episodes: Finder
+    alignment: Alignment
+    clock: str
+    fields: tuple[Field, ...]
+    attributes: tuple[str, ...] = ()
+    count: str | None = None
+    about: tuple[str, tuple[str, ...]] | None = None
+    decoders: tuple[tuple[str, Decoder], ...] = ()
+    natural_files: bool = False
+
+    # -- what follows from the declaration ------------------------------------------------------
+
+    @cached_property
+    def lost(self) -> int:
+        """How many rows fewer than records of the clock an episode has."""
+        return max(self._lost(is_after=True), self._lost(is_after=False))
+
+    @cached_property
+    def is_open(self) -> bool:
+        """Whether the last step is recorded but for the state that it led to."""
+        return self._lost(is_after=True) == self._lost(is_after=False) + 1
+
+    def _lost(self, *, is_after: bool) -> int:
+        return max(
+            (
+                target.offset - entry.extra(self.alignment)
+                for entry in self.fields
+                for target in entry.targets(self.alignment, entry.sources[0])
+                if (target.is_after and entry.describes == "state") == is_after
+            ),
+            default=0,
+        )
+
+    def declaration(self) -> dict[str, Any]:
+        """Returns the rules as JSON values, for the manifest."""
+        return {
+            "alignment": {
+                "name": self.alignment.name,
+                "known": ALIGNMENTS.get(self.alignment.name) == self.alignment,
+                "extra": self.alignment.extra,
+                "action": self.alignment.action,
+                "outcome": self.alignment.outcome,
+            },
+            "fields": [
+                {
+                    "source": entry.name,
+                    "role": entry.role,
+                    "describes": entry.describes,
+                    "before": entry.before and list(entry.before),
+                    "after": entry.after and list(entry.after),
+                    **({"shift": entry.shift} if entry.shift else {}),
+                    **({"dtype": entry.dtype} if entry.dtype else {}),
+                }
+                for entry in self.fields
+            ],
+        }
+
+    # -- what a family may say otherwise --------------------------------------------------------
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Returns the layout of one file, where files of the corpus differ in what they hold.
+
+        All files of a data set must resolve to the same layout.
+
+        Raises:
+            CorpusError: the file is of another layout (rule V04).
+        """
+        return self
+
+    def facts(
+        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+    ) -> Facts:
+        """Returns what is known of an episode besides its arrays.
+
+        Args:
+            attributes: those of `Layout.attributes` that its group has.
+            name: the path of its file in the corpus.
+            records: the length of its clock.
+        """
+        return Facts(self.source_seed(name))
+
+    def beside(self, place: Place) -> dict[str, Any]:
+        """Returns what files beside a source file say of it, for the manifest; JSON values."""
+        return {}
+
+    def totals(self, place: Place) -> dict[str, int]:
+        """Returns how many ``episodes`` and ``records`` a file should hold, where that is said."""
+        return {}
+
+    def flags(
+        self,
+        ends: Mapping[str, Ends],
+        last: Mapping[str, npt.NDArray[Any]],
+        facts: Facts,
+        place: Place,
+        notes: Notes,
+    ) -> Flags:
+        """Returns why an episode ended; one flag at least is set.
+
+        Args:
+            ends: where the fields of ends are set, by source; those whose last record belongs to
+                the last row.
+            last: the last record ``[1, ...]`` of every required field.
+            facts: of the episode.
+            place: the episode, for messages.
+            notes: takes findings that stop nothing.
+
+        Raises:
+            CorpusError: the records break a rule of the corpus.
+        """
+        set_here = {"terminated": bool(facts.terminated), "truncated": False}
+        for entry in self.fields:
+            found = ends.get(entry.name)
+            if found is None:
+                continue
+            final = found.records - 1
+            if found.first is not None and found.first < final and not entry.held:
+                at = place.at(key=entry.name, record=found.first)
+                raise at.error(f"an end is set before the last of {found.records} records", "V31")
+            set_here[entry.role] |= found.last
+        terminated = set_here["terminated"]
+        # An end whose reason the source does not tell is truncated: a wrong "terminated" would
+        # teach a false zero value.
+        return Flags(terminated, set_here["truncated"] or not terminated)
+
+    def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
+        """Returns the paths that `examine` wants to see together; none by default."""
+        return ()
+
+    def examine(self, window: Window) -> None:
+        """Checks leaves against each other, on the first records of an episode.
+
+        Raises:
+            CorpusError: the episode breaks a rule of the corpus.
+            DropLeaves: a field must be left out of the whole corpus.
+        """
+
+    def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what was learnt of a file, for the manifest; JSON values."""
+        return {}
+
+    def splits(self, file: H5File, place: Place) -> dict[str, list[str]]:
+        """Returns the named parts of a file: for each the groups of its episodes."""
+        return {}
+
+    def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
+        """Returns what to do about a leaf of the wrong length, where the corpus knows."""
+        return None
+
+    def source_seed(self, name: str) -> int:
+        """Returns the seed that the name of a source file tells, or -1."""
+        return -1

@@ -1,0 +1,90 @@
+"""Where in a corpus something was seen, and what was found there that stops nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from replaykit.errors import CorpusError
+
+__all__ = ["Note", "Notes", "Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a corpus something was seen; prints as a user would look for it.
+
+    ``name`` is the path of the file in the corpus, which does not depend on the machine.
+    """
+
+    file: Path
+    name: str
+    group: str | None = None
+    key: str | None = None
+    record: int | None = None
+
+    def at(
+        self, *, group: str | None = None, key: str | None = None, record: int | None = None
+    ) -> Place:
+        """Returns a place inside this one."""
+        return Place(self.file, self.name, group or self.group, key or self.key, record)
+
+    def __str__(self) -> str:
+        return self._below(str(self.file))
+
+    @property
+    def brief(self) -> str:
+        """The place, with the file as the corpus names it."""
+        return self._below(self.name)
+
+    def _below(self, file: str) -> str:
+        parts = [part for part in (self.group, self.key) if part is not None]
+        where = f"{file}: {'/'.join(parts)}" if parts else file
+        return where if self.record is None else f"{where}, record {self.record}"
+
+    def error(self, what: str, rule: str) -> CorpusError:
+        """Returns the error that says what is wrong here and which rule says so."""
+        return CorpusError(f"{self}: {what} [{rule}]")
+
+
+@dataclass
+class Note:
+    """A finding that stops nothing: the rule, what it is about, how often, and where first.
+
+    A quiet one is only in the manifest, others are also in the warning.
+    """
+
+    rule: str
+    text: str
+    first: str
+    quiet: bool
+    count: int = 1
+
+
+class Notes:
+    """The findings of one conversion, one `Note` for each rule and text.
+
+    Memory: one entry for each distinct text, however often it is added.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[str, str], Note] = {}
+
+    def add(self, rule: str, text: str, place: Place, *, quiet: bool = False) -> None:
+        """Counts a finding; the first place is kept."""
+        note = self._notes.get((rule, text))
+        if note is None:
+            self._notes[rule, text] = Note(rule, text, place.brief, quiet)
+        else:
+            note.count += 1
+
+    def extend(self, other: Notes) -> None:
+        """Adds the findings of what was looked at after this."""
+        for key, note in other._notes.items():
+            known = self._notes.setdefault(key, note)
+            if known is not note:
+                known.count += note.count
+
+    def __iter__(self) -> Iterator[Note]:
+        return iter(self._notes.values())

@@ -1,0 +1,130 @@
+"""What a caller decides about a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from replaykit.datasets.columns import torch_dtype
+from replaykit.ted import DEFAULT_DONE_KEYS, Key
+
+__all__ = ["Policies"]
+
+_Choice = Literal["keep", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """What is done with keys, dtypes and episodes that are not as one would wish.
+
+    Whatever is decided is in the manifest, with the keys and episodes that it met.
+
+    Attributes:
+        missing: keys that some episodes lack. ``"layout"``: as the layout says: an error where
+            the key is required, else left out and reported. ``"error"``: always one. ``"drop"``:
+            left out and reported, unless it is the action, the reward or an end. ``"pad"``:
+            zeros, with a bool ``[N]`` below ``"present"`` that tells them from values.
+        extra: datasets that the layout has no field for: ``"drop"`` reports them, ``"error"``
+            refuses the file.
+        casts: NumPy dtype of the source -> dtype to store, such as ``{"float64": "float32"}``.
+            A value that becomes infinite is an error.
+        constant: columns of infos in which all rows are equal: ``"drop"`` takes them out and
+            keeps their value in the manifest.
+        all_nan: infos that are NaN throughout.
+        duplicate: columns of infos that are another one bit for bit: ``"drop"`` keeps the first
+            and notes the other name in the manifest.
+        include: the keys to keep, with all below them; ``None`` for all. Flags, ``episode`` and
+            ``seed`` are always there.
+        exclude: keys to leave out, with all below them.
+        unrecorded: the last step of an episode where the state that it led to was not recorded.
+            ``"terminated"``: kept if the episode terminated there, since the state is then of no
+            use; ``"drop"``: never kept; ``"keep"``: always kept. A kept one has its own
+            observation as the next one and ``("next", "observed")`` False.
+        on_invalid: episodes that break a rule. ``"error"`` stops at the first; ``"skip"`` leaves
+            them out and reports them (the corpus is read again without them); ``"keep"`` keeps
+            values that break a rule and reports them, while what cannot be rows at all is an
+            error.
+
+    Raises:
+        ValueError: another value; a dtype that there is not; a key that is always there.
+
+    Example:
+        >>> from replaykit.datasets import Policies
+        >>> Policies(casts={"float64": "float32"}, exclude=["info"]).exclude
+        (('info',),)
+        >>> Policies(missing="ignore")
+        Traceback (most recent call last):
+        ValueError: expected missing as one of ('layout', 'error', 'drop', 'pad'), got 'ignore'
+    """
+
+    missing: Literal["layout", "error", "drop", "pad"] = "layout"
+    extra: Literal["drop", "error"] = "drop"
+    casts: Mapping[str, str] = field(default_factory=dict)
+    constant: _Choice = "keep"
+    all_nan: _Choice = "drop"
+    duplicate: _Choice = "keep"
+    include: Sequence[str | Key] | None = None
+    exclude: Sequence[str | Key] = ()
+    unrecorded: Literal["terminated", "drop", "keep"] = "terminated"
+    on_invalid: Literal["error", "skip", "keep"] = "error"
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Any] = {
+            "missing": ("layout", "error", "drop", "pad"),
+            "extra": ("drop", "error"),
+            "constant": get_args(_Choice),
+            "all_nan": get_args(_Choice),
+            "duplicate": get_args(_Choice),
+            "unrecorded": ("terminated", "drop", "keep"),
+            "on_invalid": ("error", "skip", "keep"),
+        }
+        for name, known in choices.items():
+            given = getattr(self, name)
+            if given not in known:
+                raise ValueError(f"expected {name} as one of {known}, got {given!r}")
+        casts = {}
+        for source, target in self.casts.items():
+            try:
+                torch_dtype(target)
+                casts[np.dtype(source).name] = np.dtype(target).name
+            except TypeError:
+                raise ValueError(
+                    f"expected casts from NumPy dtypes to dtypes of torch, got {source!r} -> "
+                    f"{target!r}"
+                ) from None
+        object.__setattr__(self, "casts", casts)
+        object.__setattr__(self, "exclude", _keys("exclude", self.exclude))
+        if self.include is not None:
+            object.__setattr__(self, "include", _keys("include", self.include))
+        for key in self.exclude:
+            if key[-1] in DEFAULT_DONE_KEYS or key in (("episode",), ("seed",)):
+                raise ValueError(f"expected exclude without flags and ids, got {key}")
+
+    def keeps(self, key: Key) -> bool:
+        """Whether a column of that key is asked for."""
+        if any(key[: len(above)] == above for above in self.exclude):
+            return False
+        return self.include is None or any(key[: len(above)] == above for above in self.include)
+
+    def stored_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Returns the dtype to store values of a dtype in."""
+        return np.dtype(self.casts.get(dtype.name, dtype))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        values = dict(vars(self))
+        values["exclude"] = [list(key) for key in self.exclude]
+        values["include"] = None if self.include is None else [list(key) for key in self.include]
+        return values
+
+
+def _keys(name: str, given: Any) -> tuple[Key, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ValueError(f"expected {name} as a list of keys, got {given!r}")
+    keys = tuple((key,) if isinstance(key, str) else tuple(key) for key in given)
+    if not all(key and all(isinstance(part, str) for part in key) for key in keys):
+        raise ValueError(f"expected {name} as a list of keys, got {given!r}")
+    return keys

@@ -1,0 +1,282 @@
+"""The scan of a corpus: its episodes and the schema they share.
+
+Nothing is written before all files have been scanned, so that a key that is missing from the last
+trial of the last file is known when the first row is laid out. The scan reads declarations, the
+flags of flat files, and of optional float leaves as many values as show that they are not NaN
+throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+
+from replaykit.datasets.engine.finding import EpisodeRef, Segments
+from replaykit.datasets.engine.h5 import H5File, Leaf, open_h5
+from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.plan import Episode, Plan, Skipped, Span
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.schema import SchemaUnion
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+
+__all__ = ["Excluded", "scan"]
+
+Excluded = Mapping[tuple[int, str, int], str]
+"""Episodes to leave out, by file, group and first record, and why."""
+_SMALL_BYTES: Final = 1 << 18
+
+
+def scan(
+    sources: Sources,
+    layout: Layout,
+    *,
+    policies: Policies,
+    without: Mapping[str, str],
+    excluded: Excluded,
+    block_bytes: int,
+    notes: Notes,
+) -> Plan:
+    """Reads the declarations of every file and returns what is to be written.
+
+    Args:
+        sources: the files, in order.
+        layout: what the corpus declares.
+        policies: what the caller decides.
+        without: sources of fields that are to be left out, and why.
+        excluded: episodes that are to be left out.
+        block_bytes: how many bytes may be read in one piece.
+        notes: takes findings that stop nothing.
+
+    Raises:
+        CorpusError: a file breaks a rule of the layout; names file, episode and key.
+        OSError: a file cannot be opened.
+    """
+    state = _Scan(layout, policies, without, excluded, block_bytes, notes)
+    for index, source in enumerate(sources.files):
+        with open_h5(source.path, is_verified=source.is_verified) as file:
+            state.file(index, file, Place(source.path, source.name))
+    if not state.episodes:
+        names = ", ".join(str(source.path) for source in sources.files[:5])
+        skipped = "; ".join(f"{entry.name}: {entry.why}" for entry in state.skipped[:5])
+        raise CorpusError(
+            f"{names}: no episode gives a row ({len(state.skipped)} skipped); the source is empty"
+            f"{f': {skipped}' if skipped else ''} [V38]"
+        )
+    return state.plan()
+
+
+@dataclass
+class _Scan:
+    layout: Layout
+    policies: Policies
+    without: Mapping[str, str]
+    excluded: Excluded
+    block_bytes: int
+    notes: Notes
+    schema: SchemaUnion | None = None
+    first_file: Place | None = None
+    episodes: list[Episode] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    numbering: list[tuple[int, str]] = field(default_factory=list)
+    splits: dict[str, list[int]] = field(default_factory=dict)
+    about: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rows: int = 0
+    records: int = 0
+
+    def file(self, index: int, file: H5File, place: Place) -> None:
+        resolved = self.layout.resolve(file, place)
+        if self.schema is None:
+            self.schema = SchemaUnion(resolved, self.policies, self.without, self.notes)
+            self.first_file = place
+        elif resolved != self.schema.layout:
+            ours = {entry.name for entry in resolved.fields}
+            theirs = {entry.name for entry in self.schema.layout.fields}
+            raise place.error(
+                f"the file has {sorted(ours - theirs)} and lacks {sorted(theirs - ours)}, other "
+                f"than {self.first_file}: files of one data set must be of one kind",
+                "V10",
+            )
+        if resolved.about is not None and (
+            not resolved.about[0] or file.has_group(resolved.about[0])
+        ):
+            said = file.attributes(*resolved.about)
+            self.about[index] = {
+                name: value for name, value in said.items() if isinstance(value, (str, int, float))
+            }
+        said = resolved.beside(place)
+        if said:
+            self.about[index] = {**self.about.get(index, {}), **said}
+        found = resolved.episodes.find(file, resolved, place, self.block_bytes)
+        for name, why in found.strangers:
+            self.skipped.append(Skipped(index, name, why))
+        if found.numbering is not None:
+            self.numbering.append((index, found.numbering))
+        numbers = [episode.number for episode in found.episodes]
+        if len(set(numbers)) < len(numbers):
+            raise place.error(f"two episodes have one number: {sorted(numbers)}", "V33")
+        first, seen = len(self.episodes), self.records
+        for group, refs in groupby(found.episodes, key=lambda episode: episode.group):
+            at = place.at(group=group or None)
+            try:
+                self.span(index, file, list(refs), at)
+            except CorpusError as error:
+                if self.policies.on_invalid != "skip":
+                    raise
+                self.skipped.append(Skipped(index, group or "the whole file", str(error)))
+        self._check_totals(resolved, len(found.episodes), self.records - seen, place)
+        self._note_splits(resolved.splits(file, place), first, place)
+
+    def _check_totals(self, layout: Layout, episodes: int, records: int, place: Place) -> None:
+        said, seen = layout.totals(place), {"episodes": episodes, "records": records}
+        for name, count in said.items():
+            if count != seen[name]:
+                raise place.error(
+                    f"the file has {seen[name]} {name}, but what describes it says {count}: it was "
+                    "cut short, or written to after it was described",
+                    "V15",
+                )
+
+    def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
+        positions = {e.group: first + at for at, e in enumerate(self.episodes[first:])}
+        for name, groups in splits.items():
+            known = [positions[group] for group in groups if group in positions]
+            self.splits.setdefault(name, []).extend(sorted(known))
+            if len(known) < len(groups):
+                text = (
+                    f"the split {name!r} names {len(groups)} episodes, of which "
+                    f"{len(groups) - len(known)} are not in the data set"
+                )
+                self.notes.add("V15", text, place)
+
+    def span(self, index: int, file: H5File, refs: Sequence[EpisodeRef], place: Place) -> None:
+        assert self.schema is not None
+        layout, group = self.schema.layout, refs[0].group
+        is_flat = isinstance(layout.episodes, Segments)
+        beside = layout.episodes.beside if isinstance(layout.episodes, Segments) else ()
+        leaves = {leaf.path: leaf for leaf in file.leaves(group, without=beside)}
+        for path, decoder in layout.decoders:
+            if path in leaves:
+                leaves[path] = decoder.declare(leaves[path])
+        records = self.schema.check_lengths(leaves, place)
+        self.records += records
+        facts = self._facts(file, group, records, place)
+        found = list(self._episodes(index, file, refs, leaves, records, facts, is_flat))
+        if not found:
+            return
+        specs = self.schema.add(leaves, records, place, count=len(found))
+        for path, spec in specs.items():
+            if self.schema.is_in_question(path, spec):
+                count = 1 if spec.is_once else records + spec.extra
+                if self._has_values(file, group, path, spec.record_bytes, count):
+                    self.schema.with_values.add(path)
+        rows = sum(episode.rows for episode in found)
+        first = len(self.episodes)
+        self.episodes.extend(found)
+        stop = first + len(found)
+        self.spans.append(
+            Span(index, group, records, first, stop, self.rows, rows, frozenset(specs))
+        )
+        self.rows += rows
+
+    def _facts(self, file: H5File, group: str, records: int, place: Place) -> Facts:
+        assert self.schema is not None
+        layout = self.schema.layout
+        names = {*layout.attributes, *((layout.count,) if layout.count else ())}
+        attributes = file.attributes(group, names) if names else {}
+        if layout.count is not None and layout.count in attributes:
+            said = attributes[layout.count]
+            if said != records:
+                raise place.at(key=layout.clock).error(
+                    f"has {records} records, but the attribute {layout.count!r} says {said}", "V15"
+                )
+        return layout.facts(attributes, place.name, records, place, self.notes)
+
+    def _episodes(
+        self,
+        index: int,
+        file: H5File,
+        refs: Sequence[EpisodeRef],
+        leaves: Mapping[str, Leaf],
+        total: int,
+        facts: Facts,
+        is_flat: bool,
+    ) -> Iterator[Episode]:
+        assert self.schema is not None
+        layout, start = self.schema.layout, self.rows
+        for ref in refs:
+            records = total if ref.records is None else ref.records
+            is_open = layout.is_open and self._is_kept(file, ref, leaves, records, facts)
+            rows = records - layout.lost + is_open
+            name = ref.group if not is_flat else f"{ref.group}[{ref.base}:{ref.base + records}]"
+            why = self.excluded.get((index, ref.group, ref.base))
+            if why is None and rows < 1:
+                why = f"it has {records} record{'s' * (records != 1)}, so it gives no row"
+            if why is not None:
+                self.skipped.append(Skipped(index, name, why))
+                continue
+            yield Episode(
+                index, ref.group, ref.number, ref.base, records, rows, start, is_open,
+                not is_flat, facts,
+            )  # fmt: skip
+            start += rows
+
+    def _is_kept(
+        self,
+        file: H5File,
+        ref: EpisodeRef,
+        leaves: Mapping[str, Leaf],
+        records: int,
+        facts: Facts,
+    ) -> bool:
+        """Whether the last step is kept although the state that it led to is not known."""
+        assert self.schema is not None
+        if self.policies.unrecorded != "terminated" or not records:
+            return self.policies.unrecorded == "keep"
+        for said in (ref.terminated, facts.terminated):
+            if said is not None:
+                return said
+        last = ref.base + records - 1
+        return any(
+            bool(file.read(_join(ref.group, entry.name), last, last + 1).any())
+            for entry in self.schema.layout.fields
+            if entry.role == "terminated" and entry.name in leaves
+        )
+
+    def _has_values(
+        self, file: H5File, group: str, path: str, record_bytes: int, records: int
+    ) -> bool:
+        """Whether a leaf is other than NaN throughout these records."""
+        # One record settles it for nearly every leaf; a small one is read in one go.
+        start, step = 0, records if records * record_bytes <= _SMALL_BYTES else 1
+        while start < records:
+            stop = min(start + step, records)
+            if not np.isnan(file.read(_join(group, path), start, stop)).all():
+                return True
+            start, step = stop, max(1, self.block_bytes // max(1, record_bytes))
+        return False
+
+    def plan(self) -> Plan:
+        assert self.schema is not None
+        leaves, left_out = self.schema.leaves()
+        return Plan(
+            self.schema.layout,
+            leaves,
+            self.episodes,
+            self.spans,
+            left_out,
+            self.skipped,
+            self.numbering,
+            self.splits,
+            self.about,
+        )
+
+
+def _join(group: str, path: str) -> str:
+    return f"{group}/{path}" if group else path

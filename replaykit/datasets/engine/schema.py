@@ -1,0 +1,325 @@
+"""The schema that all episodes of a corpus share: which leaves become columns, and which do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from replaykit.datasets.columns import torch_dtype, unstorable
+from replaykit.datasets.engine.fields import Field
+from replaykit.datasets.engine.h5 import Leaf
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
+from replaykit.datasets.engine.policies import Policies
+
+__all__ = ["SchemaUnion", "Spec"]
+
+_NARROW: Final = ("float16", "int8")
+"""Dtypes that loggers choose by default, at the price of digits or of wrapping (rule V14)."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an episode declares of a leaf; ``shape`` is of one record."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+    problem: str | None
+    is_once: bool
+    extra: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        length = "one value, of" if self.is_once else ""
+        shape = ", ".join(["T"][self.is_once :] + [str(size) for size in self.shape])
+        return f"{length} shape [{shape}] and dtype {self.dtype}".lstrip()
+
+
+@dataclass
+class _Signature:
+    """The leaves of some episodes that all declare the same ones."""
+
+    specs: dict[str, Spec]
+    first: Place
+    count: int = 0
+
+
+class SchemaUnion:
+    """The union of what the episodes of a corpus declare.
+
+    Args:
+        layout: what the corpus declares.
+        policies: what the caller decides.
+        without: sources of fields that are to be left out, and why.
+        notes: takes findings that stop nothing.
+    """
+
+    def __init__(
+        self, layout: Layout, policies: Policies, without: Mapping[str, str], notes: Notes
+    ) -> None:
+        self.layout = layout
+        self.with_values: set[str] = set()
+        self._policies = policies
+        self._without = without
+        self._notes = notes
+        self._fields: dict[str, Field | None] = {}
+        self._signatures: dict[tuple[Any, ...], _Signature] = {}
+        self._foreign: dict[str, Place] = {}
+        self._episodes = 0
+
+    # -- one episode after another --------------------------------------------------------------
+
+    def check_lengths(self, leaves: Mapping[str, Leaf], place: Place) -> int:
+        """Returns the length of the clock; every leaf of a field must have the one it should.
+
+        One that is not required may also be a single value, which then holds for all records.
+
+        Raises:
+            CorpusError: rules V10 to V12.
+        """
+        for entry in self.layout.fields:
+            if entry.required and not self._is_without(entry):
+                self._require(entry, leaves, place)
+        clock = leaves.get(self.layout.clock)
+        if clock is None:
+            raise place.at(key=self.layout.clock).error("the required key is missing", "V12")
+        for path, leaf in leaves.items():
+            known = self.field_of(path)
+            is_unusable = leaf.problem is not None and not leaf.shape
+            if known is None or (is_unusable and not known.required):
+                continue
+            if is_unusable:
+                raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
+            if clock.shape and not known.required and leaf.shape[:1] in ((), (1,)):
+                continue
+            extra = known.extra(self.layout.alignment)
+            if not leaf.shape or not clock.shape or leaf.shape[0] != clock.shape[0] + extra:
+                text = f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}"
+                if extra:
+                    text += f", so that {clock.shape[0] + extra if clock.shape else 0} are expected"
+                hint = self.layout.hint(path, leaf.shape)
+                raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
+        return clock.shape[0]
+
+    def _require(self, entry: Field, leaves: Mapping[str, Leaf], place: Place) -> None:
+        if entry.is_group:
+            missing = [] if any(map(entry.covers, leaves)) else [entry.name.rstrip("/")]
+        else:
+            missing = [path for path in entry.sources if path not in leaves]
+        for path in missing:
+            below = not entry.is_group and any(name.startswith(f"{path}/") for name in leaves)
+            what = "is a group, expected an array" if below else "is missing"
+            raise place.at(key=path).error(f"the required key {what}", "V12")
+
+    def add(
+        self, leaves: Mapping[str, Leaf], records: int, place: Place, *, count: int
+    ) -> dict[str, Spec]:
+        """Notes what episodes declare; returns the leaves of fields.
+
+        Raises:
+            CorpusError: a required leaf differs from that of the first episode.
+        """
+        specs = {}
+        for path, leaf in leaves.items():
+            entry = self.field_of(path)
+            if entry is not None:
+                specs[path] = self._spec(leaf, entry, records)
+            elif self._policies.extra == "error" and not self._why_without(path):
+                at = place.at(key=path)
+                raise at.error(f"it is no part of the layout {self.layout.name!r}", "V10")
+            else:
+                self._foreign.setdefault(path, place)
+        known = tuple(specs.items())
+        signature = self._signatures.get(known)
+        if signature is None:
+            signature = _Signature(specs, place)
+            self._compare(signature)
+            self._signatures[known] = signature
+        signature.count += count
+        self._episodes += count
+        return specs
+
+    def field_of(self, path: str) -> Field | None:
+        """Returns the field of a leaf. Remembered: asked for every leaf of every episode."""
+        if path not in self._fields:
+            self._fields[path] = next(
+                (entry for entry in self.layout.fields if entry.covers(path)), None
+            )
+            if self._why_without(path):
+                self._fields[path] = None
+        return self._fields[path]
+
+    def is_in_question(self, path: str, spec: Spec) -> bool:
+        """Whether the leaf is left out unless it has a value other than NaN somewhere."""
+        entry = self.field_of(path)
+        if path in self.with_values or spec.problem is not None:
+            return False
+        if entry is None or entry.required:
+            return False
+        is_plain = path not in dict(self.layout.decoders)
+        is_float = spec.dtype.kind in "fc" and 0 not in spec.shape
+        if not is_plain or not is_float or self._policies.all_nan == "keep":
+            self.with_values.add(path)
+            return False
+        return True
+
+    def _is_required(self, entry: Field) -> bool:
+        if entry.is_group and self._policies.missing in ("drop", "pad"):
+            return False
+        return entry.required
+
+    def _compare(self, signature: _Signature) -> None:
+        """Checks the required leaves against those of the first episode."""
+        first = next(iter(self._signatures.values()), signature)
+        paths = list(dict.fromkeys([*signature.specs, *first.specs]))
+        for path in paths:
+            entry = self.field_of(path)
+            if entry is None or not (self._is_required(entry) or self._policies.missing == "error"):
+                continue
+            at = signature.first.at(key=path)
+            spec, expected = signature.specs.get(path), first.specs.get(path)
+            if spec is None or expected is None:
+                has, lacks = (first, at) if spec is None else (signature, first.first.at(key=path))
+                raise lacks.error(f"the key is missing, but {has.first} has it", "V12")
+            if spec.problem is not None:
+                raise at.error(f"cannot be a column: {spec.problem}", "V10")
+            if (entry.role == "reward" or entry.is_end) and math.prod(spec.shape) != 1:
+                raise at.error(f"has {spec}, expected one number per record", "V10")
+            same = spec.stored == expected.stored or entry.is_end
+            if spec.shape != expected.shape or not same or spec.is_once != expected.is_once:
+                raise at.error(f"has {spec}, but {first.first} has {expected}", "V10")
+
+    def _spec(self, leaf: Leaf, entry: Field, records: int) -> Spec:
+        extra = entry.extra(self.layout.alignment)
+        is_once = leaf.problem is None and leaf.shape[:1] != (records + extra,)
+        shape = leaf.shape[1:]
+        if shape == () and entry.column:
+            shape = (1,)
+        elif (entry.is_end or entry.role == "reward") and math.prod(shape) == 1:
+            shape = (1,) if entry.column else ()
+        dtype = np.dtype(leaf.dtype)
+        stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
+        return Spec(shape, dtype, stored, leaf.problem, is_once, extra)
+
+    # -- all of them ----------------------------------------------------------------------------
+
+    def leaves(self) -> tuple[list[PlannedLeaf], list[LeftOut]]:
+        """Returns the leaves that become columns, successors last, and those that do not."""
+        left_out = [
+            LeftOut(path, self._why_foreign(path, place))
+            for path, place in sorted(self._foreign.items())
+        ]
+        specs: dict[str, Spec] = {}
+        for signature in self._signatures.values():
+            for path, spec in signature.specs.items():
+                specs.setdefault(path, spec)
+        found = []
+        for path in sorted(specs):
+            entry = self.field_of(path)
+            if entry is None or path != _first_source(entry, path):
+                continue
+            why = None if self._is_required(entry) else self._why_left_out(path, specs[path])
+            if why is not None:
+                left_out.append(LeftOut(path, why))
+                continue
+            leaf = self._leaf(path, entry, specs)
+            if leaf.targets or entry.is_end or entry.role == "reward":
+                found.append(leaf)
+        found.sort(key=lambda leaf: leaf.is_successor)
+        return found, left_out
+
+    def _leaf(self, path: str, entry: Field, specs: Mapping[str, Spec]) -> PlannedLeaf:
+        spec = specs[path]
+        if spec.dtype.name in _NARROW and not entry.is_end:
+            first = next(iter(self._signatures.values())).first
+            text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
+            self._notes.add("V14", text, first)
+        paths: tuple[str, ...] = (path,)
+        name = path
+        if not isinstance(entry.source, str):
+            parts = [specs[part] for part in entry.sources]
+            width = sum(math.prod(part.shape) for part in parts)
+            dtype = np.result_type(*(part.dtype for part in parts))
+            stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
+            spec = replace(spec, shape=(width,), dtype=dtype, stored=stored)
+            paths, name = entry.sources, entry.name
+        targets = entry.targets(self.layout.alignment, path)
+        return PlannedLeaf(
+            path=name,
+            paths=paths,
+            role=entry.role,
+            shape=spec.shape,
+            dtype=spec.dtype,
+            stored=spec.stored,
+            targets=tuple(target for target in targets if self._policies.keeps(target.key)),
+            extra=spec.extra,
+            is_once=spec.is_once,
+            is_padded=any(path not in known.specs for known in self._signatures.values()),
+            is_successor=entry.describes == "successor",
+            decoder=dict(self.layout.decoders).get(path),
+        )
+
+    def _is_without(self, entry: Field) -> bool:
+        return any(self._why_without(path) for path in entry.sources)
+
+    def _why_without(self, path: str) -> str | None:
+        for source, why in self._without.items():
+            if path.startswith(source) if source.endswith("/") else path == source:
+                return why
+        return None
+
+    def _why_foreign(self, path: str, place: Place) -> str:
+        default = f"it is no part of the layout {self.layout.name!r} (in {place.brief})"
+        return self._why_without(path) or default
+
+    def _why_left_out(self, path: str, spec: Spec) -> str | None:
+        """Says why an optional leaf is not shared by all episodes in a form that can be kept."""
+        lacking = [known for known in self._signatures.values() if path not in known.specs]
+        if lacking:
+            others, where = lacking[0].specs, lacking[0].first.brief
+            below = any(other.startswith(f"{path}/") for other in others)
+            above = any(path.startswith(f"{other}/") for other in others)
+            if below or above:
+                return f"it is an array in some episodes and a group in others ({where})"
+            if self._policies.missing != "pad":
+                count = sum(known.count for known in lacking)
+                return f"missing from {count} of {self._episodes} episodes, first {where}"
+        if spec.problem is not None:
+            return spec.problem
+        entry = self.field_of(path)
+        if 0 in spec.shape and entry is not None and entry.source == "/":
+            return f"it has {spec}: nothing in a record"
+        for known in self._signatures.values():
+            other = known.specs.get(path)
+            if other is not None and other != spec:
+                return f"it has {spec} in one episode and {other} in {known.first.brief}"
+        entry = self.field_of(path)
+        if path not in self.with_values and entry is not None and not entry.required:
+            return "it is NaN throughout"
+        try:
+            torch_dtype(spec.stored)
+        except TypeError as error:
+            return str(error)
+        return unstorable(tuple(path.split("/")))
+
+
+def _first_source(entry: Field, path: str) -> str:
+    return path if isinstance(entry.source, str) else entry.sources[0]
+
+
+def _length(leaf: Leaf) -> str:
+    if not leaf.shape:
+        return "no length"
+    return f"{leaf.shape[0]} record{'s' * (leaf.shape[0] != 1)}"

@@ -1,0 +1,27 @@
+"""The corpus families: a declaration each, with what is truly its own."""
+
+from replaykit.datasets.families.aloha import ALOHA, AlohaLayout
+from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
+from replaykit.datasets.families.isaaclab import ISAACLAB
+from replaykit.datasets.families.libero import LIBERO
+from replaykit.datasets.families.maniskill import MANISKILL
+from replaykit.datasets.families.minari import MINARI
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
+from replaykit.datasets.families.roboset_real import ROBOSET_REAL
+
+__all__ = [
+    "ALOHA",
+    "D4RL",
+    "ISAACLAB",
+    "LIBERO",
+    "MANISKILL",
+    "MINARI",
+    "ROBOHIVE",
+    "ROBOMIMIC",
+    "ROBOSET_REAL",
+    "ROBOSUITE",
+    "AlohaLayout",
+    "D4RLLayout",
+    "RobosuiteLayout",
+]

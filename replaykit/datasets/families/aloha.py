@@ -1,0 +1,98 @@
+"""ALOHA and ACT: one file an episode, of joint positions, images and the commands given there."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from replaykit.datasets.engine.decoding import Decoder, Images
+from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, WholeFile
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Place
+
+__all__ = ["ALOHA", "AlohaLayout"]
+
+_FILE: Final = WholeFile(having=("action", "observations"))
+_IMAGES: Final = "observations/images/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlohaLayout(Layout):
+    """Episodes of ALOHA: T records make T - 1 rows, without reward, and end truncated.
+
+    Images that were compressed become their pixels; depth and raw images stay as they are.
+
+    Attributes:
+        action_shift: 0 pairs a command with the observation of its record; -1 with that of the
+            record after it, as the loader of ACT does for real robots, which makes T - 2 rows.
+
+    Raises:
+        ValueError: another shift.
+
+    Example:
+        >>> from replaykit.datasets.families import ALOHA, AlohaLayout
+        >>> ALOHA.lost, AlohaLayout(action_shift=-1).lost
+        (1, 2)
+    """
+
+    name: str = "aloha"
+    version: int = 1
+    episodes: Finder = _FILE
+    alignment: Alignment = STEPS
+    clock: str = "action"
+    fields: tuple[Field, ...] = ()
+    about: tuple[str, tuple[str, ...]] | None = ("", ("sim", "compress"))
+    natural_files: bool = True
+    action_shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action_shift not in (0, -1):
+            raise ValueError(f"expected action_shift as 0 or -1, got {self.action_shift}")
+        observation = Field(
+            "observations/",
+            "observation",
+            ("observation",),
+            ("next", "observation"),
+            shift=-self.action_shift,
+        )
+        base = ("info", "base_action")
+        fields = (
+            observation,
+            Field("action", "action", before=("action",)),
+            Field("base_action", "info", before=base, moment="action", required=False),
+        )
+        object.__setattr__(self, "fields", fields)
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Finds the images that were compressed, and their size, by the first of each camera."""
+        decoders: list[tuple[str, Decoder]] = []
+        for leaf in file.leaves(""):
+            is_bytes = leaf.problem is None and np.dtype(leaf.dtype) == np.uint8
+            is_encoded = len(leaf.shape) == 1 if leaf.problem is not None else len(leaf.shape) == 2
+            if not leaf.path.startswith(_IMAGES) or not is_encoded or 0 in leaf.shape:
+                continue
+            if leaf.problem is None and not is_bytes:
+                continue
+            decoders.append((leaf.path, Images(_size(file, leaf.path, place))))
+        return replace(self, decoders=tuple(decoders))
+
+
+ALOHA: Final = AlohaLayout()
+
+
+def _size(file: H5File, path: str, place: Place) -> tuple[int, ...]:
+    from PIL import Image
+
+    entry = np.asarray(file.entries(path, 0, 1)[0], np.uint8).tobytes()
+    try:
+        with Image.open(io.BytesIO(entry)) as image:
+            bands = len(image.getbands())
+            return (image.height, image.width, *((bands,) if bands > 1 else ()))
+    except (OSError, ValueError, SyntaxError) as error:
+        at = place.at(key=path, record=0)
+        raise at.error(f"is not an image that can be decoded ({error})", "V03") from error

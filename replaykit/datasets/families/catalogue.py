@@ -1,0 +1,269 @@
+"""The corpus classes: which data sets there are, where they are hosted, how they are laid out."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.families.aloha import ALOHA
+from replaykit.datasets.families.d4rl import D4RL
+from replaykit.datasets.families.isaaclab import ISAACLAB
+from replaykit.datasets.families.libero import LIBERO
+from replaykit.datasets.families.maniskill import MANISKILL
+from replaykit.datasets.families.minari import MINARI
+from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
+from replaykit.datasets.families.roboset import RobosetExperienceReplay
+from replaykit.datasets.hub_sources import hub_sources
+from replaykit.datasets.opened import Published
+from replaykit.datasets.sources import Sources
+
+__all__ = [
+    "AlohaExperienceReplay",
+    "D4RLExperienceReplay",
+    "IsaacLabExperienceReplay",
+    "LiberoExperienceReplay",
+    "ManiSkillExperienceReplay",
+    "MinariExperienceReplay",
+    "RobomimicExperienceReplay",
+    "load_dataset",
+]
+
+
+class _OnlyOwnFiles(BaseDatasetExperienceReplay):
+    """A corpus of which nothing can be fetched here."""
+
+    any_id = True
+
+    def _identity(self) -> dict[str, Any]:
+        # There is but one kind of files: those that were converted before may be opened by id.
+        found = super()._identity()
+        if self.source is None:
+            del found["source"]
+        return found
+
+    def _flat(self) -> Published:
+        if self.source is None and not self.data_path_root.exists():
+            self.sources()
+        return super()._flat()
+
+    def sources(self) -> Sources:
+        raise FileNotFoundError(
+            f"files of {self.corpus} cannot be fetched: there is no Hub repository of them; pass "
+            "those that you have with source="
+        )
+
+
+class D4RLExperienceReplay(_OnlyOwnFiles):
+    """Transitions of D4RL files of any release.
+
+    The files are given with ``source``; they are not on the Hub. ``next_observations`` are used
+    where a release has them, and the simulator's state where it was logged one step late (AntMaze
+    v0). Elsewhere the last step of an episode is kept if the episode terminated there, with
+    ``("next", "observed")`` False, and dropped if not. Rows have ``observation``, ``action``,
+    ``info``, ids and flags, and under ``next`` the rest; see `D4RLLayout`.
+
+    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
+    Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.
+
+    Example:
+        >>> from replaykit.datasets import D4RLExperienceReplay
+        >>> D4RLExperienceReplay("hopper-medium-v2", 32, source="no-such-file.hdf5")
+        Traceback (most recent call last):
+        FileNotFoundError: ...
+    """
+
+    corpus = "d4rl"
+    layout = D4RL
+
+
+class IsaacLabExperienceReplay(_OnlyOwnFiles):
+    """Transitions of demonstrations that Isaac Lab has recorded, given with ``source``.
+
+    See `IsaacLabLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
+
+    Example:
+        >>> from replaykit.datasets import IsaacLabExperienceReplay
+        >>> IsaacLabExperienceReplay("my-demos", 32, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: files of isaaclab cannot be fetched: ...
+    """
+
+    corpus = "isaaclab"
+    layout = ISAACLAB
+
+
+class AlohaExperienceReplay(_OnlyOwnFiles):
+    """Transitions of episodes of ALOHA and ACT, one file each, given with ``source``.
+
+    See `AlohaLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
+
+    Example:
+        >>> from replaykit.datasets import AlohaExperienceReplay
+        >>> AlohaExperienceReplay("../up", 32)
+        Traceback (most recent call last):
+        ValueError: expected names with '/' between them as an id, got '../up'
+    """
+
+    corpus = "aloha"
+    layout = ALOHA
+
+
+class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of robomimic's simulated demonstrations, and of robosuite's raw ones.
+
+    Ids are ``task/kind/name``; those named ``demo`` hold simulator states only. ``split`` takes
+    the filters of the files, such as ``"train"``. Image files are rendered by their users: give
+    them with ``source``, under an id of the same task. See `RobomimicLayout`.
+
+    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Mandlekar et al., "What
+    Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
+
+    Example:
+        >>> from replaykit.datasets import RobomimicExperienceReplay
+        >>> "lift/ph/low_dim" in RobomimicExperienceReplay.available_datasets
+        True
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"{task}/{kind}/{name}"
+        for kind, tasks, names in (
+            ("ph", ("lift", "can", "square", "transport", "tool_hang"), ("low_dim", "demo")),
+            ("mh", ("lift", "can", "square", "transport"), ("low_dim", "demo")),
+            ("mg", ("lift", "can"), ("low_dim_sparse", "low_dim_dense", "demo")),
+            ("paired", ("can",), ("low_dim", "demo")),
+        )
+        for task in tasks
+        for name in names
+    ]
+    corpus = "robomimic"
+    repository: ClassVar[str] = "robomimic/robomimic_datasets"
+
+    @property
+    def layout(self) -> Layout:
+        """How the files of this id are laid out."""
+        return ROBOSUITE if self.dataset_id.endswith("/demo") else ROBOMIMIC
+
+    def sources(self) -> Sources:
+        folder, name = self.dataset_id.rsplit("/", 1)
+        return hub_sources(self.repository, f"v1.5/{folder}", suffix=f"/{name}_v15.hdf5")
+
+
+class LiberoExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of LIBERO's demonstrations, a suite of tasks an id.
+
+    See `LiberoLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Liu
+    et al., "LIBERO: Benchmarking Knowledge Transfer for Lifelong Robot Learning", 2023; data CC BY
+    4.0.
+
+    Example:
+        >>> from replaykit.datasets import LiberoExperienceReplay
+        >>> LiberoExperienceReplay.available_datasets[:2]
+        ['libero_spatial', 'libero_object']
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"libero_{suite}" for suite in ("spatial", "object", "goal", "10", "90")
+    ]
+    corpus = "libero"
+    layout = LIBERO
+    repository: ClassVar[str] = "yifengzhu-hf/LIBERO-datasets"
+
+    def sources(self) -> Sources:
+        return hub_sources(self.repository, self.dataset_id, suffix="_demo.hdf5")
+
+
+class MinariExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of Minari's data sets in HDF5 storage.
+
+    Ids are Minari's, such as ``D4RL/door/human-v2``: the first part names the repository below
+    ``farama-minari``. See `MinariLayout` for spaces, images and text.
+
+    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
+    https://minari.farama.org; each data set has a licence of its own.
+
+    Example:
+        >>> from replaykit.datasets import MinariExperienceReplay
+        >>> MinariExperienceReplay("D4RL/door/human-v2", 32, download=False,
+        ...                        root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'D4RL/door/human-v2' is not in ...
+    """
+
+    any_id = True
+    corpus = "minari"
+    layout = MINARI
+    owner: ClassVar[str] = "farama-minari"
+
+    def sources(self) -> Sources:
+        namespace, _, rest = self.dataset_id.partition("/")
+        if not rest:
+            raise FileNotFoundError(
+                f"{self.dataset_id!r} names no repository: expected namespace/.../name-v0, or "
+                "files of one's own with source="
+            )
+        repository = f"{self.owner}/{namespace}"
+        return hub_sources(repository, rest, suffix=".hdf5", beside=("/metadata.json",))
+
+
+class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of ManiSkill's demonstrations, with what the JSON file beside them says.
+
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. See
+    `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Tao
+    et al., "ManiSkill3", 2024; Apache-2.0.
+
+    Example:
+        >>> from replaykit.datasets import ManiSkillExperienceReplay
+        >>> ManiSkillExperienceReplay("PickCube-v1/rl", 32, download=False, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'PickCube-v1/rl' is not in ...
+    """
+
+    any_id = True
+    corpus = "maniskill"
+    layout = MANISKILL
+    repository: ClassVar[str] = "haosulab/ManiSkill_Demonstrations"
+
+    def sources(self) -> Sources:
+        folder = f"demos/{self.dataset_id}"
+        return hub_sources(self.repository, folder, suffix=".h5", beside=(".json",))
+
+
+_FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
+    family.corpus: family
+    for family in (
+        RobosetExperienceReplay,
+        D4RLExperienceReplay,
+        MinariExperienceReplay,
+        RobomimicExperienceReplay,
+        LiberoExperienceReplay,
+        IsaacLabExperienceReplay,
+        ManiSkillExperienceReplay,
+        AlohaExperienceReplay,
+    )
+}
+
+
+def load_dataset(name: str, batch_size: int, **kwargs: Any) -> BaseDatasetExperienceReplay:
+    """Constructs a data set by one name: ``family:id``.
+
+    Args:
+        name: such as ``"robomimic:lift/ph/low_dim"``.
+        batch_size, kwargs: as for the class of the family.
+
+    Raises:
+        ValueError: a family that there is not, or what the class raises.
+
+    Example:
+        >>> from replaykit.datasets import load_dataset
+        >>> load_dataset("atari:pong", 32)
+        Traceback (most recent call last):
+        ValueError: expected name as family:id with one of the families ['aloha', 'd4rl', ...
+    """
+    family, colon, dataset_id = name.partition(":")
+    if not colon or family not in _FAMILIES:
+        raise ValueError(
+            f"expected name as family:id with one of the families {sorted(_FAMILIES)}, got {name!r}"
+        )
+    return _FAMILIES[family](dataset_id, batch_size, **kwargs)

@@ -1,0 +1,100 @@
+"""Isaac Lab's recorder: observations before the action, states after it, the first one apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from replaykit.datasets.engine.decoding import Preceded
+from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Facts, Layout, Window
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.families.robomimic import first_entries
+
+__all__ = ["ISAACLAB", "IsaacLabLayout"]
+
+_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
+_BEFORE: Final = "obs/actions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsaacLabLayout(Layout):
+    """Demonstrations of Isaac Lab and Isaac Lab Mimic.
+
+    T records make T - 1 rows, and T where the attribute ``success`` says that the task was solved:
+    the observation after the last action was not recorded, and that row is marked. There are no
+    rewards.
+    """
+
+    name: str = "isaaclab"
+    version: int = 1
+    episodes: Finder = _DEMOS
+    alignment: Alignment = STEPS
+    clock: str = "actions"
+    attributes: tuple[str, ...] = ("success", "seed")
+    count: str | None = "num_samples"
+    about: tuple[str, tuple[str, ...]] | None = ("data", ("env_args",))
+    fields: tuple[Field, ...] = (
+        Field("obs/", "observation", ("observation",), ("next", "observation")),
+        Field("actions", "action", before=("action",)),
+        Field("states/", "info", ("state",), ("next", "state"), required=False, more=1),
+        Field("initial_state/", "info", required=False),
+    )
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Refuses files that look alike; puts the first state before the others."""
+        entries = first_entries(file, "data")
+        if entries is None or "actions" not in entries:
+            return self
+        if "next_obs" in entries or "robot_states" in entries or entries.get("states") is False:
+            raise place.error(
+                f"this is no file of {self.name}, whose states are a group: is it one of robomimic "
+                "or LIBERO?",
+                "V04",
+            )
+        group = _DEMOS.select(file.members("data"), place, self.name, is_inside=True)
+        first = group.episodes[0].group
+        leaves = {leaf.path for leaf in file.leaves(first)}
+        states = sorted(path for path in leaves if path.startswith("states/"))
+        for path in states:
+            before = path.replace("states/", "initial_state/", 1)
+            if before not in leaves:
+                raise place.at(group=first, key=before).error(
+                    f"the state before the first action is missing, but {path} is there", "V12"
+                )
+        pairs = tuple((path, Preceded("states", "initial_state")) for path in states)
+        return replace(self, decoders=pairs)
+
+    def facts(
+        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+    ) -> Facts:
+        """Takes from the attributes whether the task was solved, which is how it terminates."""
+        said, seed = attributes.get("success"), attributes.get("seed", -1)
+        success = -1 if said is None else int(bool(said))
+        is_seed = isinstance(seed, int) and 0 <= seed < 1 << 63
+        return Facts(seed if is_seed else -1, success, success == 1)
+
+    def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
+        return (_BEFORE, "actions") if _BEFORE in leaves else ()
+
+    def examine(self, window: Window) -> None:
+        """Confirms that observations are those before the action, where they hold the last one."""
+        if _BEFORE not in window.arrays:
+            return
+        seen, actions = window.arrays[_BEFORE], window.arrays["actions"]
+        if seen.shape != actions.shape or np.array_equal(seen[1:], actions[:-1]):
+            return
+        what = "is the action of the same record" if np.array_equal(seen, actions) else "is neither"
+        raise window.place.at(key=_BEFORE).error(
+            f"the observed action {what}, expected that of the record before: the observations of "
+            "this file are not those before the action, and this layout does not read it",
+            "V51",
+        )
+
+
+ISAACLAB: Final = IsaacLabLayout()

@@ -1,0 +1,69 @@
+"""LIBERO: demonstrations that were replayed, whose observations are those after the action.
+
+The replay appends the observation that a step returned, while states and actions keep their
+index. So record ``j`` holds the state before action ``j``, that action, and what was observed after
+it: read as robomimic, which looks alike, every observation would be one step late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Place
+from replaykit.datasets.families.robomimic import first_entries
+
+__all__ = ["LIBERO", "LiberoLayout"]
+
+_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
+_ROBOT: Final = ("info", "robot_states")
+_SIGNS: Final = ("bddl_file_name", "bddl_file_content", "problem_info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiberoLayout(Layout):
+    """Demonstrations of LIBERO: T records make T - 1 rows.
+
+    Whether images are upside down is what ``macros_image_convention`` says, which the manifest
+    has; they are stored as they are.
+    """
+
+    name: str = "libero"
+    version: int = 1
+    episodes: Finder = _DEMOS
+    alignment: Alignment = ARRIVALS
+    clock: str = "actions"
+    count: str | None = "num_samples"
+    about: tuple[str, tuple[str, ...]] | None = (
+        "data",
+        ("env_name", "bddl_file_name", "problem_info", "env_args", "macros_image_convention"),
+    )
+    fields: tuple[Field, ...] = (
+        Field("obs/", "observation", ("observation",), ("next", "observation")),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True, dtype="float32"),
+        Field("dones", "terminated"),
+        Field("states", "info", before=("state",), moment="action", required=False),
+        Field("robot_states", "info", _ROBOT, ("next", *_ROBOT), required=False),
+    )
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Refuses files that only look alike."""
+        entries = first_entries(file, "data")
+        if entries is None or "actions" not in entries:
+            return self
+        signs = file.attributes("data", _SIGNS)
+        if ("robot_states" in entries or signs) and "next_obs" not in entries:
+            return self
+        raise place.error(
+            f"this is no file of {self.name}: it has neither robot_states nor the attributes "
+            f"{', '.join(_SIGNS)}, or it has next_obs; is it one of robomimic?",
+            "V04",
+        )
+
+
+LIBERO: Final = LiberoLayout()

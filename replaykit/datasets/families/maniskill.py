@@ -1,0 +1,114 @@
+"""ManiSkill's trajectories: a group for each, with one observation more than actions.
+
+A JSON file of the same name beside it says seed, success and length of each trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.families.sidecars import Sidecar, read_sidecar
+
+__all__ = ["MANISKILL", "ManiSkillLayout"]
+
+_TRAJECTORIES: Final = Groups("traj_", noun="trajectory")
+_OUTCOMES: Final = tuple(
+    Field(
+        name,
+        "info",
+        after=("next", name),
+        moment="outcome",
+        column=True,
+        dtype="bool",
+        required=False,
+    )
+    for name in ("success", "fail")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManiSkillLayout(Layout):
+    """Trajectories that ManiSkill 3 has recorded.
+
+    A recorder that is closed early leaves no flag: such an episode ends truncated. Where no
+    observations were recorded, the simulator's states stand for them.
+    """
+
+    name: str = "maniskill"
+    version: int = 1
+    episodes: Finder = _TRAJECTORIES
+    alignment: Alignment = FINAL_STATE
+    clock: str = "actions"
+    fields: tuple[Field, ...] = (
+        Field("obs", "observation", ("observation",), ("next", "observation"), nested=True),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True, required=False),
+        Field("terminated", "terminated"),
+        Field("truncated", "truncated"),
+        *_OUTCOMES,
+        Field("env_states/", "info", ("state",), ("next", "state"), required=False),
+    )
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Takes the simulator's states for observations where there are none."""
+        groups = [m for m in file.members() if m.is_group and "actions" in m.children]
+        if not groups or "obs" in groups[0].children:
+            return self
+        if "env_states" not in groups[0].children:
+            raise place.at(group=groups[0].name).error(
+                "there are neither observations nor states of the simulator: replay the "
+                "trajectories with an observation mode",
+                "V12",
+            )
+        states = Field("env_states/", "observation", ("observation",), ("next", "observation"))
+        rest = [entry for entry in self.fields if entry.source not in ("obs", "env_states/")]
+        return replace(self, fields=(states, *rest))
+
+    def beside(self, place: Place) -> dict[str, Any]:
+        """Returns what the JSON file says of all trajectories."""
+        found = _sidecar(place)
+        if found is None:
+            return {}
+        environment = found.content.get("env_info")
+        named = environment.get("env_id") if isinstance(environment, dict) else None
+        return {**found.facts("source_type", "source_desc"), "env_id": named}
+
+    def facts(
+        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+    ) -> Facts:
+        """Takes seed and success from the JSON file, and checks the length that it says."""
+        found = _sidecar(place)
+        if found is None:
+            return Facts()
+        number = _TRAJECTORIES.number(place.group or "")
+        known = found.content.get("episodes")
+        entries = [e for e in known if isinstance(e, dict)] if isinstance(known, list) else []
+        entry = next((e for e in entries if e.get("episode_id") == number), None)
+        if entry is None:
+            raise place.error(f"{found.path.name} has no episode of the id {number}", "V15")
+        steps, seed, success = (
+            entry.get(name) for name in ("elapsed_steps", "episode_seed", "success")
+        )
+        if isinstance(steps, int) and steps != records:
+            raise place.at(key=self.clock).error(
+                f"has {records} records, but {found.path.name} says {steps} steps", "V15"
+            )
+        return Facts(
+            seed if isinstance(seed, int) and 0 <= seed < 1 << 63 else -1,
+            int(success) if isinstance(success, bool) else -1,
+        )
+
+
+MANISKILL: Final = ManiSkillLayout()
+
+
+def _sidecar(place: Place) -> Sidecar | None:
+    return read_sidecar(place, Path(place.file).with_suffix(".json").name)

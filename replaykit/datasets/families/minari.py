@@ -1,0 +1,132 @@
+"""Minari's HDF5 storage: a group for each episode, with one observation more than actions.
+
+What the observations and actions are is said by the spaces in ``metadata.json`` beside the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from replaykit.datasets.engine.decoding import Decoder, Images, Text
+from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.families.sidecars import Sidecar, read_sidecar
+
+__all__ = ["MINARI", "MinariLayout"]
+
+_EPISODES: Final = Groups("episode_", having=("rewards", "terminations"))
+_METADATA: Final = "metadata.json"
+_LEAST_IMAGE: Final = 32
+"""Sides from which on Minari encodes a uint8 box as an image."""
+_NEXT_OBSERVATION: Final = ("next", "observation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinariLayout(Layout):
+    """Data sets that Minari has written as HDF5.
+
+    Dict and Tuple spaces become nested keys, the parts of a tuple as ``_index_0``, ``_index_1``.
+    Images that were encoded as JPEG become their pixels, text its UTF-8 bytes, padded with zeros.
+    """
+
+    name: str = "minari-hdf5"
+    version: int = 1
+    episodes: Finder = _EPISODES
+    alignment: Alignment = FINAL_STATE
+    clock: str = "rewards"
+    attributes: tuple[str, ...] = ("seed",)
+    count: str | None = "total_steps"
+    fields: tuple[Field, ...] = (
+        Field("observations", "observation", ("observation",), _NEXT_OBSERVATION, nested=True),
+        Field("actions", "action", before=("action",), nested=True),
+        Field("rewards", "reward", after=("next", "reward"), column=True),
+        Field("terminations", "terminated"),
+        Field("truncations", "truncated"),
+        Field("infos/", "info", ("info",), ("next", "info"), required=False),
+    )
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Reads from the spaces which datasets hold encoded images and text."""
+        said = _metadata(place).content
+        kind = said.get("data_format", "hdf5")
+        if kind != "hdf5":
+            raise place.error(f"the data set is stored as {kind!r}, expected 'hdf5'", "V04")
+        decoders: list[tuple[str, Decoder]] = []
+        for root, name in (("observations", "observation_space"), ("actions", "action_space")):
+            space = _parsed(said.get(name, "null"), place)
+            decoders.extend(_decoders(root, space, bool(said.get("jpeg_encoding"))))
+        return replace(self, decoders=tuple(decoders))
+
+    def beside(self, place: Place) -> dict[str, Any]:
+        """Returns the names that the metadata gives the data set, and the hash of it."""
+        return _metadata(place).facts("dataset_id", "minari_version", "algorithm_name")
+
+    def totals(self, place: Place) -> dict[str, int]:
+        """Returns the counts of the metadata; an interrupted writer leaves fewer."""
+        said = _metadata(place).content
+        known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
+        return {name: int(count) for name, count in known.items() if count is not None}
+
+    def facts(
+        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+    ) -> Facts:
+        """Takes the seed of the episode, where it was recorded."""
+        seed = attributes.get("seed", -1)
+        return Facts(seed if isinstance(seed, int) and 0 <= seed < 1 << 63 else -1)
+
+
+MINARI: Final = MinariLayout()
+
+
+def _metadata(place: Place) -> Sidecar:
+    found = read_sidecar(place, _METADATA)
+    if found is None:
+        raise place.error(f"{_METADATA} is not beside it, which says what its arrays are", "V04")
+    return found
+
+
+def _parsed(text: Any, place: Place) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise place.error(f"a space in {_METADATA} cannot be read ({error})", "V04") from error
+
+
+def _decoders(path: str, space: Any, jpeg: bool) -> Iterator[tuple[str, Decoder]]:
+    """Yields what decodes each dataset below a path whose values are not plain numbers."""
+    if not isinstance(space, dict):
+        return
+    kind, parts = space.get("type"), space.get("subspaces")
+    if kind == "Dict" and isinstance(parts, dict):
+        for name, part in parts.items():
+            yield from _decoders(f"{path}/{name}", part, jpeg)
+    elif kind == "Tuple" and isinstance(parts, list):
+        for index, part in enumerate(parts):
+            yield from _decoders(f"{path}/_index_{index}", part, jpeg)
+    elif kind == "Text":
+        longest = max((len(char.encode()) for char in space.get("charset", "")), default=4)
+        yield path, Text(int(space["max_length"]) * longest)
+    elif jpeg and kind == "Box" and _is_image(space):
+        yield path, Images(tuple(space["shape"]))
+
+
+def _is_image(space: Mapping[str, Any]) -> bool:
+    shape = space.get("shape", [])
+    sides = len(shape) in (2, 3) and all(size >= _LEAST_IMAGE for size in shape[:2])
+    channels = shape[2:] in ([], [1], [3])
+    if space.get("dtype") != "uint8" or not sides or not channels:
+        return False
+    return _all(space.get("low"), 0) and _all(space.get("high"), 255)
+
+
+def _all(values: Any, wanted: int) -> bool:
+    """Whether a nested list holds one number throughout."""
+    if isinstance(values, list):
+        return all(_all(value, wanted) for value in values)
+    return bool(values == wanted)

@@ -1,0 +1,157 @@
+"""robomimic's demonstrations, and robosuite's raw ones that they are made from.
+
+Both hold a group for each demonstration below ``data``. robomimic's have observations, and the
+next ones beside them; robosuite's have simulator states only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Place
+
+__all__ = ["ROBOMIMIC", "ROBOSUITE", "RobomimicLayout", "RobosuiteLayout", "first_entries"]
+
+_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
+_RAW: Final = Groups("demo_", below="data", having=("states",), noun="demonstration")
+
+
+def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
+    """Returns the entries of the first group below another, and whether each is a group.
+
+    ``None`` where there is none.
+    """
+    if not file.has_group(below):
+        return None
+    groups = [member.name for member in file.members(below) if member.is_group]
+    if not groups:
+        return None
+    return {entry.name: entry.is_group for entry in file.members(f"{below}/{groups[0]}")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobomimicLayout(Layout):
+    """Demonstrations of robomimic and MimicGen.
+
+    An episode is a group, never what ``dones`` says: success is held for some steps, and never
+    comes in a demonstration that failed. What was held is ``("next", "success")``; the episode
+    terminated if it is set at the last step. Filters below ``mask`` are splits.
+    """
+
+    name: str = "robomimic"
+    version: int = 1
+    episodes: Finder = _DEMOS
+    alignment: Alignment = STEPS
+    clock: str = "actions"
+    count: str | None = "num_samples"
+    about: tuple[str, tuple[str, ...]] | None = ("data", ("env_args",))
+    fields: tuple[Field, ...] = (
+        Field("obs/", "observation", before=("observation",)),
+        Field("next_obs/", "observation", after=("next", "observation"), moment="successor"),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True),
+        Field(
+            "dones", "terminated", after=("next", "success"), column=True, held=True, dtype="bool"
+        ),
+        Field("states", "info", before=("state",), required=False),
+    )
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Refuses files that look alike; takes the next record where ``next_obs`` was left out."""
+        entries = first_entries(file, "data")
+        if entries is None or "actions" not in entries:
+            return self
+        other = None
+        if "obs" not in entries:
+            other = "robosuite's raw demonstrations, which have states only"
+        elif "robot_states" in entries:
+            other = "LIBERO, whose observations are those after the action"
+        elif "initial_state" in entries or entries.get("states"):
+            other = "Isaac Lab, whose states are those after the action"
+        if other is not None:
+            raise place.error(f"this is no file of {self.name}, but one of {other}", "V04")
+        if "next_obs" in entries:
+            return self
+        rest = tuple(entry for entry in self.fields if entry.source not in ("obs/", "next_obs/"))
+        both = Field("obs/", "observation", ("observation",), ("next", "observation"))
+        return replace(self, fields=(both, *rest))
+
+    def splits(self, file: H5File, place: Place) -> dict[str, list[str]]:
+        """Returns the filters below ``mask``."""
+        if not file.has_group("mask"):
+            return {}
+        return {
+            leaf.path: [f"data/{name}" for name in file.texts(f"mask/{leaf.path}")]
+            for leaf in file.leaves("mask")
+            if len(leaf.shape) == 1
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobosuiteLayout(Layout):
+    """Raw demonstrations of robosuite: simulator states and actions.
+
+    The state after the last action was not recorded, so that T records make T - 1 rows, and there
+    is neither reward nor flag: episodes end truncated.
+
+    Attributes:
+        actions: the datasets that make up the action, side by side; releases before 1.0 name the
+            controls one by one.
+
+    Example:
+        >>> from replaykit.datasets.families import RobosuiteLayout
+        >>> RobosuiteLayout(actions=("joint_velocities", "gripper_actuations")).fields[1].name
+        'joint_velocities+gripper_actuations'
+    """
+
+    name: str = "robosuite-raw"
+    version: int = 1
+    episodes: Finder = _RAW
+    alignment: Alignment = STEPS
+    clock: str = "states"
+    fields: tuple[Field, ...] = ()
+    about: tuple[str, tuple[str, ...]] | None = (
+        "data",
+        ("env", "env_info", "repository_version", "date", "time"),
+    )
+    actions: tuple[str, ...] = ("actions",)
+
+    def __post_init__(self) -> None:
+        source = self.actions[0] if len(self.actions) == 1 else self.actions
+        state = ("observation", "state")
+        fields = (
+            Field("states", "observation", before=state, after=("next", *state)),
+            Field(source, "action", before=("action",)),
+            Field("/", "info", before=("info",), required=False),
+        )
+        object.__setattr__(self, "fields", fields)
+
+    def resolve(self, file: H5File, place: Place) -> Layout:
+        """Refuses files that look alike, and those without the actions that are asked for."""
+        entries = first_entries(file, "data")
+        if entries is None or "states" not in entries:
+            return self
+        if "obs" in entries or entries["states"]:
+            raise place.error(
+                f"this is no file of {self.name}, but one with observations: of robomimic, LIBERO "
+                "or Isaac Lab",
+                "V04",
+            )
+        missing = [name for name in self.actions if name not in entries]
+        if missing:
+            raise place.error(
+                f"the demonstrations have no {', '.join(map(repr, missing))}; they hold "
+                f"{', '.join(map(repr, sorted(entries)))}: name those that are the controls with "
+                "RobosuiteLayout(actions=(...))",
+                "V12",
+            )
+        return self
+
+
+ROBOMIMIC: Final = RobomimicLayout()
+ROBOSUITE: Final = RobosuiteLayout()

@@ -1,0 +1,104 @@
+"""Which episodes of a data set are served, and where their rows lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from replaykit.datasets.opened import Published
+
+__all__ = ["Episodes", "chosen_episodes", "rows_of"]
+
+Episodes = slice | Iterable[int] | torch.Tensor | Callable[[TensorDict], torch.Tensor]
+"""Positions in the episode table, a slice of it, or a function that gets it and returns which."""
+
+
+def chosen_episodes(
+    published: Published, split: str | None, episodes: Episodes | None
+) -> torch.Tensor | None:
+    """Returns the positions of episodes that both arguments choose, in order; ``None`` for all.
+
+    Args:
+        published: the data set.
+        split: a part that the corpus names, such as ``"train"``, or a range of positions such as
+            ``"0:100"``.
+        episodes: see `Episodes`.
+
+    Raises:
+        ValueError: a name or range that is none, a position that there is not, a function that
+            returns something else, or nothing is chosen.
+    """
+    if split is None and episodes is None:
+        return None
+    count = published.manifest.episodes
+    keep = torch.ones(count, dtype=torch.bool)
+    if split is not None:
+        keep &= _mask(_of_split(published, split, count), count, "split")
+    if episodes is not None:
+        keep &= _mask(_of_episodes(published, episodes, count), count, "episodes")
+    if not keep.any():
+        raise ValueError(
+            f"expected split and episodes to choose some of {count} episodes, got none with "
+            f"split={split!r}"
+        )
+    return keep.nonzero().flatten()
+
+
+def _of_split(published: Published, split: str, count: int) -> torch.Tensor:
+    known = published.manifest.report.get("splits", {})
+    if split in known:
+        return torch.tensor(known[split], dtype=torch.int64)
+    match = re.fullmatch(r"([0-9]*):([0-9]*)", split) if isinstance(split, str) else None
+    if match is None:
+        names = f"one of {sorted(known)} or " if known else ""
+        raise ValueError(f"expected split as {names}a range such as '0:100', got {split!r}")
+    first, stop = (int(part) if part else None for part in match.groups())
+    return torch.arange(count)[first:stop]
+
+
+def _of_episodes(published: Published, episodes: Episodes, count: int) -> torch.Tensor:
+    if isinstance(episodes, slice):
+        return torch.arange(count)[episodes]
+    if callable(episodes):
+        found = torch.as_tensor(episodes(published.episodes))
+        if found.dtype != torch.bool or found.shape != (count,):
+            raise ValueError(
+                f"expected the function for episodes to return bool [{count}], got {found.dtype} "
+                f"{list(found.shape)}"
+            )
+        return found.nonzero().flatten()
+    given: Any = episodes if isinstance(episodes, torch.Tensor) else list(episodes)
+    found = torch.as_tensor(given)
+    if found.numel() and (found.dtype.is_floating_point or found.dtype == torch.bool):
+        raise ValueError(f"expected episodes as positions, got {found.dtype}")
+    return found.reshape(-1).to(torch.int64)
+
+
+def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
+    bad = positions[(positions < 0) | (positions >= count)]
+    if bad.numel():
+        raise ValueError(f"expected {name} as positions below {count}, got {int(bad[0])}")
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[positions] = True
+    return mask
+
+
+def rows_of(published: Published, positions: torch.Tensor) -> slice | torch.Tensor:
+    """Returns the rows of episodes: a slice where these follow one another, else their numbers."""
+    is_run = bool((positions[1:] == positions[:-1] + 1).all())
+    first, last = int(positions[0]), int(positions[-1])
+    if len(published.manifest.batch) > 1:
+        return slice(first, last + 1) if is_run else positions
+    starts, lengths = published.episodes["start"], published.episodes["length"]
+    if is_run:
+        return slice(int(starts[first]), int(starts[last] + lengths[last]))
+    # Row numbers: those of each episode from its start on.
+    lengths = lengths[positions]
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts[positions] - before).repeat_interleave(
+        lengths
+    )

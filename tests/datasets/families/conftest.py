@@ -1,0 +1,149 @@
+"""Shared by the tests of corpus families: sample files, and rows compared bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replaykit.datasets import CorpusExperienceReplay, Layout, convert
+
+SHARED = Path(__file__).parents[4] / "shared/data"
+
+SHA256 = {
+    "d4rl/hopper_medium-v2.hdf5": (
+        "434de4016d4f326be27cc40fe3983d4163ef0c95a171cc361973a0463e26abf1"
+    ),
+    "d4rl/hopper_medium.hdf5": "3cc2098457b2d73cf2dda539f4d970816c904bb3a26de896d82cd833885b60f2",
+    "d4rl/hopper_medium_replay-v1.hdf5": (
+        "17fd371d1f27a9703a3c52a4b015f047cf07f8e6ee77c5eb6f3375e06354b579"
+    ),
+    "d4rl/door-human-v1.hdf5": "cbde548fa776ca8dc3b86cf4c0c47aca94e3ab00896873deeb40cd5e767512e7",
+    "d4rl/antmaze-umaze-v0.hdf5": (
+        "6f31d8a502398cbde4107830b54f415b26039a8b07c8a6aa62c9a1d45c71f160"
+    ),
+    "d4rl_like/scoring_zero_rows.hdf5": (
+        "56cb1069e034b41328e7408885476860cfbd40a8e867b3e0b28c11d8cac42b8a"
+    ),
+    "robomimic/robomimic_ph_lift_low_dim.hdf5": (
+        "143fbf6bc2b7c649bd2e88c0de659df4cc48c207eb6dd41b01c11847b12a992f"
+    ),
+    "robosuite/panda_lift.hdf5": "694f2701136b57354e6b45c0b06a70f147416030239ce8fbc7a28984c5a2b989",
+    "maniskill/rlboilerplate_trajectory.h5": (
+        "3b38f282d5f8083129aaf6c8a5cdaa731bc04aa10359eb37065a6d072c795eab"
+    ),
+    "minari_generated/cartpole/random-v0/data/main_data.hdf5": (
+        "ee44c46af92d5749527b24d2f6f640bebf905d4a3c36637c2e575d251e575474"
+    ),
+    "minari_generated/dictenv/random-v0/data/main_data.hdf5": (
+        "333a40fa32c3bc4afcb30ba1f4a9471a41d09fd6891c1e558f745d01a3978a8c"
+    ),
+}
+
+
+@pytest.fixture
+def shared() -> Callable[[str], Path]:
+    """The path of a sample file; skips where it is absent or another one."""
+
+    def find(name: str) -> Path:
+        path = SHARED / name
+        if not path.exists():
+            pytest.skip(f"sample file {path} not present")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256[name]:
+            pytest.skip(f"sample file {path} has another sha256")
+        return path
+
+    return find
+
+
+Rows = dict[tuple[str, ...], list[Any]]
+
+
+class Expected:
+    """Rows that a test makes one by one, straight from the source."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = {}
+        self.constants: dict[tuple[str, ...], np.dtype[Any]] = {}
+
+    def add(self, values: Mapping[tuple[str, ...], Any]) -> None:
+        for key, value in values.items():
+            self.rows.setdefault(key, []).append(np.asarray(value))
+
+    def row(
+        self, *, last: bool, terminated: Any, truncated: Any, seed: int, episode: int, **more: Any
+    ) -> None:
+        """One row: flags and ids, and ``more`` with ``__`` between the parts of a key."""
+        self.add(
+            {
+                ("next", "terminated"): np.array([bool(terminated)]),
+                ("next", "truncated"): np.array([bool(truncated)]),
+                ("next", "done"): np.array([bool(last)]),
+                **{(name,): np.array([False]) for name in ("done", "terminated", "truncated")},
+                ("seed",): np.int64(seed),
+                ("episode",): np.int64(episode),
+                **{tuple(name.split("__")): value for name, value in more.items()},
+            }
+        )
+
+    def check(self, data: CorpusExperienceReplay) -> None:
+        """Same keys, and for each the same shape, dtype and bytes."""
+        columns = data.published.columns
+        assert columns.keys() == self.rows.keys()
+        for key, values in self.rows.items():
+            theirs = np.stack(values)
+            ours = columns[key].numpy()
+            assert ours.dtype == theirs.dtype, key
+            assert ours.shape == theirs.shape, key
+            assert ours.tobytes() == theirs.tobytes(), key
+
+
+@pytest.fixture
+def expected() -> Expected:
+    return Expected()
+
+
+@pytest.fixture
+def quietly(tmp_path: Path) -> Callable[..., CorpusExperienceReplay]:
+    """Converts without a word; ``target`` names the folder."""
+
+    def run(
+        files: Any, layout: Layout, target: str = "data", **options: Any
+    ) -> CorpusExperienceReplay:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return convert(files, layout, tmp_path / target, **options)
+
+    return run
+
+
+@pytest.fixture
+def check_ted() -> Callable[[CorpusExperienceReplay], None]:
+    """The invariants of a table of transitions, but for rows that are marked as unrecorded."""
+
+    def check(data: CorpusExperienceReplay) -> None:
+        rows, table = data[:], data.episode_table
+        done, terminated, truncated = (
+            rows["next", name].squeeze(-1) for name in ("done", "terminated", "truncated")
+        )
+        assert torch.equal(done, terminated | truncated)
+        assert not any(rows[name].any() for name in ("done", "terminated", "truncated"))
+        starts, lengths = table["start"], table["length"]
+        assert starts.tolist() == [0, *np.cumsum(lengths.numpy())[:-1]]
+        assert done.nonzero().flatten().tolist() == (starts + lengths - 1).tolist()
+        ids = torch.stack([rows["seed"], rows["episode"]], 1)
+        assert len(ids.unique(dim=0)) == len(starts)
+        observation, following = rows["observation"], rows["next", "observation"]
+        inside = ~done[:-1]
+        if isinstance(observation, torch.Tensor):
+            assert torch.equal(following[:-1][inside], observation[1:][inside])
+        else:
+            assert (following[:-1][inside] == observation[1:][inside]).all()
+
+    return check

@@ -1,0 +1,115 @@
+"""ALOHA: one file an episode, as the recorder writes it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from replaykit.datasets.families.aloha import ALOHA, AlohaLayout
+from replaykit.errors import CorpusError
+
+
+def write(root: Path, number: int, steps: int, *, compress: bool = False) -> dict[str, Any]:
+    """Writes an episode and returns its arrays, images as pixels."""
+    draw = np.random.default_rng(number)
+    shape = (steps, 14)
+    arrays: dict[str, Any] = {
+        name: draw.normal(size=shape).astype(np.float32) for name in ("qpos", "qvel", "action")
+    }
+    frames = [np.full((32, 48, 3), draw.integers(0, 256, 3), np.uint8) for _ in range(steps)]
+    with h5py.File(root / f"episode_{number}.hdf5", "w") as file:
+        file.attrs.update({"sim": True, "compress": compress})
+        file["action"] = arrays["action"]
+        file["base_action"] = arrays["action"][:, :2]
+        file["observations/qpos"], file["observations/qvel"] = arrays["qpos"], arrays["qvel"]
+        if compress:
+            encoded, frames = [], [*frames]
+            for at, frame in enumerate(frames):
+                buffer = io.BytesIO()
+                Image.fromarray(frame).save(buffer, "JPEG", quality=50 + 10 * (at % 3))
+                encoded.append(buffer.getvalue())
+                frames[at] = np.array(Image.open(buffer))
+            longest = max(map(len, encoded))
+            padded = np.zeros((steps, longest + 5), np.uint8)
+            for at, entry in enumerate(encoded):
+                padded[at, : len(entry)] = np.frombuffer(entry, np.uint8)
+            file["observations/images/top"] = padded
+            file["compress_len"] = np.array([[len(entry) for entry in encoded]], np.float32)
+        else:
+            file["observations/images/top"] = np.stack(frames)
+        file["observations/images/top_depth"] = np.arange(steps * 6, dtype="u2").reshape(
+            steps, 2, 3
+        )
+    arrays["images"] = np.stack(frames)
+    return arrays
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("shift", [0, -1])
+def test_every_row_of_files_in_natural_order(
+    tmp_path, expected, quietly, check_ted, compress, shift
+):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    files = {number: write(folder, number, 4 + number % 3, compress=compress) for number in (10, 9)}
+    for seed, number in enumerate((9, 10)):
+        arrays = files[number]
+        steps = len(arrays["action"])
+        for t in range(-shift, steps - 1):
+            expected.row(
+                action=arrays["action"][t + shift],
+                info__base_action=arrays["action"][t + shift, :2],
+                last=t == steps - 2,
+                terminated=False,
+                truncated=t == steps - 2,
+                seed=seed,
+                episode=number,
+                **{
+                    f"{prefix}observation__{name}": arrays[name][at]
+                    for prefix, at in (("", t), ("next__", t + 1))
+                    for name in ("qpos", "qvel")
+                },
+                **{
+                    f"{prefix}observation__images__top": arrays["images"][at]
+                    for prefix, at in (("", t), ("next__", t + 1))
+                },
+                **{
+                    f"{prefix}observation__images__top_depth": np.arange(
+                        at * 6, at * 6 + 6, dtype="u2"
+                    ).reshape(2, 3)
+                    for prefix, at in (("", t), ("next__", t + 1))
+                },
+            )
+    data = quietly(folder, AlohaLayout(action_shift=shift))
+    expected.check(data)
+    check_ted(data)
+    assert data.episode_table["episode"].tolist() == [9, 10]
+    said = data.published.manifest.report["files"]
+    assert [entry["file"] for entry in said] == ["episode_9.hdf5", "episode_10.hdf5"]
+
+
+def test_other_shifts_are_refused():
+    with pytest.raises(ValueError, match="action_shift as 0 or -1, got 1"):
+        AlohaLayout(action_shift=1)
+
+
+def test_file_that_is_no_episode_is_named(tmp_path, quietly):
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["actions"] = np.zeros((3, 14))
+    with pytest.raises(CorpusError, match=r"a\.hdf5: .*the root has no 'action', .*V04"):
+        quietly(tmp_path / "a.hdf5", ALOHA)
+
+
+def test_image_that_is_cut_short_is_named(tmp_path, quietly):
+    write(tmp_path, 0, 4, compress=True)
+    path = tmp_path / "episode_0.hdf5"
+    with h5py.File(path, "a") as file:
+        file["observations/images/top"][2, 200:] = 0
+    with pytest.raises(CorpusError, match=r"observations/images/top, record 2: is not an image"):
+        quietly(path, ALOHA)

@@ -1,0 +1,163 @@
+"""The corpus classes: what they fetch, from where, and that it comes out as with `convert`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import (
+    AlohaExperienceReplay,
+    D4RLExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    MinariExperienceReplay,
+    RobomimicExperienceReplay,
+    load_dataset,
+)
+from replaykit.testing import LoopbackHub
+
+
+def robomimic(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        for k in range(3):
+            states = np.random.default_rng(k).normal(size=(k + 4, 2))
+            values = {"obs/x": states[:-1], "next_obs/x": states[1:], "actions": states[1:]}
+            values |= {"rewards": np.zeros(k + 3), "dones": np.zeros(k + 3, np.int64)}
+            for name, value in values.items():
+                file[f"data/demo_{k}/{name}"] = value
+        file["mask/train"] = np.array([b"demo_0", b"demo_2"])
+        file["mask/valid"] = np.array([b"demo_1"])
+    return path
+
+
+def maniskill(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        file["traj_0/obs"], file["traj_0/actions"] = np.arange(8.0).reshape(4, 2), np.ones((3, 1))
+        file["traj_0/terminated"] = file["traj_0/truncated"] = np.zeros(3, bool)
+    said = {"episodes": [{"episode_id": 0, "elapsed_steps": 3, "episode_seed": 5}]}
+    path.with_suffix(".json").write_text(json.dumps(said))
+    return path
+
+
+def minari(root: Path) -> Path:
+    root.mkdir()
+    with h5py.File(root / "main_data.hdf5", "w") as file:
+        group = file.create_group("episode_0")
+        group["observations"], group["actions"] = np.arange(4.0)[:, None], np.zeros(3, np.int64)
+        group["rewards"] = np.arange(3.0)
+        group["terminations"], group["truncations"] = np.arange(3) == 2, np.zeros(3, bool)
+    (root / "metadata.json").write_text(json.dumps({"total_episodes": 1, "total_steps": 3}))
+    return root / "main_data.hdf5"
+
+
+@pytest.fixture
+def hub(tmp_path, point_client_at):
+    """A hub with one data set of each family that is hosted on one."""
+    skill, cart = maniskill(tmp_path / "trajectory.h5"), minari(tmp_path / "cart")
+    mimic = robomimic(tmp_path / "mimic.hdf5")
+    repos = {
+        "robomimic/robomimic_datasets": {
+            "v1.5/lift/ph/low_dim_v15.hdf5": mimic,
+            "v1.5/lift/ph/demo_v15.hdf5": b"another file",
+            "v1.5/lift/ph_more/low_dim_v15.hdf5": b"another folder",
+        },
+        "haosulab/ManiSkill_Demonstrations": {
+            "demos/Pick-v1/rl/trajectory.h5": skill,
+            "demos/Pick-v1/rl/trajectory.json": skill.with_suffix(".json"),
+            "demos/Pick-v1/rl/sample.mp4": b"a film",
+        },
+        "farama-minari/toys": {
+            "cart/random-v0/data/main_data.hdf5": cart,
+            "cart/random-v0/data/metadata.json": cart.with_name("metadata.json"),
+        },
+    }
+    with LoopbackHub(repos) as hub:
+        point_client_at(hub)
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "seeds"),
+    [
+        ("robomimic:lift/ph/low_dim", [3, 4, 5], [-1] * 3),
+        ("maniskill:Pick-v1/rl", [3], [5]),
+        ("minari:toys/cart/random-v0", [3], [-1]),
+    ],
+)
+def test_family_is_fetched_and_converted_once(tmp_path, hub, name, lengths, seeds):
+    data = load_dataset(name, 2, root=tmp_path / "root")
+    assert data.episode_table["length"].tolist() == lengths
+    assert data.episode_table["source_seed"].tolist() == seeds
+    assert not [r for r in hub.requests if "sample.mp4" in str(r) or "demo_v15" in str(r)]
+    origin = data.published.manifest.source["origin"]
+    assert (origin["kind"], len(origin["commit"])) == ("hub", 40)
+    assert len(data.sample()) == 2
+    asked = len(hub.requests)
+    again = load_dataset(name, 2, root=tmp_path / "root", download=False)
+    assert (again[:] == data[:]).all()
+    assert len(hub.requests) == asked
+
+
+def test_filters_of_robomimic_are_splits(tmp_path, hub):
+    train, valid = (
+        RobomimicExperienceReplay("lift/ph/low_dim", 2, root=tmp_path / "root", split=split)
+        for split in ("train", "valid")
+    )
+    assert train.episode_table["episode"].tolist() == [0, 2]
+    assert valid.episode_table["episode"].tolist() == [1]
+    assert set(train[:]["episode"].tolist()) == {0, 2}
+    with pytest.raises(ValueError, match=r"split as one of \['train', 'valid'\] or a range"):
+        RobomimicExperienceReplay("lift/ph/low_dim", 2, root=tmp_path / "root", split="test")
+
+
+def test_files_of_ones_own_in_place_of_any_hub(tmp_path):
+    path = robomimic(tmp_path / "mine.hdf5")
+    options = {"root": tmp_path / "root", "source": path}
+    data = RobomimicExperienceReplay("can/mh/low_dim", 2, **options)
+    assert len(data) == 12
+    assert data.data_path_root == tmp_path / "root/can/mh/low_dim"
+    assert RobomimicExperienceReplay("can/mh/low_dim", 2, split="valid", **options)[:].shape == (4,)
+
+
+@pytest.mark.parametrize("family", [D4RLExperienceReplay, AlohaExperienceReplay])
+def test_family_that_cannot_be_fetched_says_so(tmp_path, family):
+    with pytest.raises(FileNotFoundError, match=r"cannot be fetched: .*pass those that you have"):
+        family("mine", 2, root=tmp_path)
+
+
+def test_data_set_of_ones_own_files_is_opened_again_by_its_id(tmp_path):
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
+        file["rewards"], file["terminals"] = np.ones(3), np.arange(3) == 2
+    options = {"root": tmp_path / "root"}
+    data = D4RLExperienceReplay("mine", 2, source=tmp_path / "a.hdf5", **options)
+    assert not (tmp_path / "root/other").exists()
+    again = D4RLExperienceReplay("mine", 2, **options)
+    assert (again[:] == data[:]).all()
+    with pytest.raises(FileNotFoundError, match="cannot be fetched"):
+        D4RLExperienceReplay("other", 2, **options)
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [".mine.lock", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dataset_id"),
+    [(LiberoExperienceReplay, "libero_100"), (RobomimicExperienceReplay, "lift/ph/image")],
+)
+def test_unknown_ids_are_refused_with_the_list(tmp_path, family, dataset_id):
+    with pytest.raises(ValueError, match=rf"expected one of .*got '{dataset_id}'"):
+        family(dataset_id, 2, root=tmp_path)
+
+
+@pytest.mark.parametrize("dataset_id", ["", "a/../b", "/a", "a//b", ".", "a\\b", 3])
+def test_ids_that_would_leave_the_root_are_refused(tmp_path, dataset_id):
+    with pytest.raises(ValueError, match="names with '/' between them as an id"):
+        ManiSkillExperienceReplay(dataset_id, 2, root=tmp_path)
+
+
+def test_minari_id_without_a_namespace_names_no_repository(tmp_path):
+    with pytest.raises(FileNotFoundError, match="'cart' names no repository"):
+        MinariExperienceReplay("cart", 2, root=tmp_path)

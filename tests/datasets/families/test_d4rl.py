@@ -1,0 +1,412 @@
+"""D4RL: flat files of every release, each row against what h5py reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies
+from replaykit.datasets import open as open_dataset
+from replaykit.datasets.converting import local_sources
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
+from replaykit.errors import CorpusError
+
+# -- the samples ----------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, node: (
+                found.update({name: node[()]}) if isinstance(node, h5py.Dataset) else None
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", ["hopper_medium-v2", "hopper_medium_replay-v1"])
+def test_releases_with_next_observations(shared, expected, quietly, check_ted, name):
+    path = shared(f"d4rl/{name}.hdf5")
+    source = read(path)
+    count, episode = len(source["actions"]), 0
+    for t in range(count):
+        terminated = source["terminals"].reshape(-1)[t] != 0
+        truncated = source["timeouts"].reshape(-1)[t] != 0
+        last = terminated or truncated or t == count - 1
+        infos = {
+            f"info__{key.split('/')[1]}": source[key][t]
+            for key in source
+            if key.startswith("infos/")
+            # One repeated row in v1: not recorded.
+            and not (name.endswith("v1") and key.split("/")[1] in ("qpos", "qvel"))
+        }
+        expected.row(
+            observation=source["observations"][t],
+            action=source["actions"][t],
+            next__observation=source["next_observations"][t],
+            next__reward=source["rewards"].reshape(-1)[t : t + 1],
+            last=last,
+            terminated=terminated,
+            truncated=last and not terminated,
+            seed=0,
+            episode=episode,
+            **infos,
+        )
+        episode += last
+    data = quietly(path, D4RL)
+    expected.check(data)
+    check_ted(data)
+    assert len(data) == count
+    if name.endswith("v2"):
+        assert data[:]["next", "reward"].sum().item() == pytest.approx(2877.9146, abs=1e-3)
+        assert data[:]["next", "done"].nonzero()[:, 0].tolist() == [469, 910]
+    else:
+        assert data[:]["next", "reward"].sum().item() == pytest.approx(48.2459452)
+        left_out = {e["key"]: e["why"] for e in data.published.manifest.report["left_out"]}
+        assert "not recorded" in left_out["infos/qpos"]
+        assert "not recorded" in left_out["infos/qvel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "sum_"), [("hopper_medium", 524, 1720.0251), ("door-human-v1", 598, 750.57117)]
+)
+def test_releases_without_next_observations(shared, expected, quietly, check_ted, name, rows, sum_):
+    """A step into an unknown state is kept where the episode terminated, and dropped elsewhere."""
+    path = shared(f"d4rl/{name}.hdf5")
+    source = read(path)
+    count, episode, start = len(source["actions"]), 0, 0
+    has_unrecorded = bool(source["terminals"].any())
+    dropped = 0.0
+    while start < count:
+        stop = start
+        while not (source["terminals"][stop] or source["timeouts"][stop] or stop == count - 1):
+            stop += 1
+        terminated = bool(source["terminals"][stop])
+        for t in range(start, stop + terminated):
+            at_end = t == stop
+            last = t == stop - (not terminated)
+            expected.row(
+                observation=source["observations"][t],
+                action=source["actions"][t],
+                next__observation=source["observations"][t if at_end else t + 1],
+                next__reward=source["rewards"][t : t + 1],
+                last=last,
+                terminated=last and terminated,
+                truncated=last and not terminated,
+                seed=0,
+                episode=episode,
+                **({"next__observed": np.array([not at_end])} if has_unrecorded else {}),
+                **{
+                    f"info__{key.split('/')[1]}": source[key][t]
+                    for key in source
+                    if key.startswith("infos/")
+                },
+            )
+        dropped += 0.0 if terminated else float(source["rewards"][stop])
+        start, episode = stop + 1, episode + 1
+    data = quietly(path, D4RL)
+    expected.check(data)
+    check_ted(data)
+    assert len(data) == rows
+    assert data[:]["next", "reward"].sum().item() == pytest.approx(sum_ - dropped, abs=1e-3)
+
+
+def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(
+    shared, expected, quietly, check_ted
+):
+    path = shared("d4rl/antmaze-umaze-v0.hdf5")
+    source = read(path)
+    count, episode = len(source["actions"]), 0
+    for t in range(count):
+        last = bool(source["timeouts"][t])
+        arrived = np.concatenate([source["infos/qpos"][t], source["infos/qvel"][t]])
+        if not last:
+            np.testing.assert_array_equal(arrived, source["observations"][t + 1])
+        expected.row(
+            observation=source["observations"][t],
+            action=source["actions"][t],
+            next__observation=arrived,
+            next__reward=source["rewards"][t : t + 1],
+            info__goal=source["infos/goal"][t],
+            last=last,
+            terminated=source["terminals"][t],
+            truncated=last,
+            seed=0,
+            episode=episode,
+        )
+        episode += last
+    data = quietly(path, D4RL)
+    expected.check(data)
+    check_ted(data)
+    assert len(data) == 1402
+
+
+def test_file_without_rows_is_called_empty(shared, quietly):
+    path = shared("d4rl_like/scoring_zero_rows.hdf5")
+    with pytest.raises(CorpusError, match=r"scoring_zero_rows\.hdf5: .*the source is empty.*V38"):
+        quietly(path, D4RL)
+
+
+# -- files with the traps of the family ----------------------------------------------------------
+
+
+def arrays(*lengths: int, width: int = 3, seed: int = 0) -> dict[str, Any]:
+    """Steps of episodes that time out, all states different."""
+    draw = np.random.default_rng(seed)
+    count = sum(lengths)
+    states = [draw.normal(size=(length + 1, width)).astype(np.float32) for length in lengths]
+    ends = np.cumsum(lengths) - 1
+    return {
+        "observations": np.concatenate([s[:-1] for s in states]),
+        "next_observations": np.concatenate([s[1:] for s in states]),
+        "actions": draw.uniform(-1, 1, (count, 2)).astype(np.float32),
+        "rewards": np.arange(count, dtype=np.float32),
+        "terminals": np.zeros(count, np.bool_),
+        "timeouts": np.isin(np.arange(count), ends),
+    }
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, value in values.items():
+            if value is not None:
+                file[name] = value
+    return path
+
+
+def test_flags_of_floats_and_rewards_of_two_ranks(tmp_path, quietly, check_ted):
+    """N17, N37: replay-v1 has float64 flags, and rewards of rank 2."""
+    values = arrays(4, 3)
+    values["terminals"] = np.array([[0.0]] * 6 + [[1.0]])
+    values["timeouts"] = values["timeouts"].astype(np.float64)
+    values["rewards"] = values["rewards"][:, None].astype(np.float64)
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4, 3]
+    assert data[:]["next", "reward"].shape == (7, 1)
+    assert data[:]["next", "terminated"].flatten().tolist() == [False] * 6 + [True]
+    # Both were recorded, and both stay.
+    assert data[:]["next", "truncated"].flatten().tolist() == [False] * 3 + [True] + [False] * 2 + [
+        True
+    ]
+
+
+def test_end_of_the_file_without_a_flag_is_a_truncation(tmp_path, quietly, check_ted):
+    values = arrays(4, 3)
+    values["timeouts"][-1] = False
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4, 3]
+    assert data.episode_table["truncated"].tolist() == [True, True]
+
+
+def test_file_without_timeouts_is_cut_by_terminals(tmp_path, quietly, check_ted):
+    values = {**arrays(4, 3), "timeouts": None}
+    values["terminals"] = np.arange(7) == 3
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4, 3]
+    assert data.episode_table["terminated"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("lengths", [(5,), (4, 3), (1, 5, 1, 2, 1), (1,)])
+@pytest.mark.parametrize("block_bytes", [1, 40, 1 << 24])
+def test_every_block_size_gives_the_same_rows(tmp_path, lengths, block_bytes):
+    values = {**arrays(*lengths), "next_observations": None}
+    ends = values["timeouts"].copy()
+    values["terminals"] = ends & (np.arange(len(ends)) % 2 == 0)
+    values["timeouts"] = ends & ~values["terminals"]
+    path = write(tmp_path / "a.hdf5", values)
+    rows = []
+    for start, stop in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
+        if values["terminals"][stop - 1]:
+            rows += [(t, min(t + 1, stop - 1)) for t in range(start, stop)]
+        else:
+            rows += [(t, t + 1) for t in range(start, stop - 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = ensure_dataset(
+            tmp_path / "data",
+            get_sources=lambda: local_sources(path),
+            layout=D4RL,
+            options=ConvertOptions(block_bytes=block_bytes),
+        )
+    at, then = (list(part) for part in zip(*rows, strict=True))
+    observations = values["observations"]
+    np.testing.assert_array_equal(found.columns["observation",], observations[at])
+    np.testing.assert_array_equal(found.columns["next", "observation"], observations[then])
+    np.testing.assert_array_equal(found.columns["next", "reward"][:, 0], values["rewards"][at])
+    np.testing.assert_array_equal(found.columns["action",], values["actions"][at])
+    returns = found.columns["next", "reward"][:, 0].split(found.episodes["length"].tolist())
+    assert found.episodes["return"].tolist() == [part.sum().item() for part in returns]
+
+
+@pytest.mark.parametrize(
+    ("unrecorded", "kept"), [("terminated", [4, 2]), ("drop", [3, 2]), ("keep", [4, 3])]
+)
+def test_last_steps_into_unknown_states(tmp_path, quietly, unrecorded, kept):
+    values = {**arrays(4, 3), "next_observations": None}
+    values["terminals"] = np.arange(7) == 3
+    values["timeouts"] = np.arange(7) == 6
+    data = quietly(
+        write(tmp_path / "a.hdf5", values), D4RL, policies=Policies(unrecorded=unrecorded)
+    )
+    assert data.episode_table["length"].tolist() == kept
+    rows = data[:]
+    if unrecorded == "drop":
+        assert ("next", "observed") not in data.published.columns
+        assert data.episode_table["truncated"].tolist() == [True, True]
+        return
+    unknown = (~rows["next", "observed"].flatten()).nonzero().flatten().tolist()
+    assert unknown == ([3] if unrecorded == "terminated" else [3, 6])
+    assert (rows["next", "observation"][unknown] == rows["observation"][unknown]).all()
+    assert data.episode_table["terminated"].tolist() == [True, False]
+
+
+def test_next_observation_of_another_episode_is_refused(tmp_path, quietly):
+    """N32, V22: rows of interleaved environments, or an end without a flag."""
+    values = arrays(4, 3)
+    values["timeouts"] = np.arange(7) == 6
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=r"a\.hdf5: next\.observation, record 3: .*V22"):
+        quietly(path, D4RL)
+
+
+def test_bad_episodes_are_skipped_all_at_once_and_named(tmp_path, quietly, check_ted):
+    values = arrays(4, 3, 5, 2)
+    values["actions"][5, 1] = np.nan
+    values["observations"][9, 0] = np.inf
+    values["next_observations"][8, 0] = np.inf
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=r"a\.hdf5: actions, record 5: .*NaN.*V20"):
+        quietly(path, D4RL)
+    data = quietly(path, D4RL, policies=Policies(on_invalid="skip"))
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4, 2]
+    assert data.episode_table["episode"].tolist() == [0, 3]
+    at = [0, 1, 2, 3, 12, 13]
+    np.testing.assert_array_equal(data[:]["action"], values["actions"][at])
+    skipped = {e["name"]: e["why"] for e in data.published.manifest.report["skipped"]}
+    assert skipped.keys() == {"[4:7]", "[7:12]"}
+    assert "actions, record 5" in skipped["[4:7]"]
+
+
+def test_values_that_break_a_rule_can_be_kept(tmp_path, quietly):
+    values = arrays(4, 3)
+    values["actions"][5, 1] = np.nan
+    path = write(tmp_path / "a.hdf5", values)
+    data = quietly(path, D4RL, policies=Policies(on_invalid="keep"))
+    np.testing.assert_array_equal(data[:]["action"], values["actions"])
+    notes = data.published.manifest.report["warnings"]
+    assert [(note["rule"], note["first"]) for note in notes] == [
+        ("V20", "a.hdf5: actions, record 5")
+    ]
+
+
+def test_flags_away_from_resets_are_refused_unless_accepted(tmp_path, quietly):
+    """V39: Adroit human-v0 and cloned-v0 flag every 200 rows, wherever the hand is."""
+    values = {**arrays(40), "next_observations": None}
+    count = 40
+    values["infos/qpos"] = np.linspace(0, 1, count)[:, None] * np.ones(5)
+    values["infos/qvel"] = np.ones((count, 5))
+    values["observations"] = np.concatenate([values["infos/qpos"]] * 2, 1).astype(np.float32)
+    values["timeouts"] = np.arange(count) % 10 == 9
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=r"timeouts, record 9: 3 of 3 ends .*V39"):
+        quietly(path, D4RL)
+    data = quietly(path, D4RLLayout(unreliable_ends=True))
+    assert data.episode_table["length"].tolist() == [9, 9, 9, 9]
+
+
+def test_metadata_does_not_become_a_column(tmp_path, quietly):
+    values = arrays(4, 3) | {
+        "metadata/policy/weight": np.ones((7, 4)),
+        "metadata/algorithm": b"SAC",
+    }
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    assert ("metadata", "policy", "weight") not in data.published.columns
+    assert data.published.manifest.report["left_out"] == []
+
+
+@pytest.mark.parametrize("lacking", ["observations", "actions", "rewards", "terminals"])
+def test_file_of_another_layout_is_named(tmp_path, quietly, lacking):
+    path = write(tmp_path / "a.hdf5", {**arrays(4), lacking: None})
+    with pytest.raises(CorpusError, match=rf"a\.hdf5: no arrays '{lacking}' .*V04"):
+        quietly(path, D4RL)
+
+
+@pytest.mark.parametrize("name", ["rewards", "timeouts", "next_observations", "infos/x"])
+def test_array_of_another_length_is_named(tmp_path, quietly, name):
+    values = arrays(4, 3) | {"infos/x": np.zeros(7)}
+    values[name] = values[name][:-1]
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=rf"a\.hdf5: {name}: .*V11"):
+        quietly(path, D4RL)
+
+
+def test_files_of_two_releases_are_not_mixed(tmp_path, quietly):
+    one = write(tmp_path / "a.hdf5", arrays(4))
+    two = write(tmp_path / "b.hdf5", {**arrays(4), "next_observations": None})
+    with pytest.raises(CorpusError, match=r"b\.hdf5: the file has .*next_observations.*V10"):
+        quietly([one, two], D4RL)
+
+
+def test_end_without_a_reset_is_reported(tmp_path, quietly):
+    """V39: AntMaze holds the goal, and flags every step of it."""
+    values = arrays(8, 4)
+    values["terminals"] = np.isin(np.arange(12), [5, 6])
+    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
+    assert data.episode_table["length"].tolist() == [6, 1, 1, 4]
+    notes = data.published.manifest.report["warnings"]
+    assert [(n["rule"], n["count"], n["first"]) for n in notes] == [
+        ("V39", 2, "a.hdf5: next.observation, record 5")
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_does_not_grow_with_a_flat_file(tmp_path):
+    """80 MB of steps in blocks of 1 MiB: 16 MB of slack, of which the episode list is some."""
+    count, length = 400_000, 250
+    write(tmp_path / "small.hdf5", arrays(5, 5))
+    with h5py.File(tmp_path / "large.hdf5", "w") as file:
+        states = np.arange(count, dtype=np.float32)[:, None] + np.arange(24, dtype=np.float32)
+        file.create_dataset("observations", data=states, chunks=(1000, 24))
+        file.create_dataset("next_observations", data=states + 1, chunks=(1000, 24))
+        file["actions"] = states[:, :2]
+        file["rewards"] = states[:, 0]
+        file["terminals"] = np.zeros(count, np.bool_)
+        file["timeouts"] = np.arange(count) % length == length - 1
+    code = (
+        "import sys, pathlib, h5py, tqdm, filelock\n"
+        "from replaykit.datasets.converting import local_sources\n"
+        "from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset\n"
+        "from replaykit.datasets.families.d4rl import D4RL\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status')\n"
+        "    return next(int(x.split()[1]) for x in lines if x.startswith('VmHWM'))\n"
+        "def make(name):\n"
+        "    path = root / f'{name}.hdf5'\n"
+        "    ensure_dataset(root / name, get_sources=lambda: local_sources(path), layout=D4RL,\n"
+        "                   options=ConvertOptions(block_bytes=1 << 20))\n"
+        "root = pathlib.Path(sys.argv[1])\n"
+        "make('small')\n"
+        "before = peak()\n"
+        "make('large')\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 * 1024
+    data = open_dataset(tmp_path / "large")
+    assert len(data) == count
+    assert data.episode_table["length"].tolist() == [length] * (count // length)
+    assert data[:]["next", "reward"][:, 0].tolist()[::40_000] == list(range(0, count, 40_000))

@@ -1,0 +1,129 @@
+"""Isaac Lab: files that the test writes as the recorder does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies
+from replaykit.datasets.families.isaaclab import ISAACLAB
+from replaykit.errors import CorpusError
+
+ARM, CUBE = "articulation/robot/joint_position", "rigid_object/cube/root_pose"
+
+
+def write(
+    path: Path, demos: dict[str, tuple[int, bool | None]]
+) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Demos by name: steps, and whether they say that they succeeded."""
+    histories = {}
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs.update({"total": 999, "env_args": "{}"})  # stale: demos were deleted
+        for number, (name, (steps, success)) in enumerate(demos.items()):
+            draw = np.random.default_rng(number)
+            history = {
+                "arm": draw.normal(size=(steps + 1, 3)).astype(np.float32),
+                "cube": draw.normal(size=(steps + 1, 7)).astype(np.float32),
+                "action": draw.uniform(-1, 1, (steps, 2)).astype(np.float32),
+            }
+            histories[name] = history
+            demo = data.create_group(name)
+            demo.attrs["num_samples"] = steps
+            if success is not None:
+                demo.attrs["success"] = success
+            demo["actions"] = history["action"]
+            demo["obs/joint_pos"] = history["arm"][:-1]
+            demo["obs/actions"] = np.concatenate([np.zeros((1, 2), "f4"), history["action"][:-1]])
+            demo["obs/datagen_info/eef_pose/arm"] = history["arm"][:-1] * 2
+            for key, values in ((ARM, history["arm"]), (CUBE, history["cube"])):
+                demo[f"states/{key}"] = values[1:]
+                demo[f"initial_state/{key}"] = values[:1]
+    return path, histories
+
+
+@pytest.mark.parametrize("success", [True, False, None])
+def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted, success):
+    demos = {"demo_7": (4, success), "demo_12": (3, False)}
+    path, histories = write(tmp_path / "a.hdf5", demos)
+    for name, (steps, solved) in demos.items():
+        history = histories[name]
+        last = np.concatenate([np.zeros((1, 2), "f4"), history["action"]])
+        for t in range(steps if solved else steps - 1):
+            is_last = t == steps - 1 - (not solved)
+            unknown = t == steps - 1
+            then = t if unknown else t + 1
+            expected.row(
+                observation__joint_pos=history["arm"][t],
+                next__observation__joint_pos=history["arm"][then],
+                observation__actions=last[t],
+                next__observation__actions=last[then],
+                observation__datagen_info__eef_pose__arm=history["arm"][t] * 2,
+                next__observation__datagen_info__eef_pose__arm=history["arm"][then] * 2,
+                state__articulation__robot__joint_position=history["arm"][t],
+                next__state__articulation__robot__joint_position=history["arm"][t + 1],
+                state__rigid_object__cube__root_pose=history["cube"][t],
+                next__state__rigid_object__cube__root_pose=history["cube"][t + 1],
+                action=history["action"][t],
+                last=is_last,
+                terminated=is_last and bool(solved),
+                truncated=is_last and not solved,
+                seed=0,
+                episode=int(name[5:]),
+                **({"next__observed": np.array([not unknown])} if success else {}),
+            )
+    data = quietly(path, ISAACLAB)
+    expected.check(data)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4 if success else 3, 2]
+    assert data.episode_table["success"].tolist() == [-1 if success is None else success, 0]
+    assert data.published.manifest.report["left_out"] == []
+
+
+def test_solved_demonstration_without_its_last_row_ends_truncated(tmp_path, quietly, check_ted):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
+    data = quietly(path, ISAACLAB, policies=Policies(unrecorded="drop"))
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [3]
+    assert data.episode_table["truncated"].tolist() == [True]
+    assert data.episode_table["terminated"].tolist() == [False]
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"), [(0, "is the action of the same record"), (1, "is neither")]
+)
+def test_observations_of_another_time_are_refused(tmp_path, quietly, shift, said):
+    """Recordings of real robots reuse the layout with another alignment."""
+    path, histories = write(tmp_path / "a.hdf5", {"demo_0": (5, True)})
+    with h5py.File(path, "a") as file:
+        values = np.roll(histories["demo_0"]["action"], -shift, axis=0)
+        file["data/demo_0/obs/actions"][...] = values
+    with pytest.raises(CorpusError, match=rf"data/demo_0/obs/actions: .*{said}.*V51"):
+        quietly(path, ISAACLAB)
+
+
+def test_file_without_a_demonstration_is_empty(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", {})
+    with pytest.raises(CorpusError, match=r"the source is empty.*V38"):
+        quietly(path, ISAACLAB)
+
+
+def test_missing_first_state_is_named(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
+    with h5py.File(path, "a") as file:
+        del file[f"data/demo_0/initial_state/{CUBE}"]
+    with pytest.raises(CorpusError, match=rf"data/demo_0/initial_state/{CUBE}: .*missing.*V12"):
+        quietly(path, ISAACLAB)
+
+
+def test_states_that_are_an_array_are_of_another_family(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
+    with h5py.File(path, "a") as file:
+        del file["data/demo_0/states"]
+        file["data/demo_0/states"] = np.zeros((4, 9))
+    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of isaaclab.*V04"):
+        quietly(path, ISAACLAB)

@@ -1,0 +1,99 @@
+"""LIBERO: files that the test writes as the replay does, each row by the time it happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets.families.libero import LIBERO
+from replaykit.datasets.families.robomimic import ROBOMIMIC
+from replaykit.errors import CorpusError
+
+
+def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """Replays: states 0..T, of which the file has 0..T-1, and observations of states 1..T."""
+    histories = []
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs.update({"bddl_file_name": "x.bddl", "macros_image_convention": "opengl"})
+        data.attrs.update(attributes)
+        for number, steps in enumerate(lengths):
+            draw = np.random.default_rng(number)
+            history = {
+                "state": draw.normal(size=(steps + 1, 7)),
+                "image": draw.integers(0, 256, (steps + 1, 4, 5, 3), np.uint8),
+                "action": draw.uniform(-1, 1, (steps, 3)),
+            }
+            histories.append(history)
+            demo = data.create_group(f"demo_{number}")
+            demo.attrs["num_samples"] = steps
+            demo["actions"] = history["action"]
+            demo["states"] = history["state"][:-1]
+            demo["robot_states"] = history["state"][1:, :2]
+            demo["obs/agentview_rgb"] = history["image"][1:]
+            demo["obs/ee_pos"] = history["state"][1:, :3]
+            demo["rewards"] = demo["dones"] = (np.arange(steps) == steps - 1).astype(np.uint8)
+    return path, histories
+
+
+def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
+    """N30: what a row starts from was recorded with the row before."""
+    path, histories = write(tmp_path / "a.hdf5", 6, 4)
+    for episode, history in enumerate(histories):
+        steps = len(history["action"])
+        for t in range(1, steps):
+            expected.row(
+                observation__agentview_rgb=history["image"][t],
+                next__observation__agentview_rgb=history["image"][t + 1],
+                observation__ee_pos=history["state"][t, :3],
+                next__observation__ee_pos=history["state"][t + 1, :3],
+                info__robot_states=history["state"][t, :2],
+                next__info__robot_states=history["state"][t + 1, :2],
+                state=history["state"][t],
+                action=history["action"][t],
+                next__reward=np.array([t == steps - 1], np.float32),
+                last=t == steps - 1,
+                terminated=t == steps - 1,
+                truncated=False,
+                seed=0,
+                episode=episode,
+            )
+    data = quietly(path, LIBERO)
+    expected.check(data)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [5, 3]
+    said = data.published.manifest.report["files"][0]
+    assert said["macros_image_convention"] == "opengl"
+
+
+def test_libero_and_robomimic_are_told_apart(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", 4)
+    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of robomimic.*LIBERO.*V04"):
+        quietly(path, ROBOMIMIC)
+    with h5py.File(path, "a") as file:
+        demo = file["data/demo_0"]
+        del demo["robot_states"], file["data"].attrs["bddl_file_name"]
+    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of libero.*V04"):
+        quietly(path, LIBERO)
+
+
+def test_demonstration_of_one_step_gives_no_row(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", 1, 3)
+    data = quietly(path, LIBERO)
+    assert data.published.groups() == ["data/demo_1"]
+    skipped = data.published.manifest.report["skipped"]
+    assert skipped == [
+        {"file": "a.hdf5", "name": "data/demo_0", "why": "it has 1 record, so it gives no row"}
+    ]
+
+
+def test_done_before_the_end_is_an_error(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", 4)
+    with h5py.File(path, "a") as file:
+        file["data/demo_0/dones"][1] = 1
+    with pytest.raises(CorpusError, match=r"data/demo_0/dones, record 1: .*V31"):
+        quietly(path, LIBERO)

@@ -1,0 +1,162 @@
+"""ManiSkill: each row against what h5py reads, and files with the traps of the family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets.families.maniskill import MANISKILL
+from replaykit.errors import CorpusError
+
+
+@pytest.mark.parametrize("with_json", [True, False])
+def test_every_row_of_the_sample(shared, tmp_path, expected, quietly, check_ted, with_json):
+    origin = shared("maniskill/rlboilerplate_trajectory.h5")
+    path = tmp_path / origin.name
+    shutil.copy(origin, path)
+    if with_json:
+        shutil.copy(origin.with_suffix(".json"), path.with_suffix(".json"))
+    with h5py.File(path) as file:
+        for episode in range(2):
+            group = file[f"traj_{episode}"]
+            states = {
+                f"{kind}__{name}": node[...]
+                for kind in ("actors", "articulations")
+                for name, node in group["env_states"][kind].items()
+            }
+            for t in range(50):
+                expected.row(
+                    observation=group["obs"][t],
+                    next__observation=group["obs"][t + 1],
+                    action=group["actions"][t],
+                    next__reward=group["rewards"][t : t + 1],
+                    next__success=group["success"][t : t + 1],
+                    last=t == 49,
+                    terminated=group["terminated"][t],
+                    truncated=group["truncated"][t],
+                    seed=0,
+                    episode=episode,
+                    **{f"state__{name}": values[t] for name, values in states.items()},
+                    **{f"next__state__{name}": v[t + 1] for name, v in states.items()},
+                )
+    data = quietly(path, MANISKILL)
+    expected.check(data)
+    check_ted(data)
+    assert data.episode_table["truncated"].tolist() == [True, True]
+    assert data.episode_table["source_seed"].tolist() == [0 if with_json else -1] * 2
+    assert data.episode_table["success"].tolist() == [0 if with_json else -1] * 2
+    said = data.published.manifest.report["files"]
+    assert (said[0]["env_id"] == "PickCube-v1") if with_json else said == []
+
+
+def trajectory(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    return {
+        "obs/agent/qpos": draw.normal(size=(steps + 1, 3)).astype(np.float32),
+        "obs/sensor_data/cam/depth": draw.integers(0, 1 << 16, (steps + 1, 4, 5, 1), np.uint16),
+        "env_states/actors/cube": draw.normal(size=(steps + 1, 13)).astype(np.float32),
+        "actions": draw.uniform(-1, 1, (steps, 2)).astype(np.float32),
+        "terminated": np.zeros(steps, np.bool_),
+        "truncated": np.zeros(steps, np.bool_),
+        "success": np.arange(steps) == steps // 2,
+        **more,
+    }
+
+
+def write(path: Path, trajectories: dict[str, dict[str, Any]]) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, values in trajectories.items():
+            for key, value in values.items():
+                if value is not None:
+                    file[f"{name}/{key}"] = value
+    return path
+
+
+def describe(path: Path, *episodes: dict[str, Any]) -> None:
+    path.with_suffix(".json").write_text(json.dumps({"episodes": episodes}))
+
+
+def test_nested_observations_depth_and_success_in_the_middle(tmp_path, quietly, check_ted):
+    values = trajectory(6)
+    data = quietly(write(tmp_path / "a.h5", {"traj_0": values}), MANISKILL)
+    check_ted(data)
+    rows = data[:]
+    depth = values["obs/sensor_data/cam/depth"]
+    assert (
+        rows["observation", "sensor_data", "cam", "depth"].numpy().tobytes() == depth[:-1].tobytes()
+    )
+    following = rows["next", "observation", "sensor_data", "cam", "depth"].numpy()
+    assert following.tobytes() == depth[1:].tobytes()
+    assert following.dtype == np.uint16
+    # A recorder that was closed early: no flag, so truncated; success ends nothing.
+    assert data.episode_table["truncated"].tolist() == [True]
+    assert rows["next", "success"].flatten().tolist() == [t == 3 for t in range(6)]
+
+
+def test_trajectories_are_in_natural_order_with_seeds_of_the_json(tmp_path, quietly):
+    path = write(tmp_path / "a.h5", {f"traj_{k}": trajectory(k + 2, seed=k) for k in (10, 9, 0)})
+    said = [
+        {"episode_id": k, "elapsed_steps": k + 2, "episode_seed": 7, "success": k == 9}
+        for k in (0, 9, 10)
+    ]
+    describe(path, *said)
+    data = quietly(path, MANISKILL)
+    assert data.episode_table["episode"].tolist() == [0, 9, 10]
+    assert data.episode_table["length"].tolist() == [2, 11, 12]
+    assert data.episode_table["source_seed"].tolist() == [7, 7, 7]
+    assert data.episode_table["success"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"episode_id": 0, "elapsed_steps": 5}, r"traj_0/actions: has 4 records.*says 5 steps"),
+        ({"episode_id": 3, "elapsed_steps": 4}, r"traj_0: a\.json has no episode of the id 0"),
+    ],
+)
+def test_json_that_contradicts_the_arrays_is_an_error(tmp_path, quietly, entry, message):
+    path = write(tmp_path / "a.h5", {"traj_0": trajectory(4)})
+    describe(path, entry)
+    with pytest.raises(CorpusError, match=rf"{message}.*V15"):
+        quietly(path, MANISKILL)
+
+
+def test_json_that_is_none_is_an_error(tmp_path, quietly):
+    path = write(tmp_path / "a.h5", {"traj_0": trajectory(4)})
+    path.with_suffix(".json").write_text("[1, 2")
+    with pytest.raises(CorpusError, match=r"a\.json, which describes it, cannot be read.*V04"):
+        quietly(path, MANISKILL)
+
+
+def test_states_stand_for_observations_that_were_not_recorded(tmp_path, quietly, check_ted):
+    lacking = {"obs/agent/qpos": None, "obs/sensor_data/cam/depth": None}
+    values = trajectory(4, **lacking)
+    path = write(tmp_path / "a.h5", {"traj_0": values})
+    data = quietly(path, MANISKILL)
+    check_ted(data)
+    cube = values["env_states/actors/cube"]
+    np.testing.assert_array_equal(data[:]["observation", "actors", "cube"], cube[:-1])
+    values["env_states/actors/cube"] = None
+    with pytest.raises(CorpusError, match=r"traj_0: there are neither observations.*V12"):
+        quietly(write(tmp_path / "b.h5", {"traj_0": values}), MANISKILL, "other")
+
+
+def test_observations_without_the_final_one_are_named(tmp_path, quietly):
+    values = trajectory(4)
+    values["obs/agent/qpos"] = values["obs/agent/qpos"][:-1]
+    path = write(tmp_path / "a.h5", {"traj_0": values})
+    with pytest.raises(CorpusError, match=r"traj_0/obs/agent/qpos: has 4 records.*5 are expected"):
+        quietly(path, MANISKILL)
+
+
+def test_end_in_the_middle_is_an_error(tmp_path, quietly):
+    values = trajectory(4, terminated=np.array([False, True, False, False]))
+    path = write(tmp_path / "a.h5", {"traj_0": values})
+    with pytest.raises(CorpusError, match=r"traj_0/terminated, record 1: .*before the last.*V31"):
+        quietly(path, MANISKILL)

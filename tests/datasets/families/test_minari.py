@@ -1,0 +1,243 @@
+"""Minari's HDF5 storage: each row against what h5py reads, and files with the family's traps."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from replaykit.datasets.families.minari import MINARI
+from replaykit.errors import CorpusError
+
+
+def test_every_row_of_the_cartpole_sample(shared, expected, quietly, check_ted):
+    """N15: the arrays are the data, not a template of it."""
+    path = shared("minari_generated/cartpole/random-v0/data/main_data.hdf5")
+    with h5py.File(path) as file:
+        for episode in range(5):
+            group = file[f"episode_{episode}"]
+            steps = len(group["rewards"])
+            for t in range(steps):
+                expected.row(
+                    observation=group["observations"][t],
+                    next__observation=group["observations"][t + 1],
+                    action=group["actions"][t],
+                    next__reward=group["rewards"][t : t + 1],
+                    last=t == steps - 1,
+                    terminated=group["terminations"][t],
+                    truncated=group["truncations"][t],
+                    seed=0,
+                    episode=episode,
+                )
+    data = quietly(path, MINARI)
+    expected.check(data)
+    check_ted(data)
+    assert data[:]["next", "reward"].sum().item() == 117
+    assert data.episode_table["source_seed"].tolist() == [100, 101, 102, 103, 104]
+    assert data.published.manifest.report["files"][0]["dataset_id"] == "cartpole/random-v0"
+
+
+def test_every_row_of_the_sample_of_nested_spaces(shared, expected, quietly, check_ted):
+    """N16: Dict and Tuple spaces, JPEG images, text, Dict actions and nested infos."""
+    path = shared("minari_generated/dictenv/random-v0/data/main_data.hdf5")
+
+    def state(group: h5py.Group, t: int) -> dict[str, Any]:
+        observations = group["observations"]
+        text = observations["txt"][t]
+        image = Image.open(io.BytesIO(observations["img"][t].tobytes()))
+        return {
+            "observation__img": np.array(image),
+            "observation__pos": observations["pos"][t],
+            "observation__tup___index_0": observations["tup/_index_0"][t],
+            "observation__tup___index_1": observations["tup/_index_1"][t],
+            "observation__txt": np.frombuffer(text.ljust(8, b"\0"), np.uint8),
+            "info__k": group["infos/k"][t],
+            "info__nest__z": group["infos/nest/z"][t],
+        }
+
+    rows: dict[tuple[str, ...], list[Any]] = {}
+    with h5py.File(path) as file:
+        for episode in range(3):
+            group = file[f"episode_{episode}"]
+            for t in range(7):
+                expected.row(
+                    action__a=group["actions/a"][t],
+                    action__b=group["actions/b"][t],
+                    next__reward=group["rewards"][t : t + 1],
+                    last=t == 6,
+                    terminated=group["terminations"][t],
+                    truncated=group["truncations"][t],
+                    seed=0,
+                    episode=episode,
+                )
+                for key, value in state(group, t).items():
+                    rows.setdefault(_key(key), []).append(np.asarray(value))
+                for key, value in state(group, t + 1).items():
+                    rows.setdefault(("next", *_key(key)), []).append(np.asarray(value))
+    expected.rows.update(rows)
+    data = quietly(path, MINARI)
+    expected.check(data)
+    check_ted(data)
+    assert data[:]["observation", "img"].shape == (21, 36, 36, 3)
+    assert data.episode_table["return"].tolist() == [28.0] * 3
+
+
+def _key(name: str) -> tuple[str, ...]:
+    parts = name.replace("___index", "__@index").split("__")
+    return tuple(part.replace("@", "_") for part in parts)
+
+
+# -- files with the traps of the family -----------------------------------------------------------
+
+BOX = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
+
+
+def episode(steps: int, *, seed: int = 0, terminated: bool = False, **more: Any) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    return {
+        "observations": draw.normal(size=(steps + 1, 2)).astype(np.float32),
+        "actions": draw.integers(0, 3, steps),
+        "rewards": draw.normal(size=steps),
+        "terminations": (np.arange(steps) == steps - 1) & terminated,
+        "truncations": (np.arange(steps) == steps - 1) & (not terminated),
+        **more,
+    }
+
+
+def write(root: Path, *episodes: dict[str, Any], **metadata: Any) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    steps = [len(values["rewards"]) for values in episodes]
+    with h5py.File(root / "main_data.hdf5", "w", track_order=True) as file:
+        for number, values in enumerate(episodes):
+            group = file.create_group(f"episode_{number}")
+            group.attrs.update({"id": number, "total_steps": steps[number]})
+            group.create_group("infos")
+            for key, value in values.items():
+                if key.startswith("@"):
+                    group.attrs[key[1:]] = value
+                else:
+                    group[key] = value
+    said = {
+        "total_episodes": len(episodes),
+        "total_steps": sum(steps),
+        "data_format": "hdf5",
+        "observation_space": json.dumps(BOX),
+        "action_space": json.dumps({"type": "Discrete", "dtype": "int64", "start": 0, "n": 3}),
+        **metadata,
+    }
+    (root / "metadata.json").write_text(json.dumps(said))
+    return root / "main_data.hdf5"
+
+
+def test_more_than_ten_episodes_are_in_natural_order(tmp_path, quietly, check_ted):
+    episodes = [episode(2 + k % 3, seed=k, terminated=k % 2 == 0) for k in range(12)]
+    data = quietly(write(tmp_path / "a", *episodes), MINARI)
+    check_ted(data)
+    assert data.episode_table["episode"].tolist() == list(range(12))
+    assert data.episode_table["terminated"].tolist() == [True, False] * 6
+    rewards = np.concatenate([values["rewards"] for values in episodes])
+    np.testing.assert_array_equal(data[:]["next", "reward"][:, 0], rewards)
+
+
+@pytest.mark.parametrize("form", ["vlen", "rows"])
+def test_jpeg_of_either_form_becomes_its_pixels(tmp_path, quietly, form):
+    """Frames that compress to one length are stored as rows of bytes, others by length."""
+    draw = np.random.default_rng(0)
+    frames, pixels = [], []
+    for _ in range(4):
+        buffer = io.BytesIO()
+        frame = np.full((32, 40, 3), draw.integers(0, 256, 3), np.uint8)
+        Image.fromarray(frame).save(buffer, "JPEG")
+        frames.append(np.frombuffer(buffer.getvalue(), np.uint8))
+        pixels.append(np.array(Image.open(buffer)))
+    if form == "vlen":
+        stored = np.empty(4, object)
+        for at, frame in enumerate(frames):
+            stored[at] = frame
+        values = episode(3)
+        path = write(tmp_path / "a", values, **image_space(jpeg=True))
+        with h5py.File(path, "a") as file:
+            del file["episode_0/observations"]
+            kind = h5py.vlen_dtype(np.uint8)
+            file.create_dataset("episode_0/observations", data=stored, dtype=kind)
+    else:
+        longest = max(map(len, frames))
+        stored = np.stack([np.pad(frame, (0, longest - len(frame))) for frame in frames])
+        path = write(tmp_path / "a", episode(3, observations=stored), **image_space(jpeg=True))
+    data = quietly(path, MINARI)
+    np.testing.assert_array_equal(data[:]["observation"], np.stack(pixels[:-1]))
+    np.testing.assert_array_equal(data[:]["next", "observation"], np.stack(pixels[1:]))
+
+
+def image_space(jpeg: bool) -> dict[str, Any]:
+    full = np.full((32, 40, 3), 255)
+    space = {"type": "Box", "dtype": "uint8", "shape": [32, 40, 3]}
+    space |= {"low": (full * 0).tolist(), "high": full.tolist()}
+    return {"observation_space": json.dumps(space), "jpeg_encoding": jpeg}
+
+
+def test_images_that_were_not_encoded_are_left_alone(tmp_path, quietly):
+    """What an array is, is said by the metadata and not guessed from its shape."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 32, 40, 3), np.uint8)
+    path = write(tmp_path / "a", episode(3, observations=frames), **image_space(jpeg=False))
+    np.testing.assert_array_equal(quietly(path, MINARI)[:]["observation"], frames[:-1])
+
+
+def test_broken_image_is_named(tmp_path, quietly):
+    stored = np.zeros((4, 100), np.uint8)
+    path = write(tmp_path / "a", episode(3, observations=stored), **image_space(jpeg=True))
+    with pytest.raises(CorpusError, match=r"main_data\.hdf5: episode_0/observations, record 0"):
+        quietly(path, MINARI)
+
+
+def test_infos_of_text_are_left_out_and_reported(tmp_path, quietly):
+    values = episode(
+        3, **{"infos/note": np.array([b"a", b"bb", b"c", b"d"]), "infos/x": np.arange(4)}
+    )
+    data = quietly(write(tmp_path / "a", values), MINARI)
+    np.testing.assert_array_equal(data[:]["next", "info", "x"], [1, 2, 3])
+    left_out = {e["key"]: e["why"] for e in data.published.manifest.report["left_out"]}
+    assert "text" in left_out["infos/note"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"total_steps": 8}, r"has 7 records, but what describes it says 8: .*V15"),
+        ({"total_episodes": 3}, r"has 2 episodes, but what describes it says 3: .*V15"),
+        ({"data_format": "arrow"}, r"stored as 'arrow', expected 'hdf5' .*V04"),
+        ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*V04"),
+    ],
+)
+def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, message):
+    path = write(tmp_path / "a", episode(4), episode(3, seed=1), **metadata)
+    with pytest.raises(CorpusError, match=rf"main_data\.hdf5: .*{message}"):
+        quietly(path, MINARI)
+
+
+def test_file_without_metadata_is_refused(tmp_path, quietly):
+    path = write(tmp_path / "a", episode(4))
+    path.with_name("metadata.json").unlink()
+    with pytest.raises(CorpusError, match=r"metadata\.json is not beside it.*V04"):
+        quietly(path, MINARI)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"@total_steps": 5}, r"episode_0/rewards: has 4 records.*says 5 \[V15\]"),
+        ({"observations": np.zeros((4, 2), np.float32)}, r"episode_0/observations: has 4 .*V11"),
+        ({"observations": np.full((5, 2), np.nan)}, r"episode_0/observations, record 0: .*V21"),
+        ({"terminations": np.array([0, 1, 0, 0], bool)}, r"episode_0/terminations, record 1.*V31"),
+    ],
+)
+def test_episode_that_breaks_a_rule_is_named(tmp_path, quietly, change, message):
+    path = write(tmp_path / "a", episode(4, **change))
+    with pytest.raises(CorpusError, match=message):
+        quietly(path, MINARI)

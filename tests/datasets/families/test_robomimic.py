@@ -1,0 +1,247 @@
+"""robomimic and robosuite: each row against what h5py reads, and files with their traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies
+from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
+from replaykit.errors import CorpusError
+
+
+def test_every_row_of_the_sample(shared, expected, quietly, check_ted):
+    path = shared("robomimic/robomimic_ph_lift_low_dim.hdf5")
+    with h5py.File(path) as file:
+        for episode in range(2):
+            demo = file[f"data/demo_{episode}"]
+            steps = len(demo["actions"])
+            for t in range(steps):
+                last = t == steps - 1
+                expected.row(
+                    action=demo["actions"][t],
+                    state=demo["states"][t],
+                    next__reward=demo["rewards"][t : t + 1],
+                    next__success=demo["dones"][t : t + 1] != 0,
+                    last=last,
+                    terminated=last,
+                    truncated=False,
+                    seed=0,
+                    episode=episode,
+                    **{f"observation__{key}": demo["obs"][key][t] for key in demo["obs"]},
+                    **{f"next__observation__{k}": demo["next_obs"][k][t] for k in demo["obs"]},
+                )
+    data = quietly(path, ROBOMIMIC)
+    expected.check(data)
+    check_ted(data)
+    assert len(data) == 117
+    assert data.episode_table["length"].tolist() == [59, 58]
+    assert data[:]["next", "success"].nonzero()[:, 0].tolist() == [*range(54, 59), *range(112, 117)]
+    report = data.published.manifest.report
+    assert report["splits"]["train"] == [1]
+    assert report["splits"]["valid"] == [0]
+    assert len(report["splits"]) == 8
+    said = next(note for note in report["warnings"] if "'train'" in note["text"])
+    assert "names 180 episodes, of which 179 are not" in said["text"]
+
+
+def test_every_row_of_the_raw_sample(shared, expected, quietly, check_ted):
+    path = shared("robosuite/panda_lift.hdf5")
+    with h5py.File(path) as file:
+        demo = {name: node[...] for name, node in file["data/demo_1"].items()}
+        env_info = file["data"].attrs["env_info"]
+    for t in range(411):
+        expected.row(
+            observation__state=demo["states"][t],
+            next__observation__state=demo["states"][t + 1],
+            action=demo["actions"][t],
+            info__joint_torques=demo["joint_torques"][t],
+            last=t == 410,
+            terminated=False,
+            truncated=t == 410,
+            seed=0,
+            episode=1,
+        )
+    data = quietly(path, ROBOSUITE)
+    expected.check(data)
+    check_ted(data)
+    assert data.published.manifest.report["files"][0]["env_info"] == env_info
+
+
+# -- files with the traps of the family -----------------------------------------------------------
+
+
+def demo(steps: int, *, seed: int = 0, success: int = 0, **more: Any) -> dict[str, Any]:
+    """A demonstration whose last ``success`` steps are successful."""
+    draw = np.random.default_rng(seed)
+    position = draw.normal(size=(steps + 1, 3))
+    image = draw.integers(0, 256, (steps + 1, 4, 5, 3), np.uint8)
+    done = (np.arange(steps) >= steps - success).astype(np.int64)
+    return {
+        "obs/position": position[:-1],
+        "obs/image": image[:-1],
+        "next_obs/position": position[1:].copy(),
+        "next_obs/image": image[1:],
+        "actions": draw.uniform(-1, 1, (steps, 2)),
+        "states": draw.normal(size=(steps, 4)),
+        "rewards": done.astype(np.float64),
+        "dones": done,
+        **more,
+    }
+
+
+def write(path: Path, demos: dict[str, dict[str, Any]], **masks: list[str]) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_group("data").attrs["total"] = 10**6  # stale, and not asked for
+        for name, values in demos.items():
+            group = file["data"].create_group(name)
+            for key, value in values.items():
+                if key.startswith("@"):
+                    group.attrs[key[1:]] = value
+                elif value is not None:
+                    group[key] = value
+        for name, listed in masks.items():
+            file[f"mask/{name}"] = np.array(listed, "S8")
+    return path
+
+
+def test_held_success_ends_no_episode(tmp_path, quietly, check_ted):
+    """N31: dones are 1 on trailing rows, and never in a demonstration that failed."""
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(6, success=3), "demo_1": demo(4, seed=1)})
+    data = quietly(path, ROBOMIMIC)
+    check_ted(data)
+    table = data.episode_table
+    assert table["length"].tolist() == [6, 4]
+    assert table["terminated"].tolist() == [True, False]
+    assert table["truncated"].tolist() == [False, True]
+    assert data[:]["next", "success"].flatten().tolist() == [False] * 3 + [True] * 3 + [False] * 4
+
+
+def test_gaps_in_the_numbering_and_its_natural_order(tmp_path, quietly):
+    demos = {f"demo_{k}": demo(3, seed=k) for k in (10, 2, 0)}
+    data = quietly(write(tmp_path / "a.hdf5", demos), ROBOMIMIC)
+    assert data.episode_table["episode"].tolist() == [0, 2, 10]
+    assert data.published.groups() == ["data/demo_0", "data/demo_2", "data/demo_10"]
+    np.testing.assert_array_equal(data[6:]["action"], demos["demo_10"]["actions"])
+
+
+def test_images_are_stored_as_they_are(tmp_path, quietly):
+    values = demo(5)
+    data = quietly(write(tmp_path / "a.hdf5", {"demo_0": values}), ROBOMIMIC)
+    rows = data[:]
+    np.testing.assert_array_equal(rows["observation", "image"], values["obs/image"])
+    np.testing.assert_array_equal(rows["next", "observation", "image"], values["next_obs/image"])
+
+
+def test_files_without_next_observations_lose_what_is_not_known(tmp_path, quietly, check_ted):
+    lacking = {"next_obs/position": None, "next_obs/image": None}
+    one, two = demo(4, success=1, **lacking), demo(5, seed=1, **lacking)
+    data = quietly(write(tmp_path / "a.hdf5", {"demo_0": one, "demo_1": two}), ROBOMIMIC)
+    check_ted(data)
+    assert data.episode_table["length"].tolist() == [4, 4]
+    assert data[:]["next", "observed"].flatten().tolist() == [True] * 3 + [False] + [True] * 4
+    assert data.episode_table["terminated"].tolist() == [True, False]
+
+
+def test_next_observation_that_is_not_the_next_one_is_named(tmp_path, quietly):
+    values = demo(5)
+    values["next_obs/position"][2] += 1
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, seed=1), "demo_1": values})
+    message = r"data/demo_1/next\.observation\.position, record 2: .*V22"
+    with pytest.raises(CorpusError, match=message):
+        quietly(path, ROBOMIMIC)
+    data = quietly(path, ROBOMIMIC, policies=Policies(on_invalid="skip"))
+    assert data.published.groups() == ["data/demo_0"]
+
+
+def test_count_that_contradicts_the_arrays_is_an_error(tmp_path, quietly):
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(5, **{"@num_samples": 6})})
+    with pytest.raises(CorpusError, match=r"data/demo_0/actions: has 5 records.*says 6 \[V15\]"):
+        quietly(path, ROBOMIMIC)
+
+
+@pytest.mark.parametrize(
+    ("missing", "keys"), [("drop", {"position"}), ("pad", {"position", "image"})]
+)
+def test_key_that_some_demonstrations_lack(tmp_path, quietly, missing, keys):
+    lacking = {"obs/image": None, "next_obs/image": None}
+    full = demo(3)
+    path = write(tmp_path / "a.hdf5", {"demo_0": full, "demo_1": demo(4, seed=1, **lacking)})
+    with pytest.raises(
+        CorpusError, match=r"data/demo_1/(next_)?obs/image: the key is missing.*V12"
+    ):
+        quietly(path, ROBOMIMIC)
+    data = quietly(path, ROBOMIMIC, policies=Policies(missing=missing))
+    rows = data[:]
+    assert set(rows["observation"].keys()) == keys
+    if missing == "pad":
+        assert rows["present", "observation", "image"].tolist() == [True] * 3 + [False] * 4
+        np.testing.assert_array_equal(rows["observation", "image"][:3], full["obs/image"])
+        assert not rows["observation", "image"][3:].any()
+        assert not rows["next", "observation", "image"][3:].any()
+    else:
+        left_out = {e["key"]: e["why"] for e in data.published.manifest.report["left_out"]}
+        assert "missing from 1 of 2 episodes" in left_out["obs/image"]
+
+
+def test_key_that_only_a_later_demonstration_has(tmp_path, quietly):
+    lacking = {"obs/image": None, "next_obs/image": None}
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, **lacking), "demo_1": demo(4, seed=1)})
+    with pytest.raises(CorpusError, match=r"data/demo_0/(next_)?obs/image: the key is missing"):
+        quietly(path, ROBOMIMIC)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"robot_states": np.zeros((3, 9))}, "LIBERO"),
+        ({"states": None, "states/articulation/arm": np.zeros((3, 2))}, "Isaac Lab"),
+        ({"initial_state/x": np.zeros((1, 2))}, "Isaac Lab"),
+    ],
+)
+def test_files_that_look_alike_are_refused(tmp_path, quietly, more, said):
+    """N30: there the observations are those after the action."""
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, **more)})
+    with pytest.raises(CorpusError, match=rf"a\.hdf5: this is no file of robomimic.*{said}.*V04"):
+        quietly(path, ROBOMIMIC)
+
+
+def raw(steps: int, **more: Any) -> dict[str, Any]:
+    draw = np.random.default_rng(steps)
+    return {"states": draw.normal(size=(steps, 4)), "actions": draw.normal(size=(steps, 2)), **more}
+
+
+def test_raw_file_and_robomimic_file_are_told_apart(tmp_path, quietly):
+    raw_file = write(tmp_path / "raw.hdf5", {"demo_1": raw(4)})
+    full = write(tmp_path / "full.hdf5", {"demo_1": demo(4)})
+    with pytest.raises(CorpusError, match=r"raw\.hdf5: .*robosuite's raw demonstrations.*V04"):
+        quietly(raw_file, ROBOMIMIC)
+    with pytest.raises(CorpusError, match=r"full\.hdf5: .*one with observations.*V04"):
+        quietly(full, ROBOSUITE)
+    assert len(quietly(raw_file, ROBOSUITE)) == 3
+
+
+def test_controls_of_old_releases_are_named_by_the_caller(tmp_path, quietly):
+    values = raw(4, actions=None)
+    values["joint_velocities"] = np.arange(8.0).reshape(4, 2)
+    values["gripper_actuations"] = np.arange(4.0)[:, None]
+    values["right_dpos"] = np.zeros((4, 0))
+    path = write(tmp_path / "a.hdf5", {"demo_1": values})
+    with pytest.raises(CorpusError, match=r"no 'actions'; they hold 'gripper_actuations', .*V12"):
+        quietly(path, ROBOSUITE)
+    layout = RobosuiteLayout(actions=("joint_velocities", "gripper_actuations"))
+    data = quietly(path, layout)
+    joined = np.concatenate([values["joint_velocities"], values["gripper_actuations"]], 1)
+    np.testing.assert_array_equal(data[:]["action"], joined[:3])
+    left_out = {entry["key"] for entry in data.published.manifest.report["left_out"]}
+    assert left_out == {"right_dpos"}
+
+
+def test_file_without_demonstrations_is_empty(tmp_path, quietly):
+    path = write(tmp_path / "a.hdf5", {})
+    with pytest.raises(CorpusError, match=r"the source is empty.*V38"):
+        quietly(path, ROBOMIMIC)

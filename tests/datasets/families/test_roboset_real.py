@@ -1,0 +1,115 @@
+"""RoboSet on real robots: files that the test writes, with the defects of the published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies
+from replaykit.datasets.families.roboset_real import ROBOSET_REAL
+from replaykit.errors import CorpusError
+
+
+def trial(frames: int, *, seed: int = 0, flat: bool = False, **more: Any) -> dict[str, Any]:
+    """``flat``: the gripper has one number a frame, not a row of one."""
+    draw = np.random.default_rng(seed)
+
+    def half(*shape: int) -> np.ndarray:
+        return draw.normal(size=shape).astype(np.float16)
+
+    one = () if flat else (1,)
+    values = {
+        "data/time": np.arange(frames, dtype=np.float64) + 1.6e9,
+        "data/ctrl_arm": half(frames, 7),
+        "data/ctrl_ee": half(frames, *one),
+        "data/qp_arm": half(frames, 7),
+        "data/qp_ee": half(frames, *one),
+        "data/rgb_left": draw.integers(0, 256, (frames, 6, 8, 3), np.uint8),
+        "derived/pose_ee": half(frames, 6),
+        "config/solved": np.ones(1, np.float16),
+    }
+    values["data/ctrl_arm"][-1] = np.nan
+    values["data/ctrl_ee"][-1] = np.nan
+    return {**values, **more}
+
+
+def write(path: Path, *trials: dict[str, Any]) -> Path:
+    with h5py.File(path, "w") as file:
+        for number, values in enumerate(trials):
+            for name, value in values.items():
+                if value is not None:
+                    file[f"Trial{number}/{name}"] = value
+    return path
+
+
+def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
+    trials = [trial(5), trial(4, seed=1, flat=True)]
+    for episode, values in enumerate(trials):
+        frames = len(values["data/time"])
+        for t in range(frames - 1):
+            state = {
+                f"{prefix}observation__{name}": np.atleast_1d(values[f"data/{name}"][at])
+                for prefix, at in (("", t), ("next__", t + 1))
+                for name in ("qp_arm", "qp_ee", "rgb_left")
+            }
+            arm, gripper = values["data/ctrl_arm"][t], values["data/ctrl_ee"][t]
+            expected.row(
+                action=np.append(arm, gripper),
+                time=values["data/time"][t],
+                info__pose_ee=values["derived/pose_ee"][t],
+                next__info__pose_ee=values["derived/pose_ee"][t + 1],
+                info__solved=values["config/solved"][0],
+                last=t == frames - 2,
+                terminated=False,
+                truncated=t == frames - 2,
+                seed=0,
+                episode=episode,
+                **state,
+            )
+    data = quietly(write(tmp_path / "a.h5", *trials), ROBOSET_REAL)
+    expected.check(data)
+    check_ted(data)
+
+
+def test_copies_are_reported(tmp_path, quietly):
+    """The splitter of the published sets gave all even trials of a file the same content."""
+    data = quietly(write(tmp_path / "a.h5", trial(4), trial(4, seed=1), trial(4)), ROBOSET_REAL)
+    assert data.published.manifest.report["duplicates"] == [
+        {"episode": ["a.h5", "Trial2"], "same_as": ["a.h5", "Trial0"]}
+    ]
+
+
+@pytest.mark.parametrize("name", ["qp_arm", "ctrl_arm"])
+def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly, check_ted, name):
+    """N28: rows that contain NaN are never deleted one by one."""
+    bad = trial(5, seed=1)
+    bad[f"data/{name}"][2, 3] = np.nan
+    path = write(tmp_path / "a.h5", trial(4), bad, trial(3, seed=2))
+    with pytest.raises(CorpusError, match=r"Trial1/data/.*, record 2: .*NaN"):
+        quietly(path, ROBOSET_REAL)
+    data = quietly(path, ROBOSET_REAL, policies=Policies(on_invalid="skip"))
+    check_ted(data)
+    assert data.episode_table["episode"].tolist() == [0, 2]
+
+
+def test_trial_that_cannot_be_read_is_skipped_by_name(tmp_path, quietly):
+    broken = trial(5, seed=1)
+    broken["data/qp_arm"] = broken["data/qp_arm"][:-2]
+    path = write(tmp_path / "a.h5", trial(4), broken)
+    data = quietly(path, ROBOSET_REAL, policies=Policies(on_invalid="skip"))
+    assert data.episode_table["episode"].tolist() == [0]
+    (skipped,) = data.published.manifest.report["skipped"]
+    assert skipped["name"] == "Trial1"
+    assert "Trial1/data/qp_arm: has 3 records" in skipped["why"]
+
+
+def test_camera_that_a_trial_lacks_is_never_made_of_zeros_silently(tmp_path, quietly):
+    path = write(tmp_path / "a.h5", trial(4), trial(4, seed=1, **{"data/rgb_left": None}))
+    with pytest.raises(CorpusError, match=r"Trial1/data/rgb_left: the key is missing"):
+        quietly(path, ROBOSET_REAL)
+    data = quietly(path, ROBOSET_REAL, policies=Policies(missing="pad"))
+    assert data[:]["present", "observation", "rgb_left"].tolist() == [True] * 3 + [False] * 3

@@ -1,0 +1,107 @@
+"""Several processes convert as one does: the same bytes, the same manifest, the same errors."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies, convert
+from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.publish import verify_published
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import make_trial
+
+
+def content(root: Path) -> dict[str, bytes]:
+    found = {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+    manifest = json.loads(found.pop("manifest.json"))
+    del manifest["made"]
+    return {**found, "manifest": json.dumps(manifest).encode()}
+
+
+@pytest.fixture
+def files(tmp_path, write):
+    """Five files of different sizes; one has odd times, one a trial without a row."""
+    trials = [[make_trial(20 + 7 * k, seed=10 * k + j) for j in range(k + 1)] for k in range(5)]
+    trials[1][0]["time"][3] = 0.0
+    trials[3][1]["time"][5] = 0.0
+    trials[2].append(make_trial(1))
+    return [write(tmp_path / f"{k}.h5", *each) for k, each in enumerate(trials)]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 9])
+def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, workers):
+    """V62, N35: byte for byte, and the manifest but for when and where it was made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        one = convert(files, ROBOHIVE, tmp_path / "one")
+        several = convert(files[::-1], ROBOHIVE, tmp_path / "several", workers=workers)
+    assert content(tmp_path / "one") == content(tmp_path / "several")
+    assert one.published.manifest.content_id() == several.published.manifest.content_id()
+    note = one.published.manifest.report["warnings"][0]
+    assert (note["rule"], note["count"], note["first"]) == ("V27", 2, "1.h5: Trial0/time, record 3")
+    verify_published(tmp_path / "several")
+
+
+def test_skipped_episodes_are_the_same_for_workers(tmp_path, write):
+    bad = make_trial(6, seed=1)
+    bad["actions"][2] = np.nan
+    paths = [
+        write(tmp_path / f"{k}.h5", make_trial(5, seed=k), bad, make_trial(4, seed=9 + k))
+        for k in range(3)
+    ]
+    policies = Policies(on_invalid="skip")
+    with pytest.warns(UserWarning, match=r"skipped: 0\.h5: Trial1: .*V20"):
+        one = convert(paths, ROBOHIVE, tmp_path / "one", policies=policies)
+    with pytest.warns(UserWarning, match="skipped"):
+        convert(paths, ROBOHIVE, tmp_path / "several", policies=policies, workers=2)
+    assert one.episode_table["episode"].tolist() == [0, 2] * 3
+    assert content(tmp_path / "one") == content(tmp_path / "several")
+
+
+def test_error_of_a_worker_is_the_error(tmp_path, files, write):
+    bad = make_trial(6)
+    bad["actions"][2] = np.nan
+    path = write(tmp_path / "z.h5", bad)
+    before = multiprocessing.active_children()
+    with pytest.raises(CorpusError, match=r"z\.h5: Trial0/actions, record 2: .*V20"):
+        convert([*files, path], ROBOHIVE, tmp_path / "data", workers=2)
+    assert not (tmp_path / "data").exists()
+    assert multiprocessing.active_children() == before
+
+
+def test_field_that_a_worker_finds_unusable_is_left_out_everywhere(tmp_path, write):
+    aliased = make_trial(5, seed=1)
+    for name, values in aliased["env_infos"]["obs_dict"].items():
+        aliased["env_infos"]["obs_dict"][name] = np.broadcast_to(values[-1:], values.shape)
+    paths = [write(tmp_path / "a.h5", make_trial(4)), write(tmp_path / "b.h5", aliased)]
+    with pytest.warns(UserWarning, match="logged by reference"):
+        data = convert(paths, ROBOHIVE, tmp_path / "data", workers=2)
+    assert not [key for key in data.published.columns if "info" in key]
+
+
+def test_worker_that_is_killed_leaves_nothing(tmp_path, files, monkeypatch):
+    def die(self: RowWriter) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(RowWriter, "finish", die)
+    with pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"):
+        convert(files, ROBOHIVE, tmp_path / "data", workers=2)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".h5") == [".data.lock"]
+
+
+def test_no_worker_is_refused(tmp_path, files):
+    with pytest.raises(ValueError, match="workers >= 1, got 0"):
+        convert(files, ROBOHIVE, tmp_path / "data", workers=0)

@@ -1,0 +1,152 @@
+"""Values that are not stored as numbers, and fields and alignments as they are declared."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import (
+    ARRIVALS,
+    FINAL_STATE,
+    STATE_RECORDS,
+    STEPS,
+    Alignment,
+    Field,
+    Groups,
+    Layout,
+    Segments,
+)
+from replaykit.datasets.engine.decoding import Preceded, Text
+from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.layout import Facts
+from replaykit.datasets.engine.plan import Episode
+from replaykit.datasets.engine.runs import Runs
+from replaykit.errors import CorpusError
+
+
+def test_text_is_its_bytes_with_zeros_behind(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["t"] = ["a", "", "\u00e9x"]
+        file["fixed"] = np.array([b"ab", b"c"])
+    with open_h5(tmp_path / "a.h5") as file:
+        found = Text(4).read(file, "t", 1, 3)
+        assert found.tolist() == [[0, 0, 0, 0], [0xC3, 0xA9, ord("x"), 0]]
+        assert Text(2).read(file, "fixed", 0, 2).tolist() == [[97, 98], [99, 0]]
+        with pytest.raises(CorpusError, match=r"a\.h5: t, record 2: .*3 bytes, expected at most 2"):
+            Text(2).read(file, "t", 0, 3)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (0, 1), (1, 4), (2, 3), (0, 0)])
+def test_first_record_that_lies_apart_comes_first(tmp_path, start, stop):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["e/states/x"], file["e/initial/x"] = np.arange(1, 4), np.array([0])
+        file["e/initial/y"] = np.zeros((1, 2))
+        file["e/states/y"] = np.zeros((3, 3))
+    with open_h5(tmp_path / "a.h5") as file:
+        found = Preceded("states", "initial").read(file, "e/states/x", start, stop)
+        assert found.tolist() == list(range(4))[start:stop]
+        with pytest.raises(CorpusError, match=r"e/initial/y: has records of shape \[2\]"):
+            Preceded("states", "initial").read(file, "e/states/y", 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("alignment", "lost", "is_open"),
+    [(STATE_RECORDS, 1, False), (FINAL_STATE, 0, False), (STEPS, 1, True), (ARRIVALS, 1, False)],
+)
+def test_rows_follow_from_the_alignment(alignment, lost, is_open):
+    fields = (
+        Field("o", "observation", ("observation",), ("next", "observation")),
+        Field("a", "action", before=("action",)),
+        Field("r", "reward", after=("next", "reward")),
+    )
+    layout = Layout(
+        name="x", version=1, episodes=Groups("e"), alignment=alignment, clock="a", fields=fields
+    )
+    assert (layout.lost, layout.is_open) == (lost, is_open)
+
+
+def test_successor_makes_every_step_a_row():
+    fields = (
+        Field("o", "observation", before=("observation",)),
+        Field("n", "observation", after=("next", "observation"), moment="successor"),
+        Field("a", "action", before=("action",)),
+    )
+    layout = Layout(
+        name="x", version=1, episodes=Segments(), alignment=STEPS, clock="a", fields=fields
+    )
+    assert (layout.lost, layout.is_open) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "observatoin"), r"'x': expected role as one of \('observation', "),
+        (
+            ("x", "info", ("info",), None, False, True, False, "tomorrow"),
+            "expected moment as one of",
+        ),
+        (
+            ("x", "info", ("info",), None, False, True, False, "successor"),
+            "a successor has the key",
+        ),
+    ],
+)
+def test_field_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Field(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "path", "key"),
+    [
+        (Field("a", "info", ("k",)), "a", ("k",)),
+        (Field("a/", "info", ("k",)), "a/b/c", ("k", "b", "c")),
+        (Field("a", "info", ("k",), nested=True), "a", ("k",)),
+        (Field("a", "info", ("k",), nested=True), "a/b", ("k", "b")),
+        (Field("/", "info", ("k",)), "a/b", ("k", "a", "b")),
+        (Field(("a", "b"), "info", ("k",)), "b", ("k",)),
+    ],
+)
+def test_keys_of_what_a_field_covers(field, path, key):
+    assert field.covers(path)
+    assert [target.key for target in field.targets(FINAL_STATE, path)] == [key]
+    assert not field.covers("ab") or field.source == "/"
+
+
+def test_alignment_of_ones_own():
+    own = Alignment("own", extra=2, action=1, outcome=0)
+    field = Field("o", "observation", ("observation",), ("next", "observation"), shift=1)
+    assert field.extra(own) == 2
+    assert [target.offset for target in field.targets(own, "o")] == [1, 2]
+    assert Field("a", "action", ("action",)).targets(own, "a")[0].offset == 1
+
+
+def episode(base: int, records: int, rows: int, start: int, is_open: bool = False) -> Episode:
+    return Episode(0, "", 0, base, records, rows, start, is_open, False, Facts())
+
+
+def test_runs_take_each_row_to_its_record():
+    """Against a plain loop, over blocks of every size."""
+    episodes = [
+        episode(0, 4, 4, 0, True),
+        episode(4, 1, 1, 4, True),
+        episode(6, 3, 2, 5),
+        episode(9, 2, 1, 7),
+    ]
+    for offset, is_after in ((0, False), (1, True), (0, True)):
+        expected = [
+            (e.start + t, min(e.base + offset + t, e.base + e.records - 1) if e.is_open and is_after
+             else e.base + offset + t)
+            for e in episodes for t in range(e.rows)
+        ]  # fmt: skip
+        runs = Runs.of(episodes, Target(("k",), offset, is_after))
+        for step in range(1, 13):
+            found = [
+                (row + i, record + i)
+                for start in range(0, 12, step)
+                for row, record, count in runs.within(start, start + step)
+                for i in range(count)
+            ]
+            assert found == expected, (offset, is_after, step)

@@ -1,0 +1,251 @@
+"""What a caller decides: casts, keys, columns that say nothing of their own, and what is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, Policies, convert
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.publish import verify_published
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import make_trial
+
+ARM = Layout(
+    name="arm",
+    version=1,
+    episodes=Groups("run", having=("torque",)),
+    alignment=FINAL_STATE,
+    clock="torque",
+    fields=(
+        Field("joints", "observation", ("observation",), ("next", "observation")),
+        Field("torque", "action", before=("action",)),
+        Field("score", "reward", after=("next", "reward"), column=True),
+        Field("log/", "info", ("info",), ("next", "info"), required=False),
+    ),
+)
+
+
+def write(path, *runs, **logs):
+    with h5py.File(path, "w") as file:
+        for number, steps in enumerate(runs):
+            draw = np.random.default_rng(number)
+            file[f"run{number}/joints"] = draw.normal(size=(steps + 1, 2))
+            file[f"run{number}/torque"] = draw.normal(size=(steps, 1)).astype(np.float32)
+            file[f"run{number}/score"] = np.arange(steps)
+            for name, make in logs.items():
+                file[f"run{number}/log/{name}"] = make(number, steps + 1)
+    return path
+
+
+def run(tmp_path, path, **policies):
+    return convert(path, ARM, tmp_path / "data", policies=Policies(**policies))
+
+
+def test_casts_are_to_the_nearest_value_and_noted(tmp_path):
+    path = write(tmp_path / "a.h5", 4, 3)
+    data = run(tmp_path, path, casts={"float64": "float32", "int64": np.float64})
+    rows = data[:]
+    with h5py.File(path) as file:
+        joints = np.concatenate([file[f"run{k}/joints"][:-1] for k in range(2)])
+    assert rows["observation"].dtype == torch.float32
+    np.testing.assert_array_equal(rows["observation"], joints.astype(np.float32))
+    assert rows["action"].dtype == torch.float32
+    assert rows["next", "reward"].dtype == torch.float64
+    facts = {array.key: array.facts for array in data.published.manifest.arrays}
+    assert facts["observation",]["source_dtype"] == "float64"
+    assert "source_dtype" not in facts["action",]
+
+
+@pytest.mark.parametrize(("value", "target"), [(1e300, "float32"), (300, "uint8"), (0.5, "int32")])
+def test_value_that_does_not_fit_is_an_error(tmp_path, value, target):
+    path = write(tmp_path / "a.h5", 4, 3)
+    with h5py.File(path, "a") as file:
+        file["run1/joints"][2, 1] = value
+        source = file["run1/joints"].dtype.name
+        if target == "uint8":
+            file["run0/joints"][...] = 0
+            file["run1/joints"][...] = 0
+            file["run1/joints"][2, 1] = value
+    with pytest.raises(
+        CorpusError,
+        match=rf"run1/joints, record \d: .*does not fit {target}.*V10|"
+        rf"run0/joints, record 0: .*does not fit {target}",
+    ):
+        run(tmp_path, path, casts={source: target})
+
+
+def test_include_and_exclude_take_keys_with_all_below(tmp_path):
+    logs = {"x": lambda k, n: np.arange(n), "y": lambda k, n: np.arange(n) * 2}
+    path = write(tmp_path / "a.h5", 4, **logs)
+    always = {"done", "terminated", "truncated", "episode", "seed", "next"}
+    data = run(tmp_path, path, exclude=["info", ("next", "info", "y")])
+    assert set(data[:].keys()) == always | {"observation", "action"}
+    assert set(data[:]["next", "info"].keys()) == {"x"}
+    policies = Policies(include=["observation", ("next", "reward")])
+    data = convert(path, ARM, tmp_path / "less", policies=policies)
+    assert set(data[:].keys()) == always | {"observation"}
+    assert set(data[:]["next"].keys()) == {"reward", "done", "terminated", "truncated"}
+
+
+def test_columns_that_say_nothing_are_dropped_and_recorded(tmp_path):
+    """V13, N38: by all episodes, and never what is not an info."""
+    logs = {
+        "mass": lambda k, n: np.full((n, 2), 1.5),
+        "index": lambda k, n: np.arange(n),
+        "same": lambda k, n: np.arange(n),
+        "once_same": lambda k, n: np.arange(n) + k,
+        "phase": lambda k, n: np.full(n, 2 * k + 1),
+    }
+    path = write(tmp_path / "a.h5", 4, 3, **logs)
+    with h5py.File(path, "a") as file:
+        for k in range(2):
+            file[f"run{k}/score"][...] = 0
+    data = run(tmp_path, path, constant="drop", duplicate="drop")
+    rows = data[:]
+    assert set(rows["info"].keys()) == {"index", "once_same", "phase"}
+    assert set(rows["next", "info"].keys()) == {"index", "once_same"}
+    assert not rows["next", "reward"].any()
+    removed = {tuple(e["key"]): e for e in data.published.manifest.report["removed"]}
+    assert removed["info", "mass"]["value"] == [1.5, 1.5]
+    assert removed["info", "same"]["same_as"] == ["info", "index"]
+    assert removed["next", "info", "phase"]["same_as"] == ["info", "phase"]
+    assert len(removed) == 5
+    verify_published(tmp_path / "data")
+    loaded = TensorDict.load_memmap(tmp_path / "data")
+    assert set(loaded["info"].keys()) == {"index", "once_same", "phase"}
+    assert (loaded == rows).all()
+
+
+def test_what_is_kept_by_default(tmp_path):
+    logs = {"mass": lambda k, n: np.full(n, 1.5), "void": lambda k, n: np.full(n, np.nan)}
+    path = write(tmp_path / "a.h5", 4, 3, **logs)
+    with pytest.warns(UserWarning, match="log/void: it is NaN throughout"):
+        assert set(run(tmp_path, path)[:]["info"].keys()) == {"mass"}
+    data = convert(path, ARM, tmp_path / "all", policies=Policies(all_nan="keep"))
+    assert set(data[:]["info"].keys()) == {"mass", "void"}
+    assert data[:]["info", "void"].isnan().all()
+
+
+def test_datasets_without_a_field_are_reported_or_refused(tmp_path):
+    path = write(tmp_path / "a.h5", 4)
+    with h5py.File(path, "a") as file:
+        file["run0/camera"] = np.zeros((5, 2))
+    with pytest.warns(UserWarning, match="camera: it is no part of the layout 'arm'"):
+        run(tmp_path, path)
+    with pytest.raises(CorpusError, match=r"run0/camera: it is no part of the layout 'arm'.*V10"):
+        convert(path, ARM, tmp_path / "strict", policies=Policies(extra="error"))
+
+
+def test_optional_keys_that_are_missing(tmp_path):
+    path = write(tmp_path / "a.h5", 4, 3)
+    with h5py.File(path, "a") as file:
+        file["run1/log/late"] = np.arange(4.0)
+    with pytest.warns(UserWarning, match="log/late: missing from 1 of 2 episodes"):
+        run(tmp_path, path)
+    with pytest.raises(CorpusError, match=r"run0/log/late: the key is missing, but .*run1 has it"):
+        convert(path, ARM, tmp_path / "strict", policies=Policies(missing="error"))
+    data = convert(path, ARM, tmp_path / "padded", policies=Policies(missing="pad"))
+    assert data[:]["info", "late"].tolist() == [0, 0, 0, 0, 0, 1, 2]
+    assert data[:]["next", "info", "late"].tolist() == [0, 0, 0, 0, 1, 2, 3]
+    assert data[:]["present", "info", "late"].tolist() == [False] * 4 + [True] * 3
+
+
+def test_statistics_are_those_of_the_columns(tmp_path, quietly):
+    trials = [make_trial(40 + k, seed=k) for k in range(3)]
+    for k, trial in enumerate(trials):
+        records = 40 + k
+        image = np.random.default_rng(k).integers(0, 256, (records, 9, 8, 3), np.uint8)
+        half = np.where(np.arange(records) % 3, np.nan, 1e6 + np.arange(records))
+        infinite = np.where(np.arange(records) == 5, np.inf, 1.0)
+        trial["env_infos"] |= {"image": image, "half": half, "infinite": infinite}
+        trial["env_infos"]["small"] = np.arange(records, dtype=np.int8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for k, trial in enumerate(trials):
+            actions = np.concatenate([trial["actions"], np.full((1, 2), np.nan)])
+            flat = {**trial, "actions": actions[: len(trial["observations"])]}
+            infos = flat.pop("env_infos")
+            for name, value in flat.items():
+                if isinstance(value, np.ndarray):
+                    file[f"Trial{k}/{name}"] = value
+            for name in ("image", "half", "infinite", "small"):
+                file[f"Trial{k}/env_infos/{name}"] = infos[name]
+    found = quietly(tmp_path / "data", tmp_path / "a.h5")
+    for array in found.manifest.arrays:
+        values = found.columns[array.key].numpy().astype(np.float64)
+        said = array.facts["statistics"]
+        known = values[~np.isnan(values)]
+        assert said["nan"] == np.isnan(values).sum()
+        if np.isinf(known).any():
+            assert (said["max"], said["mean"], said["min"]) == (None, None, known.min())
+            continue
+        assert (said["min"], said["max"]) == (known.min(), known.max()), array.key
+        np.testing.assert_allclose(said["mean"], known.mean(), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(said["std"], known.std(), rtol=1e-9, atol=1e-12)
+    json.loads((tmp_path / "data/manifest.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_same_files_layout_and_policies_are_converted_once(tmp_path):
+    path = write(tmp_path / "a.h5", 4)
+    first = run(tmp_path, path)
+    made = first.published.manifest.made
+    assert run(tmp_path, path).published.manifest.made == made
+    with pytest.raises(RuntimeError, match="whose policies is"):
+        run(tmp_path, path, casts={"float64": "float32"})
+    write(path, 5)
+    with pytest.raises(RuntimeError, match="whose files is"):
+        run(tmp_path, path)
+    assert len(convert(path, ARM, tmp_path / "data", force=True)) == 5
+
+
+def test_folder_is_searched_and_an_empty_one_is_refused(tmp_path):
+    (tmp_path / "in/deep").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"no file below it ends in \.h5"):
+        convert(tmp_path / "in", ARM, tmp_path / "data")
+    write(tmp_path / "in/deep/b.hdf5", 3)
+    write(tmp_path / "in/a.h5", 2)
+    (tmp_path / "in/notes.txt").write_text("no corpus")
+    data = convert(tmp_path / "in", ARM, tmp_path / "data")
+    names = [file["name"] for file in data.published.manifest.source["files"]]
+    assert names == ["a.h5", "deep/b.hdf5"]
+    assert data.episode_table["length"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"constant": "maybe"}, r"constant as one of \('keep', 'drop'\), got 'maybe'"),
+        ({"on_invalid": "ignore"}, "on_invalid as one of"),
+        ({"casts": {"float64": "text"}}, "casts from NumPy dtypes to dtypes of torch"),
+        ({"casts": {"float64": "datetime64[s]"}}, "casts from NumPy dtypes to dtypes of torch"),
+        ({"exclude": "info"}, "exclude as a list of keys, got 'info'"),
+        ({"include": [()]}, "include as a list of keys"),
+        ({"exclude": [("next", "done")]}, "exclude without flags and ids"),
+    ],
+)
+def test_other_policies_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Policies(**arguments)
+
+
+def test_two_fields_of_one_column_are_refused(tmp_path):
+    path = write(tmp_path / "a.h5", 4, z=lambda k, n: np.arange(n))
+    twice = (*ARM.fields, Field("log/z", "info", before=("action",)))
+    layout = replace(ARM, fields=(twice[-1], *twice[:-1]))
+    with pytest.raises(CorpusError, match=r"layout 'arm': two of its fields fill .*'action'"):
+        convert(path, layout, tmp_path / "data")
+
+
+def test_rules_are_in_the_manifest(tmp_path, quietly, write_source):
+    found = quietly(tmp_path / "data", write_source(tmp_path / "a.h5"))
+    rules = found.manifest.report["rules"]
+    assert rules["alignment"] == {
+        "name": "state-records", "known": True, "extra": 0, "action": 0, "outcome": 1,
+    }  # fmt: skip
+    assert [field["source"] for field in rules["fields"]] == [f.name for f in ROBOHIVE.fields]

@@ -1,0 +1,118 @@
+"""Episodes that are chosen: by a name, a range, positions, or a look at the table."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from replaykit import SliceSampler
+from replaykit.datasets import RobosetExperienceReplay, convert
+from replaykit.datasets import open as open_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.testing.robohive import make_trial
+
+ID = "DAPG(human)/pen_v2d-v1"
+
+
+@pytest.fixture
+def data(tmp_path, write):
+    """Episodes of 3, 5, 2 and 4 rows in two files."""
+    trials = [make_trial(n + 1, seed=k, terminated=k % 2 == 0) for k, n in enumerate((3, 5, 2, 4))]
+    files = [write(tmp_path / "a.h5", *trials[:2]), write(tmp_path / "b.h5", *trials[2:])]
+    return convert(files, ROBOHIVE, tmp_path / "data")
+
+
+CHOICES = {
+    "range": ({"split": "1:3"}, [1, 2]),
+    "open range": ({"split": "2:"}, [2, 3]),
+    "slice": ({"episodes": slice(0, 2)}, [0, 1]),
+    "steps": ({"episodes": slice(None, None, 2)}, [0, 2]),
+    "positions": ({"episodes": [3, 0, 3]}, [0, 3]),
+    "tensor": ({"episodes": torch.tensor([1, 3])}, [1, 3]),
+    "predicate": ({"episodes": lambda table: table["length"] > 2}, [0, 1, 3]),
+    "both": ({"split": "1:", "episodes": lambda table: table["terminated"]}, [2]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_rows_are_those_of_the_chosen_episodes(tmp_path, data, name):
+    arguments, positions = CHOICES[name]
+    some = open_dataset(tmp_path / "data", **arguments)
+    table = data.episode_table
+    rows = torch.cat(
+        [torch.arange(table["start"][e], table["start"][e] + table["length"][e]) for e in positions]
+    )
+    assert (some[:] == data[:][rows]).all()
+    assert some.episode_table["digest"].tolist() == table["digest"][positions].tolist()
+    starts, lengths = some.episode_table["start"], some.episode_table["length"]
+    assert starts.tolist() == [0, *np.cumsum(lengths.numpy())[:-1].tolist()]
+    ends = some[:]["next", "done"].nonzero()[:, 0]
+    assert ends.tolist() == (starts + lengths - 1).tolist()
+    again = pickle.loads(pickle.dumps(some.storage))
+    assert (again[:] == some[:]).all()
+    assert again.episode_table["start"].tolist() == starts.tolist()
+
+
+def test_episodes_that_follow_one_another_are_mapped(tmp_path, data):
+    """S4: no copy; what is chosen lies inside the mapped column."""
+    some = open_dataset(tmp_path / "data", split="1:3")
+    column = some.published.columns["observation",]
+    address, row_bytes = column.data_ptr(), column[0].nbytes
+    assert some.storage.column("observation").data_ptr() == address + 3 * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "train"}, "split as a range such as '0:100', got 'train'"),
+        ({"split": "4:"}, "to choose some of 4 episodes, got none"),
+        ({"episodes": [4]}, "episodes as positions below 4, got 4"),
+        ({"episodes": [-1]}, "episodes as positions below 4, got -1"),
+        ({"episodes": [0.5]}, "episodes as positions, got torch.float32"),
+        ({"episodes": lambda table: table["length"]}, r"return bool \[4\], got torch.int64"),
+        ({"episodes": lambda table: torch.ones(3, dtype=torch.bool)}, r"bool \[4\], .*\[3\]"),
+    ],
+)
+def test_choice_of_what_is_not_there_is_refused(tmp_path, data, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        open_dataset(tmp_path / "data", **arguments)
+
+
+def test_windows_of_chosen_episodes_stay_in_one(tmp_path, data):
+    sampler = SliceSampler(slice_len=2)
+    generator = torch.Generator().manual_seed(0)
+    some = open_dataset(
+        tmp_path / "data", 40, episodes=[0, 3], sampler=sampler, generator=generator
+    )
+    pairs = some.sample().view(-1, 2)
+    assert (pairs["episode"][:, 0] == pairs["episode"][:, 1]).all()
+    assert (pairs["seed"][:, 0] == pairs["seed"][:, 1]).all()
+    assert set(pairs["seed"].flatten().tolist()) == {0, 1}
+
+
+def test_class_chooses_too_flat_and_split(tmp_path, data):
+    files = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    options = {"root": tmp_path / "root", "source": files, "episodes": [1, 3]}
+    flat = RobosetExperienceReplay(ID, 2, **options)
+    assert len(flat) == 9
+    padded = RobosetExperienceReplay(ID, 2, split_trajs=True, **options)
+    assert padded[:].shape == (2, 5)
+    assert padded[:]["mask"].sum(1).tolist() == [5, 4]
+    kept = flat[:]["next", "reward"]
+    assert torch.equal(padded[:]["next", "reward"][padded[:]["mask"]], kept)
+
+
+def test_files_of_ones_own_are_not_taken_for_others(tmp_path, data):
+    """P8: another set of files, or those of the Hub, is never served silently."""
+    one, two = tmp_path / "a.h5", tmp_path / "b.h5"
+    mine = RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=one)
+    assert len(mine) == 8
+    assert len(RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=[one])) == 8
+    for options in ({"source": two}, {"download": False}):
+        with pytest.raises(RuntimeError, match="holds a data set whose source is"):
+            RobosetExperienceReplay(ID, 2, root=tmp_path / "root", **options)
+    forced = RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=two, download="force")
+    assert len(forced) == 6
