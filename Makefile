@@ -18,10 +18,10 @@ test: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) -m "not long"
 
 # The same suite with what takes the place of the compiled core where it is missing; without what
-# kills processes, which does not ask for the core.
+# kills processes, and what converts corpora, neither of which asks for the core.
 test-torch: $(STAMP)
 	REPLAYKIT_NATIVE=0 $(PY) -m pytest -n $(JOBS) -m "not long" --ignore=tests/crash \
-	  --ignore=tests/benchmarks
+	  --ignore=tests/benchmarks --ignore=tests/datasets
 
 test-long: $(STAMP)
 	$(PY) -m pytest -n $(JOBS)
