@@ -252,17 +252,19 @@ def _write_rows(
 
 
 class _Staging:
-    """Memory for rows on their way to a file, taken once."""
+    """Memory for rows on their way to a file, taken once: one part is filled while the other one
+    is written."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def rows(self, frozen: FrozenRows, name: str, count: int) -> torch.Tensor:
-        """Room for rows of a tensor."""
+        """Room for rows of a tensor, until the second call after this one."""
         tensor, nbytes = frozen.tensors[name].tensor, count * frozen.row_bytes[name]
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._memory[:nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
+        self._memory.reverse()
+        if len(self._memory[0]) < nbytes:
+            self._memory[0] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._memory[0][:nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
 
 
 def _record(
