@@ -6,9 +6,10 @@ and as the next one of the step that led to it. What they share is read through 
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 from typing import Final
+
+from replaykit.native import crc32
 
 __all__ = ["LEAST_SHARED", "crc32_of_parts", "joined_crc32"]
 
@@ -47,10 +48,10 @@ def crc32_of_parts(block: memoryview, start: int, shared: tuple[int, int, int] |
         shared: first byte, byte after the last, and CRC-32 of a part of the block; or ``None``.
     """
     if shared is None:
-        return zlib.crc32(block, start)
+        return crc32(block, start)
     first, stop, known = shared
-    start = zlib.crc32(block[:first], start)
-    return zlib.crc32(block[stop:], joined_crc32(start, known, stop - first))
+    start = crc32(block[:first], start)
+    return crc32(block[stop:], joined_crc32(start, known, stop - first))
 
 
 @lru_cache(maxsize=64)

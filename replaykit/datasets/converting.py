@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +41,8 @@ def convert(
     Args:
         files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
             ``.hdf``). The order of rows is that of the paths.
-        layout: how the files are laid out; see `Layout`.
+        layout: how the files are laid out; see `Layout`. What its parts are must show in their
+            ``repr``, as it does for dataclasses.
         dest: directory of the data set.
         policies: what is done with keys, dtypes and episodes that are not as one would wish.
         workers: how many processes convert at once, each a file; the result does not depend on
@@ -83,6 +85,7 @@ def convert(
     identity: dict[str, Any] = {
         "files": hashlib.sha256(listed.encode()).hexdigest(),
         "policies": options.policies.to_json(),
+        "rules": _digest(layout),
     }
     published = ensure_dataset(
         dest,
@@ -115,6 +118,14 @@ def local_sources(files: Files, *, natural: bool = False) -> Sources:
         FileNotFoundError: a file is not there, or a directory holds none.
     """
     return Sources.local(_paths(files), natural=natural)
+
+
+def _digest(layout: Layout) -> str:
+    """Returns a digest of what a layout says by its attributes: not everybody who changes a layout
+    raises its version."""
+    # What says nothing of itself has an address, which is another one in every process.
+    said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(layout))
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def listing_of(files: Files) -> str:

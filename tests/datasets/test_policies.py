@@ -198,6 +198,9 @@ def test_same_files_layout_and_policies_are_converted_once(tmp_path):
     assert run(tmp_path, path).published.manifest.made == made
     with pytest.raises(RuntimeError, match="whose policies is"):
         run(tmp_path, path, casts={"float64": "float32"})
+    held = (*ARM.fields, Field("fallen", "terminated", held=True, required=False))
+    with pytest.raises(RuntimeError, match="whose rules is"):  # of the same name and version
+        convert(path, replace(ARM, fields=held), tmp_path / "data")
     write(path, 5)
     with pytest.raises(RuntimeError, match="whose files is"):
         run(tmp_path, path)

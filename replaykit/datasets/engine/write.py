@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -26,6 +25,7 @@ from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.episode_table import EPISODE_FIELDS
 from replaykit.datasets.sources import SourceFile
 from replaykit.errors import CorpusError
+from replaykit.native import crc32
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = ["RowWriter"]
@@ -398,7 +398,7 @@ def _shared(
     count = stop - first
     if len(runs) < 2 or count < 1 or count * block[:1].nbytes < LEAST_SHARED:
         return (first, stop), None
-    return (first, stop), zlib.crc32(_bytes(block[first - start : stop - start]))
+    return (first, stop), crc32(_bytes(block[first - start : stop - start]))
 
 
 def _bytes(block: npt.NDArray[Any]) -> memoryview:
