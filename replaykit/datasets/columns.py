@@ -114,6 +114,10 @@ class ColumnFile:
         self._stop = self.nbytes
         self._written = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Its threads stay where they are.
+        return {**self.__dict__, "early_sync": None}
+
     def write(
         self,
         position: int,

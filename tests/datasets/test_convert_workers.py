@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,15 @@ def content(root: Path) -> dict[str, bytes]:
     return {**found, "manifest": json.dumps(manifest).encode()}
 
 
+@pytest.fixture(autouse=True)
+def method() -> Iterator[Callable[[str], None]]:
+    """Processes are forked, whatever others have made the default; or as the test says."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield lambda name: multiprocessing.set_start_method(name, force=True)
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.fixture
 def files(tmp_path, write):
     """Five files of different sizes; one has odd times, one a trial without a row."""
@@ -41,9 +51,12 @@ def files(tmp_path, write):
     return [write(tmp_path / f"{k}.h5", *each) for k, each in enumerate(trials)]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 9])
-def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, workers):
+@pytest.mark.parametrize(
+    ("workers", "start"), [(2, "fork"), (3, "fork"), (9, "fork"), (2, "spawn"), (2, "forkserver")]
+)
+def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, workers, start, method):
     """V62, N35: byte for byte, and the manifest but for when and where it was made."""
+    method(start)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         one = convert(files, ROBOHIVE, tmp_path / "one")

@@ -162,7 +162,7 @@ def _write_file(
     parts = {key: column.part(start, stop) for key, column in columns.items()}
     if advance is None:
         for part in parts.values():
-            part.early_sync = None  # its thread is in the process that this one was forked from
+            part.early_sync = None  # its threads are in the process that started this one
     notes = Notes()
     memory: dict[str, Any] = {}
     judge = Judge(on_invalid, notes)
