@@ -39,10 +39,6 @@ PAGE_BYTES = 16 * 2**10
 PAGED_BYTES = 2**20
 """Tensors from this size on lie page by page; for smaller ones it would be mostly padding."""
 _BLOCK_BYTES = 8 * 2**20
-_DIRECT_BYTES = 2**20
-"""Blocks from this size on are written from where they lie, if they begin at a page of the file."""
-_WRITTEN_UNIT = 4096
-"""What is written of such a block is a multiple of this: the rest is gathered."""
 
 
 class ChunkWriter:
@@ -84,8 +80,6 @@ class ChunkWriter:
         self._writing: Future[tuple[int, int | None]] | None = None
         self._sums = False
         """Whether the checksum of what is being written was made here."""
-        self._lent = False
-        """Whether what is being written is the caller's memory."""
 
     def write(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Appends a tensor; returns its record: dtype, shape, and pieces ``[file, offset, rows]``.
@@ -116,8 +110,7 @@ class ChunkWriter:
         """Appends rows; returns where they lie: at least one piece.
 
         Args:
-            blocks: gives the bytes of the rows from one to before another, in turn. They are read
-                until the second one after them is asked for, or another file is begun.
+            blocks: gives the bytes of the rows from one to before another, in turn.
             first: number of the first row.
             granule: rows that are not divided between two files, counted from the first one.
             paged: whether they lie in files as in the tensor, modulo a page.
@@ -167,15 +160,6 @@ class ChunkWriter:
         assert self._open is not None
         record = self.files[self._name]
         view = memoryview(data).cast("B")
-        if len(view) >= _DIRECT_BYTES and record["size"] % _WRITTEN_UNIT == 0:
-            whole = len(view) - len(view) % _WRITTEN_UNIT
-            self._flush()
-            self._submit(view[:whole])
-            self._lent = True
-            record["size"] += whole
-            view = view[whole:]
-        elif self._lent and len(view):
-            self._written()
         record["size"] += len(view)
         while len(view):
             if not self._gathered:
@@ -188,35 +172,30 @@ class ChunkWriter:
                 self._flush()
 
     def _flush(self) -> None:
-        """Has what was gathered written."""
+        """Has what was gathered written, after what was before; raises what that has met."""
         waiting, self._waiting = self._waiting, 0
+        block, busy = None, self._writing is not None and not self._writing.done()
         if waiting:
-            self._submit(self._gathered[0].data[:waiting])
-            self._gathered.reverse()
-
-    def _submit(self, block: memoryview) -> None:
-        """Has a block written, after what was before; raises what that has met.
-
-        The block is the writer's until the next one is submitted, or ``_written`` has returned.
-        """
-        assert self._open is not None
+            block = self._gathered[0].data[:waiting]
         record = self.files[self._name]
-        busy = self._writing is not None and not self._writing.done()
         if not (busy and self._sums):  # its checksum may be what is waited for
             self._written()
         # Whoever has time for it makes the checksum: this thread, where it has to wait.
         self._sums = busy
-        if busy:
+        if busy and block is not None:
             record["crc32"] = crc32(block, record["crc32"])
         self._written()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "replaykit-save")
-        known = None if busy else record["crc32"]
-        self._writing = self._thread.submit(_write_all, self._open, block, known)
+        if block is not None:
+            assert self._open is not None
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "replaykit-save")
+            self._gathered.reverse()
+            known = None if busy else record["crc32"]
+            self._writing = self._thread.submit(_write_all, self._open, block, known)
 
     def _written(self) -> None:
         """Waits for what is being written."""
-        writing, self._writing, self._lent = self._writing, None, False
+        writing, self._writing = self._writing, None
         if writing is not None:
             file = self.folder / self._name
             with naming(file):

@@ -252,19 +252,17 @@ def _write_rows(
 
 
 class _Staging:
-    """Memory for rows on their way to a file, taken once: one part is filled while the other one
-    is written."""
+    """Memory for rows on their way to a file, taken once."""
 
     def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def rows(self, frozen: FrozenRows, name: str, count: int) -> torch.Tensor:
-        """Room for rows of a tensor, until the second call after this one."""
+        """Room for rows of a tensor."""
         tensor, nbytes = frozen.tensors[name].tensor, count * frozen.row_bytes[name]
-        self._memory.reverse()
-        if len(self._memory[0]) < nbytes:
-            self._memory[0] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._memory[0][:nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._memory[:nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
 
 
 def _record(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -317,57 +314,3 @@ def test_pieces_of_a_large_tensor_lie_as_in_the_tensor_modulo_a_page(
         assert offset % page == start * row % page
         assert not whole or start * row % page == 0
         start += rows
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slow", [False, True])
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    parts=st.lists(
-        st.tuples(st.lists(st.integers(0, 40_000), max_size=6), st.booleans()), max_size=5
-    )
-)
-def test_blocks_are_written_from_memory_that_is_used_again(
-    slow: bool, parts: list[tuple[list[int], bool]], tmp_path_factory: Any
-):
-    """Large blocks are written from where they lie, by a thread: the caller may overwrite one when
-    it is asked for the second one after it."""
-    folder, memory = tmp_path_factory.mktemp("x"), [np.empty(40_000, np.uint8) for _ in range(2)]
-    random = np.random.default_rng(0)
-    expected: list[bytes] = []
-    real = chunks._write_all
-
-    def write(*args: Any) -> Any:
-        if slow:
-            time.sleep(0.002)
-        return real(*args)
-
-    def blocks(sizes: list[int]) -> Iterator[memoryview]:
-        for size in sizes:
-            memory.reverse()
-            memory[0][:] = random.integers(0, 256, len(memory[0]))
-            expected[-1] += memory[0][:size].tobytes()
-            yield memory[0][:size].data
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_DIRECT_BYTES", 5000)
-        patch.setattr(chunks, "_BLOCK_BYTES", 16_384)
-        patch.setattr(chunks, "_write_all", write)
-        writer = ChunkWriter(folder, "x", 100_000)
-        places = []
-        for sizes, paged in parts:
-            expected.append(b"")
-            places += writer.append(
-                1, sum(sizes), lambda a, b, sizes=sizes: blocks(sizes), paged=paged
-            )
-        writer.finish()
-    for piece, content in zip(places, expected, strict=True):
-        written = (folder / piece.file).read_bytes()
-        assert written[piece.offset : piece.offset + len(content)] == content
-    for name, record in writer.files.items():
-        written = (folder / name).read_bytes()
-        assert record == {"size": len(written), "crc32": zlib.crc32(written)}
