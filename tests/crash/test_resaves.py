@@ -75,9 +75,10 @@ def loaded(path, version=None):
 
 path, rounds, chance = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 
-def save_for_ever(live, number):
+def save_for_ever(live, number, says):
     while True:
         live.dumps(path, keep=KEEP)
+        os.write(says, b".")
         number += 1
         play(live, number)
 
@@ -94,14 +95,19 @@ pause = (time.perf_counter() - started) / 3
 states = {0: state(live)}
 seen, kept = set(), 0
 for turn in range(rounds):
-    pids = [forked(lambda: save_for_ever(live, number))]
+    hears, says = os.pipe()
+    pids = [forked(lambda: save_for_ever(live, number, says))]
+    os.close(says)
     if turn % 3 == 0:
         pids.append(forked(load_for_ever))
-    time.sleep(chance.uniform(0, 6 * pause))
+    for _ in range(chance.randrange(4)):
+        assert os.read(hears, 1), "it died before it was killed"
+    time.sleep(chance.uniform(0, 3 * pause))
     chance.shuffle(pids)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "it died before it was killed"
+    os.close(hears)
     buffer, found = loaded(path)
     assert found >= number, (found, number)
     while number < found:

@@ -76,10 +76,11 @@ path = sys.argv[1]
 RANDOM_KILLS = """
 rounds, chance = int(sys.argv[2]), random.Random(int(sys.argv[3]))
 
-def save_for_ever(number):
+def save_for_ever(number, says):
     while True:
         number += 1
         state(number).dumps(path)
+        os.write(says, b".")
 
 started = time.perf_counter()
 for _ in range(3):
@@ -87,10 +88,15 @@ for _ in range(3):
 pause = (time.perf_counter() - started) / 3
 number, seen = 0, set()
 for _ in range(rounds):
-    pid = forked(lambda: save_for_ever(number))
-    time.sleep(chance.uniform(0, 4 * pause))
+    hears, says = os.pipe()
+    pid = forked(lambda: save_for_ever(number, says))
+    os.close(says)
+    for _ in range(chance.randrange(3)):
+        assert os.read(hears, 1), "it died before it was killed"
+    time.sleep(chance.uniform(0, 3 * pause))
     os.kill(pid, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    os.close(hears)
     found = loaded(path)
     assert found >= number
     number = found
