@@ -120,7 +120,7 @@ def test_every_block_size_and_every_worker_gives_the_same(tmp_path, block_bytes)
 
 
 def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly, check_ted):
-    """2.hdf5 comes before 10.hdf5; in the order of bytes, episodes would be put together wrongly."""
+    """2.hdf5 comes before 10.hdf5; in the order of bytes, episodes would be mixed."""
     lengths = (4,) * 12
     values = records(*lengths)
     write(tmp_path / "files", values, *range(3, 36, 3))
