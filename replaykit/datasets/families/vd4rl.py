@@ -110,6 +110,9 @@ class VD4RLLayout(Layout):
         if not clock.shape:
             raise place.at(key=_KIND).error("has no length", "V11")
         for name in _ARRAYS:
+            if leaves[name].problem is not None:
+                text = f"cannot be a column: {leaves[name].problem}"
+                raise place.at(key=name).error(text, "V10")
             if leaves[name].shape[:1] != clock.shape[:1]:
                 shape = list(leaves[name].shape)
                 text = f"has shape {shape}, but {_KIND!r} has {clock.shape[0]} records"
@@ -119,7 +122,7 @@ class VD4RLLayout(Layout):
     def goes_on(self, file: H5File, place: Place) -> bool:
         """Whether the first record of a shard begins no episode; one without records goes on."""
         first = file.read(_KIND, 0, min(1, file.shape(_KIND)[0])).reshape(-1)
-        return not (first.size and np.rint(first[0]) == _FIRST)
+        return not (first.size and np.rint(first.astype(np.float64)[0]) == _FIRST)
 
 
 VD4RL: Final = VD4RLLayout()
