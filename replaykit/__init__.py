@@ -97,7 +97,6 @@ if TYPE_CHECKING:
         MinariExperienceReplay,
         RobomimicExperienceReplay,
         RobosetExperienceReplay,
-        VD4RLExperienceReplay,
     )
     from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 
@@ -176,7 +175,6 @@ __all__ = [
     "TrajectoryTransform",
     "Transform",
     "Transition",
-    "VD4RLExperienceReplay",
     "Writer",
     "__version__",
     "join_trajectories",
@@ -195,7 +193,6 @@ _LAZY = {
     "ManiSkillExperienceReplay": "replaykit.datasets",
     "MinariExperienceReplay": "replaykit.datasets",
     "RobomimicExperienceReplay": "replaykit.datasets",
-    "VD4RLExperienceReplay": "replaykit.datasets",
     "RobosetExperienceReplay": "replaykit.datasets",
     "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
 }

@@ -17,6 +17,7 @@ __all__ = [
     "NotEnoughData",
     "SchemaError",
     "StaleAddress",
+    "UploadError",
 ]
 
 
@@ -50,3 +51,7 @@ class CorpusError(ValueError):
 
 class DownloadError(RuntimeError):
     """A file could not be fetched or did not verify; names repository, commit and path."""
+
+
+class UploadError(RuntimeError):
+    """A data set could not be pushed; names the repository and what to do."""

@@ -22,10 +22,11 @@ from replaykit.datasets.families.catalogue import (
     ManiSkillExperienceReplay,
     MinariExperienceReplay,
     RobomimicExperienceReplay,
-    VD4RLExperienceReplay,
     load_dataset,
 )
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
+from replaykit.datasets.hub_pull import pull
+from replaykit.datasets.hub_push import push
 
 __all__ = [
     "ARRIVALS",
@@ -48,9 +49,10 @@ __all__ = [
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "Segments",
-    "VD4RLExperienceReplay",
     "WholeFile",
     "convert",
     "load_dataset",
     "open",
+    "pull",
+    "push",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +80,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     """Name of the corpus, and of its folder in the cache."""
     layout: ClassVar[Any]
     """How the source files of the corpus are laid out; a `Layout`."""
+    license: ClassVar[str | None] = None
+    """Licence of the data that is fetched, as Hubs abbreviate it; None where there is not one."""
 
     def __init__(
         self,
@@ -140,7 +143,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def _sources(self) -> Sources:
         if self.source is None:
-            return self.sources()
+            found = self.sources()
+            return replace(found, origin={**found.origin, "license": self.license})
         return local_sources(self.source, natural=self.layout.natural_files)
 
     # -- where it lies ------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from replaykit.datasets.hub_cache import HubCache, cache_root, endpoint, is_offline
-from replaykit.datasets.hub_errors import Retry, Subject, offline_error
+from replaykit.datasets.hub_errors import Subject, offline_error
 from replaykit.datasets.hub_listing import HubFile, HubListing, check_repo_id, is_commit
-from replaykit.datasets.hub_transfer import Meter, Progress, collect, metered, run_all
+from replaykit.datasets.retry import Retry
+from replaykit.datasets.transfer import Meter, Progress, collect, metered, run_all
 from replaykit.errors import DownloadError
 
 __all__ = ["HubFile", "HubListing", "Progress", "Retry", "fetch", "list_files"]
@@ -38,6 +39,7 @@ def list_files(
     directory: str,
     suffix: str,
     revision: str = "main",
+    token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> HubListing:
     """Returns the files below a directory of a dataset repository, pinned to one commit.
@@ -51,6 +53,7 @@ def list_files(
         directory: below which the files lie, at any depth; ``""`` for the whole repository.
         suffix: how their names end, ``".h5"``; ``""`` for all.
         revision: branch, tag, or commit id, full or abbreviated.
+        token: for repositories that are not public; by default the client's own.
         retry: how long to go on with a server that fails.
 
     Raises:
@@ -80,7 +83,7 @@ def list_files(
     subject = Subject(repo_id, revision, endpoint())
     if is_offline():
         raise offline_error(subject)
-    api = _client().HfApi(endpoint=subject.endpoint)
+    api = _client().HfApi(endpoint=subject.endpoint, token=token)
     never = threading.Event()
 
     def resolve() -> str:
@@ -114,6 +117,7 @@ def fetch(
     *,
     progress: bool | Callable[[Progress], object] = False,
     max_workers: int = 4,
+    token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> list[Path]:
     """Returns the local paths of all files of a listing, each verified by size and hash.
@@ -129,6 +133,7 @@ def fetch(
         progress: True for a bar on stderr, or a function that is called with a `Progress`, by one
             thread at a time; what it raises ends the fetch and is raised here.
         max_workers: files fetched at once.
+        token: for repositories that are not public; by default the client's own.
         retry: how long to go on with a server that fails.
 
     Raises:
@@ -154,8 +159,8 @@ def fetch(
         cache.require_room(listing.files)
         _require_transport(cache, listing)
     cancel = threading.Event()
-    with metered(listing, progress, cancel) as meter:
-        work = _Fetch(listing, endpoint(), cache, meter, retry, cancel)
+    with metered(listing.files, f"Downloading {listing.repo_id}", progress, cancel) as meter:
+        work = _Fetch(listing, endpoint(), cache, meter, retry, cancel, token)
         one = work.verify if offline else work.obtain
         jobs = [partial(one, file) for file in listing.files]
         try:
@@ -181,6 +186,7 @@ class _Fetch:
     meter: Meter
     retry: Retry
     cancel: threading.Event
+    token: str | None
 
     def verify(self, file: HubFile) -> str | None:
         """Returns what is wrong with a file in the cache, or None; makes no request."""
@@ -224,6 +230,7 @@ class _Fetch:
             cache_dir=self.cache.root,
             endpoint=self.endpoint,
             etag_timeout=_etag_timeout_s(),
+            token=self.token,
             **options,
         )
 

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import email.utils
-import errno
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Event
-from typing import TypeVar
 
+from replaykit.datasets.retry import BUSY, Stalled, is_local, local_error, seconds_to_wait
 from replaykit.errors import DownloadError
 
-__all__ = ["Cancelled", "Retry", "Stalled", "Subject"]
-
-T = TypeVar("T")
-
-# Answers that another try may change; the client itself raises some of them at once.
-_BUSY = (408, 429, 500, 502, 503, 504)
-
-# Faults of this machine: trying again changes nothing, and the caller must see the number.
-_LOCAL = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENAMETOOLONG,
-    errno.ENFILE,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
+__all__ = ["Subject", "offline_error", "refusal"]
 
 
-class Cancelled(Exception):
-    """The fetch was given up elsewhere; its ``__cause__``, if any, says why."""
-
-
-class Stalled(TimeoutError):
-    """Nothing has arrived for as long as we are willing to wait."""
+_LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
 
 @dataclass(frozen=True)
@@ -59,95 +30,64 @@ class Subject:
         what = f"file {self.path!r} of " if self.path is not None else "the listing of "
         return f"{what}{self.repository}, revision {self.revision}"
 
+    def is_transient(self, error: Exception) -> bool:
+        """Whether the same call may succeed a little later."""
+        return _is_transient(error)
 
-@dataclass(frozen=True)
-class Retry:
-    """How long to go on with a Hub that does not answer as it should.
+    def retry_after_s(self, error: Exception) -> float | None:
+        """Returns how long the server asks us to wait, if it says."""
+        return _retry_after_s(error)
 
-    Attributes:
-        attempts: calls of the client in all; it makes several requests in each.
-        first_wait_s: wait before the second call; it doubles from then on.
-        longest_wait_s: no wait is longer. A server that asks for more (``Retry-After``) gets no
-            further call: the error says how long it wants us to stay away.
-        stall_s: longest silence while a repository is being listed.
-
-    Raises:
-        ValueError: fewer than one attempt, or a negative wait.
-
-    Example:
-        >>> from replaykit.datasets.hub_errors import Retry
-        >>> Retry(attempts=1).attempts
-        1
-    """
-
-    attempts: int = 4
-    first_wait_s: float = 1.0
-    longest_wait_s: float = 60.0
-    stall_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts: expected at least 1, got {self.attempts}")
-        if min(self.first_wait_s, self.longest_wait_s, self.stall_s) < 0:
-            raise ValueError(f"expected waits >= 0, got {self}")
-
-    def run(self, call: Callable[[], T], subject: Subject, cancel: Event) -> T:
-        """Returns what ``call`` returns; where it goes on failing, raises what `explain` says."""
-        wait_s = self.first_wait_s
-        for left in reversed(range(self.attempts)):
-            try:
-                return call()
-            except Cancelled:
-                raise
-            except Exception as error:
-                # The client lets exceptions of its HTTP library out: no narrower type will do.
-                asked_s = _retry_after_s(error)
-                pause_s = min(wait_s, self.longest_wait_s) if asked_s is None else asked_s
-                if not left or pause_s > self.longest_wait_s or not is_transient(error):
-                    raise explain(error, subject) from error
-            if cancel.wait(pause_s):
-                raise Cancelled
-            wait_s *= 2
-        raise AssertionError("unreachable: the last attempt returns or raises")
+    def explain(self, error: Exception) -> Exception:
+        """Returns the exception to raise for what the client raised."""
+        return _explain(error, self)
 
 
-def is_transient(error: Exception) -> bool:
-    """Whether the same call may succeed a little later."""
+def _is_transient(error: Exception) -> bool:
     from huggingface_hub import errors as hub
 
     error = _unwrapped(error)
     if isinstance(error, hub.HfHubHTTPError):
-        return _status(error) in _BUSY
+        return _status(error) in BUSY
     lasting = (
         Stalled,
         hub.FileMetadataError,
         hub.LocalEntryNotFoundError,
         hub.OfflineModeIsEnabled,
     )
-    return not (isinstance(error, lasting) or _is_strange_answer(error) or _is_local(error))
+    return not (isinstance(error, lasting) or _is_strange_answer(error) or is_local(error))
 
 
-def explain(error: Exception, subject: Subject) -> Exception:
-    """Returns the exception to raise for what the client raised: what failed and what to do."""
+def refusal(error: Exception, subject: Subject) -> Exception | None:
+    """Returns what to raise where the Hub refuses: no such thing, or no access; else None."""
     from huggingface_hub import errors as hub
 
-    error = _unwrapped(error)
-    where, status = subject.repository, _status(error)
-    login = "log in (`hf auth login`, or set HF_TOKEN)"
+    where = subject.repository
     if isinstance(error, hub.GatedRepoError):
         return PermissionError(
-            f"access to {where} is gated: accept its owner's conditions on its page, then {login}"
+            f"access to {where} is gated: accept its owner's conditions on its page, then {_LOGIN}"
         )
     if isinstance(error, hub.RepositoryNotFoundError):
         return FileNotFoundError(
             f"there is no {where} that you may see: check the id and HF_ENDPOINT; if it is "
-            f"private, {login}"
+            f"private, {_LOGIN}"
         )
     if isinstance(error, hub.RevisionNotFoundError):
         return FileNotFoundError(
             f"there is no revision {subject.revision!r} in {where}: give a branch, a tag or a "
             "commit id that exists there"
         )
+    return None
+
+
+def _explain(error: Exception, subject: Subject) -> Exception:
+    from huggingface_hub import errors as hub
+
+    error = _unwrapped(error)
+    refused = refusal(error, subject)
+    if refused is not None:
+        return refused
+    status = _status(error)
     if isinstance(error, (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError)):
         return offline_error(subject)
     if isinstance(error, hub.EntryNotFoundError):
@@ -156,9 +96,9 @@ def explain(error: Exception, subject: Subject) -> Exception:
             "list it again, or ask its owner"
         )
     if status in (401, 403):
-        return PermissionError(f"access to {subject} was refused (HTTP {status}): {login}")
-    if _is_local(error):
-        return _local_error(error, subject)
+        return PermissionError(f"access to {subject} was refused (HTTP {status}): {_LOGIN}")
+    if is_local(error):
+        return local_error(error, subject, "set HF_HUB_CACHE to a directory that can take it")
     return DownloadError(f"could not fetch {subject}: {_reason(error, status)}")
 
 
@@ -203,19 +143,6 @@ def _unwrapped(error: Exception) -> Exception:
     return error
 
 
-def _local_error(error: Exception, subject: Subject) -> OSError:
-    assert isinstance(error, OSError)
-    remedy = "free some space, or set HF_HUB_CACHE to a directory that can take it"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        remedy = "close some, or raise the limit (`ulimit -n`)"
-    said = f"could not store {subject}: {error.strerror}; {remedy}"
-    return OSError(error.errno, said, error.filename)
-
-
-def _is_local(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in _LOCAL
-
-
 def _is_strange_answer(error: Exception) -> bool:
     """Whether the answer could not be read: a web page where JSON was due, missing fields."""
     return isinstance(error, (ValueError, KeyError, TypeError))
@@ -232,12 +159,5 @@ def _status(error: Exception) -> int | None:
 
 
 def _retry_after_s(error: Exception) -> float | None:
-    """Returns how long the server asks us to wait: ``Retry-After`` as seconds or as a date."""
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
-    value = str(headers.get("Retry-After", "")).strip()
-    if value.isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
+    response = getattr(error, "response", None)
+    return seconds_to_wait(getattr(response, "headers", None) or {})

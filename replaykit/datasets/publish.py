@@ -103,7 +103,7 @@ def remove_published(path: str | Path) -> None:
 
 def ensure_published(
     path: str | Path,
-    build: Callable[[Path], Manifest],
+    build: Callable[[Path], Manifest | bytes],
     *,
     force: bool = False,
     identity: Mapping[str, Any] | None = None,
@@ -116,8 +116,8 @@ def ensure_published(
 
     Args:
         path: where the data set is, or will be.
-        build: fills the empty directory that it is given and returns the manifest. Whatever it
-            raises is raised here, and nothing has changed.
+        build: fills the empty directory that it is given and returns the manifest, or its text.
+            Whatever it raises is raised here, and nothing has changed.
         force: build even where there is a data set, or something that is none; that is replaced
             in one step when the new one is complete, and kept if anything fails.
         identity: as for `open_published`.
@@ -144,7 +144,7 @@ def ensure_published(
         return open_published(target)
 
 
-def publish(target: Path, build: Callable[[Path], Manifest]) -> None:
+def publish(target: Path, build: Callable[[Path], Manifest | bytes]) -> None:
     """Builds beside the target, then puts the result in its place. The caller holds the lock.
 
     Raises:
@@ -154,7 +154,7 @@ def publish(target: Path, build: Callable[[Path], Manifest]) -> None:
         manifest = build(directory)
         (directory / _HELD_BACK).rename(directory / _META)
         sync_tree(directory)
-        text = manifest.dump()
+        text = manifest if isinstance(manifest, bytes) else manifest.dump()
         path = directory / MANIFEST_NAME
         with disk_errors(path, len(text)), path.open("wb") as file:
             file.write(text)

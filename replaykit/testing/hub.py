@@ -8,7 +8,8 @@ from types import TracebackType
 
 from replaykit.testing.hub_faults import Fault
 from replaykit.testing.hub_repos import Repository, Source
-from replaykit.testing.hub_server import HubServer, HubState, Request
+from replaykit.testing.hub_server import HubServer
+from replaykit.testing.hub_state import HubState, Request
 
 __all__ = ["LoopbackHub"]
 
@@ -17,8 +18,9 @@ class LoopbackHub:
     """A threaded HTTP/1.1 server on 127.0.0.1 that answers as the Hub does for data sets.
 
     It answers what a client asks to read (repository, revision, tree in pages, paths-info, HEAD
-    and GET of files with ETag, X-Repo-Commit, Content-Length and ranges), logs every request,
-    and does wrong what ``faults`` says. It listens on a real port, so that other processes reach
+    and GET of files with ETag, X-Repo-Commit, Content-Length and ranges) and to push (repository,
+    branch, uploads, commit, tag; with any token), logs every request, and does wrong what
+    ``faults`` says. It listens on a real port, so that other processes reach
     it too. Only the standard library is used.
 
     Args:
@@ -169,6 +171,22 @@ class LoopbackHub:
             KeyError: there is no such repository or branch.
         """
         return self._state.repos[repo_id].branches[branch]
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        """Returns the content of every file of a repository at a branch, tag or commit.
+
+        Raises:
+            KeyError: there is no such repository or revision.
+
+        Example:
+            >>> from replaykit.testing import LoopbackHub
+            >>> LoopbackHub({"me/data": {"a.bin": b"1"}}).files("me/data")
+            {'a.bin': b'1'}
+        """
+        commit = self._state.repos[repo_id].resolve(revision)
+        if commit is None:
+            raise KeyError(revision)
+        return {path: b"".join(blob.read(0, blob.size)) for path, blob in commit.files.items()}
 
     @property
     def faults(self) -> list[Fault]:

@@ -57,7 +57,7 @@ class Fault:
 
     Args:
         path: shell pattern for the file's path in the repository (``*`` also matches ``/``).
-        method: ``"HEAD"``, ``"GET"`` or ``"POST"``; None for all.
+        method: ``"HEAD"``, ``"GET"``, ``"POST"``, ``"PUT"`` or ``"DELETE"``; None for all.
         route: name of the route, see ``replaykit.testing.hub_server.ROUTES``.
         times: how many requests meet it; None for all.
         status: answer with this status and a small JSON body (or ``body``) in place of the file.

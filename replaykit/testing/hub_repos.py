@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from replaykit.testing.hub_faults import lfs_pointer_of
 
-__all__ = ["Blob", "Commit", "Repository", "Source"]
+__all__ = ["Blob", "Commit", "Repository", "Source", "is_lfs"]
 
 Source = bytes | str | os.PathLike[str]
 """The content of a file: bytes, or the path of a local file that holds them."""
@@ -74,6 +74,9 @@ class Repository:
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    """Contents by SHA-256 that were sent and may be named by a commit."""
+    private: bool = False
 
     def __post_init__(self) -> None:
         if not _REPO_ID.fullmatch(self.id):
@@ -99,6 +102,14 @@ class Repository:
         self.branches[branch] = new.id
         return new
 
+    def content(self, sha256: str) -> Source | None:
+        """Returns a content that some commit has or that was uploaded; None where there is none."""
+        for commit in self.commits.values():
+            for blob in commit.files.values():
+                if blob.lfs and blob.sha256 == sha256:
+                    return blob.source
+        return self.uploads.get(sha256)
+
     def resolve(self, revision: str) -> Commit | None:
         """Returns the commit behind a branch, tag, full id or the first 7 or more digits of one."""
         known = self.branches.get(revision) or self.tags.get(revision)
@@ -116,6 +127,11 @@ def _check_path(path: str) -> None:
         raise ValueError(f"path: expected a relative path like 'dir/file.h5', got {path!r}")
 
 
+def is_lfs(path: str) -> bool:
+    """Whether the Hub keeps a file of this name in LFS."""
+    return PurePosixPath(path).suffix.lower() not in _GIT_SUFFIXES
+
+
 def _blob(path: str, source: Source) -> Blob:
     kept = source if isinstance(source, bytes) else Path(source)
     size = len(kept) if isinstance(kept, bytes) else kept.stat().st_size
@@ -123,7 +139,7 @@ def _blob(path: str, source: Source) -> Blob:
     for piece in Blob(kept, size, "", "", False).read(0, size):
         sha256.update(piece)
         git.update(piece)
-    lfs = PurePosixPath(path).suffix.lower() not in _GIT_SUFFIXES
+    lfs = is_lfs(path)
     if lfs:
         pointer = lfs_pointer_of(sha256.hexdigest(), size)
         git = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer)

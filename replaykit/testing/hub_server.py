@@ -9,60 +9,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from replaykit.testing.hub_faults import Fault
+from replaykit.testing.hub_pushes import PushAnswers
 from replaykit.testing.hub_repos import Blob, Commit, Repository
+from replaykit.testing.hub_state import HubState, Request
 
-__all__ = ["ROUTES", "HubServer", "HubState", "Request"]
+__all__ = ["ROUTES", "HubServer"]
 
 _JOIN_S = 5.0
 _SLOW_STEP_S = 0.02
-_LONGEST_REQUEST_BODY = 64 << 20
-_NO_FAULT = Fault()
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request as it arrived: ``path`` is decoded and without its query."""
-
-    method: str
-    path: str
-    range: str | None = None
-    route: str | None = None
-
-
-@dataclass
-class HubState:
-    """What the threads of a hub share. ``lock`` guards the log, the counter and the faults."""
-
-    repos: dict[str, Repository] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    bytes_served: int = 0
-    page_size: int | None = None
-    url: str = ""
-    other_url: str = ""
-    closing: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def note(self, request: Request, file: str) -> Fault:
-        """Logs a request and returns the fault it meets, counted as used."""
-        with self.lock:
-            self.requests.append(request)
-            for fault in self.faults:
-                if request.route and fault.matches(request.route, request.method, file):
-                    fault.used += 1
-                    return fault
-        return _NO_FAULT
-
-    def count(self, nbytes: int) -> None:
-        with self.lock:
-            self.bytes_served += nbytes
+_LONGEST_REQUEST_BODY = 1 << 30
 
 
 class HubServer(ThreadingHTTPServer):
@@ -118,8 +79,8 @@ class HubServer(ThreadingHTTPServer):
             thread.join(_JOIN_S)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers the read routes of a Hub for dataset repositories; all else is 404 in JSON."""
+class _Handler(PushAnswers):
+    """Answers the routes of a Hub for dataset repositories; all else is 404 in JSON."""
 
     server: HubServer
     protocol_version = "HTTP/1.1"
@@ -129,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._dispatch()
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the log of a hub is ``LoopbackHub.requests``."""
@@ -141,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _dispatch(self) -> None:
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
-        self.form = parse_qs(self._request_body().decode("latin-1"))
+        self.body = self._request_body()
         route, groups = _find_route(self.command, url.path)
         self.file = groups.get("path") or ""
         self.is_file = False
@@ -158,20 +119,30 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(route, groups)
 
     def _answer(self, route: str, groups: dict[str, str]) -> None:
-        repo = self.state.repos.get(groups["repo"])
-        if repo is None:
-            return self._error(404, "RepoNotFound", f"no repository {groups['repo']!r}")
+        found = ROUTES[route]
+        # The client sends contents without its token, as to a store of files.
+        may_all = route == "lfs-put" or self._has_token()
+        if found.write is not None and not may_all:
+            return self._error(401, None, "Invalid username or password.")
+        repo = self.state.repos.get(groups.get("repo", ""))
+        if "repo" in groups and (repo is None or (repo.private and not may_all)):
+            code = 404 if repo is None else 401
+            return self._error(code, "RepoNotFound", f"no repository {groups['repo']!r}")
+        if found.write is not None:
+            return found.write(self, groups)
+        assert repo is not None
         revision = groups.get("rev", "main")
         commit = repo.resolve(revision)
         if commit is None:
             return self._error(404, "RevisionNotFound", f"no revision {revision!r}")
-        return ROUTES[route].answer(self, repo, commit)
+        assert found.read is not None
+        return found.read(self, repo, commit)
 
     # The answers, by route.
 
     def _info(self, repo: Repository, commit: Commit) -> None:
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
-        self._json({"id": repo.id, "sha": commit.id, "private": False, "siblings": siblings})
+        self._json({"id": repo.id, "sha": commit.id, "private": repo.private, "siblings": siblings})
 
     def _tree(self, repo: Repository, commit: Commit) -> None:
         below = f"{self.file}/" if self.file else ""
@@ -190,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json(entries, headers)
 
     def _paths_info(self, repo: Repository, commit: Commit) -> None:
-        wanted = [path for path in self.form.get("paths", []) if path in commit.files]
+        asked = parse_qs(self.body.decode("latin-1")).get("paths", [])
+        wanted = [path for path in asked if path in commit.files]
         self._json([_file_entry(path, commit.files[path]) for path in wanted])
 
     def _resolve(self, repo: Repository, commit: Commit) -> None:
@@ -234,9 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
         pieces = blob.read(start, stop) if fault.body is None else iter([fault.body[start:stop]])
         return self._send(status, headers, pieces, stop - start)
 
-    def _json(self, data: Any, headers: dict[str, str] | None = None) -> None:
+    def _json(self, data: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> None:
         body = self.fault.body if self.fault.body is not None else json.dumps(data).encode()
-        self._send(200, {"Content-Type": "application/json", **(headers or {})}, body)
+        self._send(status, {"Content-Type": "application/json", **(headers or {})}, body)
 
     def _error(self, status: int, code: str | None, message: str) -> None:
         headers = {"Content-Type": "application/json", "X-Error-Message": quote(message, " :'/")}
@@ -295,36 +267,54 @@ class _Handler(BaseHTTPRequestHandler):
                 yield piece[at : at + step]
 
     def _request_body(self) -> bytes:
-        length = int(self.headers.get("Content-Length") or 0)
-        return self.rfile.read(min(length, _LONGEST_REQUEST_BODY))
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            length = int(self.headers.get("Content-Length") or 0)
+            return self.rfile.read(min(length, _LONGEST_REQUEST_BODY))
+        pieces = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers, up to an empty line
+            pass
+        return b"".join(pieces)
 
 
 @dataclass(frozen=True)
 class _Route:
+    """A path and who answers it: ``read`` with a repository at a commit, ``write`` with neither."""
+
     methods: frozenset[str]
     pattern: re.Pattern[str]
-    answer: Callable[[_Handler, Repository, Commit], None]
+    read: Callable[[_Handler, Repository, Commit], None] | None = None
+    write: Callable[[_Handler, dict[str, str]], None] | None = None
 
 
-def _route(methods: str, pattern: str, answer: Callable[..., None]) -> _Route:
-    repo = r"(?P<repo>[^/]+/[^/]+)"
-    return _Route(frozenset(methods.split()), re.compile(pattern.replace("<repo>", repo)), answer)
+def _route(methods: str, pattern: str, **answer: Callable[..., None]) -> _Route:
+    for name, form in (("repo", r"[^/]+/[^/]+"), ("rev", r"[^/]+"), ("oid", r"[0-9a-f]{64}")):
+        pattern = pattern.replace(f"<{name}>", f"(?P<{name}>{form})")
+    return _Route(frozenset(methods.split()), re.compile(pattern), **answer)
 
 
-# A route that changes a repository is one more row and one more answer.
+_API, _FILES, _H = "/api/datasets/<repo>", "/datasets/<repo>", _Handler
+
 ROUTES: dict[str, _Route] = {
-    "info": _route("GET", r"/api/datasets/<repo>", _Handler._info),
-    "revision": _route("GET", r"/api/datasets/<repo>/revision/(?P<rev>[^/]+)", _Handler._info),
-    "tree": _route(
-        "GET", r"/api/datasets/<repo>/tree/(?P<rev>[^/]+)(?:/(?P<path>.+))?", _Handler._tree
+    "info": _route("GET", _API, read=_H._info),
+    "revision": _route("GET", f"{_API}/revision/<rev>", read=_H._info),
+    "tree": _route("GET", f"{_API}/tree/<rev>(?:/(?P<path>.+))?", read=_H._tree),
+    "paths-info": _route("POST", f"{_API}/paths-info/<rev>", read=_H._paths_info),
+    "resolve": _route("HEAD GET", f"{_FILES}/resolve/<rev>/(?P<path>.+)", read=_H._resolve),
+    "store": _route("HEAD GET", "/_store/<repo>/<rev>/(?P<path>.+)", read=_H._store),
+    "create": _route("POST", "/api/repos/create", write=_H._create),
+    "validate-yaml": _route("POST", "/api/validate-yaml", write=_H._validate),
+    "preupload": _route("POST", f"{_API}/preupload/<rev>", write=_H._preupload),
+    "lfs-batch": _route(
+        "POST", r"/datasets/<repo>\.git/info/lfs/objects/batch", write=_H._lfs_batch
     ),
-    "paths-info": _route(
-        "POST", r"/api/datasets/<repo>/paths-info/(?P<rev>[^/]+)", _Handler._paths_info
-    ),
-    "resolve": _route(
-        "HEAD GET", r"/datasets/<repo>/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler._resolve
-    ),
-    "store": _route("HEAD GET", r"/_store/<repo>/(?P<rev>[^/]+)/(?P<path>.+)", _Handler._store),
+    "lfs-put": _route("PUT", "/_lfs/<repo>/<oid>", write=_H._lfs_put),
+    "lfs-verify": _route("POST", "/_lfs/<repo>/<oid>/verify", write=_H._lfs_verify),
+    "commit": _route("POST", f"{_API}/commit/<rev>", write=_H._commit),
+    "branch": _route("POST", f"{_API}/branch/<rev>", write=_H._branch),
+    "tag": _route("POST DELETE", f"{_API}/tag/<rev>", write=_H._tag),
 }
 
 

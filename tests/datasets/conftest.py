@@ -47,7 +47,9 @@ def point_client_at(
     # Read from the environment when the client is imported, which has been done.
     for name in ("TELEMETRY", "XET", "IMPLICIT_TOKEN"):
         monkeypatch.setattr(f"huggingface_hub.constants.HF_HUB_DISABLE_{name}", True)
+    huggingface_hub.utils.disable_progress_bars()
     yield point
+    huggingface_hub.utils.enable_progress_bars()
     huggingface_hub.close_session()
 
 

@@ -9,7 +9,6 @@ from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
 from replaykit.datasets.families.roboset_real import ROBOSET_REAL
-from replaykit.datasets.families.vd4rl import VD4RL
 
 __all__ = [
     "ALOHA",
@@ -22,7 +21,6 @@ __all__ = [
     "ROBOMIMIC",
     "ROBOSET_REAL",
     "ROBOSUITE",
-    "VD4RL",
     "AlohaLayout",
     "D4RLLayout",
     "RobosuiteLayout",

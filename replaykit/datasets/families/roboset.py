@@ -65,6 +65,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         *(f"FK1-v4(human)/human_demos_by_task/{task}" for task in _BY_TASK),
     ]
     corpus = "roboset"
+    license = "mit"
     layout = ROBOHIVE
     repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
 

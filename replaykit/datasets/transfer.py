@@ -8,21 +8,30 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from replaykit.datasets.hub_errors import Cancelled, Stalled
-from replaykit.datasets.hub_listing import HubFile, HubListing
+from replaykit.datasets.retry import Cancelled, Stalled
 
-__all__ = ["Meter", "Progress", "collect", "metered", "run_all"]
+__all__ = ["Meter", "Progress", "Received", "collect", "metered", "run_all"]
 
 T = TypeVar("T")
 
-_NAME = "replaykit-hub"
+_NAME = "replaykit-transfer"
 _GRACE_S = 1.0
 _STEP_S = 0.02
 # Bytes that a download may receive before it is taken for one that starts anew for ever.
 _MOST_COPIES = 6
 _MOST_EXTRA = 64 << 20
+
+
+class Received(Protocol):
+    """A file that is received: its name among the others, and its bytes."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -122,30 +131,31 @@ class Meter:
 
     def __init__(
         self,
-        listing: HubListing,
+        files_total: int,
+        bytes_total: int,
         tell: Callable[[Progress], object] | None,
         cancel: threading.Event,
     ) -> None:
         self.failure: BaseException | None = None
-        self._total = len(listing.files), listing.nbytes
+        self._total = files_total, bytes_total
         self._tell = tell
         self._cancel = cancel
         self._received: dict[str, int] = {}
         self._done: set[str] = set()
         self._lock = threading.Lock()
 
-    def add(self, file: HubFile, nbytes: int) -> None:
+    def add(self, file: Received, nbytes: int) -> None:
         """Counts received bytes of a file; negative where the client begins again."""
         with self._lock:
             self._received[file.path] = self._received.get(file.path, 0) + nbytes
             self._tell_locked()
 
-    def begin(self, file: HubFile) -> None:
+    def begin(self, file: Received) -> None:
         """Forgets what an earlier attempt has received."""
         with self._lock:
             self._received[file.path] = 0
 
-    def finish(self, file: HubFile) -> None:
+    def finish(self, file: Received) -> None:
         """Counts a file as done, whether it was received or lay in the cache."""
         with self._lock:
             self._received[file.path] = file.size
@@ -165,7 +175,7 @@ class Meter:
             self._cancel.set()
             raise Cancelled from error
 
-    def bar_class(self, file: HubFile) -> type[Any]:
+    def bar_class(self, file: Received) -> type[Any]:
         """Returns what the client takes for a progress bar: it counts here and shows nothing.
 
         Its ``update`` is the one place in which a download under way can be given up.
@@ -202,24 +212,25 @@ class Meter:
 
 @contextmanager
 def metered(
-    listing: HubListing,
+    files: Sequence[Received],
+    title: str,
     progress: bool | Callable[[Progress], object],
     cancel: threading.Event,
 ) -> Iterator[Meter]:
     """A meter that shows a bar on stderr (True), calls a function, or tells nobody (False)."""
+    nbytes = sum(file.size for file in files)
     if not isinstance(progress, bool):
-        yield Meter(listing, progress, cancel)
+        yield Meter(len(files), nbytes, progress, cancel)
         return
     if not progress:
-        yield Meter(listing, None, cancel)
+        yield Meter(len(files), nbytes, None, cancel)
         return
     from tqdm import tqdm
 
-    description = f"Downloading {listing.repo_id}"
-    with tqdm(total=listing.nbytes, unit="B", unit_scale=True, desc=description) as bar:
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc=title) as bar:
 
         def show(state: Progress) -> None:
             bar.set_postfix_str(f"{state.files_done}/{state.files_total} files", refresh=False)
             bar.update(state.bytes_done - bar.n)
 
-        yield Meter(listing, show, cancel)
+        yield Meter(len(files), nbytes, show, cancel)

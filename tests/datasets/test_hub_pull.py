@@ -1,0 +1,318 @@
+"""Pulling a data set: the same bytes, at one commit, complete or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import replaykit.datasets
+from replaykit import SliceSampler
+from replaykit.datasets import pull, push
+from replaykit.datasets.families import D4RL
+from replaykit.datasets.retry import Retry
+from replaykit.datasets.split import ensure_split
+from replaykit.errors import DownloadError
+from replaykit.testing import Fault
+
+REPO, FILES = "other/data", {"a.bin": b"1"}
+STEPS = "me/steps"
+AT_ONCE = Retry(attempts=2, first_wait_s=0)
+
+PULL = """
+import hashlib, json, sys
+from replaykit.datasets import pull
+data = pull("me/steps", root=sys.argv[1])
+columns = {"/".join(key): hashlib.sha256(value.numpy().tobytes()).hexdigest()
+           for key, value in data.published.columns.items()}
+print(json.dumps([str(data.published.path), columns]))
+"""
+
+
+@pytest.fixture
+def pushed(hub: Any, target: Path) -> Path:
+    """A published data set that is on the hub too, as ``me/steps``."""
+    push(target, STEPS, license="mit", token="any")
+    hub.clear_log()
+    return target
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def run(hub: Any, tmp_path: Path, root: Path, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PULL, str(root)],
+        env={**os.environ, **hub.env(tmp_path / "hf"), "HOME": str(tmp_path / "user"), **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def column_gets(hub: Any) -> list[str]:
+    return [r.path for r in hub.asked("GET", "resolve") if r.path.endswith(".memmap")]
+
+
+def test_names_that_need_quoting_survive(hub: Any, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
+        file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
+        file["infos/rgb:left cam:é%20"] = np.arange(4.0)
+    data = replaykit.datasets.convert(tmp_path / "a.hdf5", D4RL, tmp_path / "data")
+    push(tmp_path / "data", STEPS, license="mit", token="any")
+    found = pull(STEPS, root=tmp_path / "pulled")
+    assert contents(found.published.path) == contents(tmp_path / "data")
+    assert ("info", "rgb:left cam:é%20") in found.published.columns
+    assert torch.equal(found[:]["info", "rgb:left cam:é%20"], torch.arange(4.0).double())
+    assert len(found) == len(data)
+
+
+def test_split_trajectories_are_pushed_and_pulled_too(
+    hub: Any, tmp_path: Path, target: Path
+) -> None:
+    split = tmp_path / "root" / "data_split"
+    ensure_split(target, split)
+    push(split, STEPS, license="mit", token="any")
+    found = pull(STEPS, root=tmp_path / "pulled").published
+    assert (found.batch_size, found.rows) == (torch.Size([2, 4]), 2)
+    assert contents(found.path) == contents(split)
+
+
+def test_arguments_of_a_buffer_are_passed_on(tmp_path: Path, pushed: Path) -> None:
+    data = pull(
+        STEPS,
+        root=tmp_path / "pulled",
+        batch_size=4,
+        sampler=SliceSampler(slice_len=2),
+        episodes=[0],
+    )
+    assert data.sample().shape == (4,)
+    assert len(data) == 4
+
+
+def test_a_commit_that_is_there_needs_no_request(hub: Any, tmp_path: Path, pushed: Path) -> None:
+    root, commit = tmp_path / "pulled", hub.head(STEPS)
+    first = pull(STEPS, root=root)
+    hub.clear_log()
+    assert pull(STEPS, root=root, revision=commit).published.path == first.published.path
+    assert hub.requests == []
+    pull(STEPS, root=root)
+    assert [r.route for r in hub.requests if r.route] == ["revision", "tree"]
+
+
+def test_a_branch_that_moves_leaves_what_was_pulled(
+    hub: Any, tmp_path: Path, pushed: Path, convert: Any, write_source: Any
+) -> None:
+    root, old = tmp_path / "pulled", hub.head(STEPS)
+    before = pull(STEPS, root=root)
+    other = tmp_path / "root" / "other"
+    convert(other, write_source(tmp_path / "b.h5", records=9, seed=5))
+    push(other, STEPS, license="mit", token="any")
+    after = pull(STEPS, root=root)
+    assert (len(before), len(after)) == (6, 10)
+    assert len(pull(STEPS, root=root, revision=old)) == 6
+    assert contents(after.published.path) == contents(other)
+
+
+def test_files_of_an_older_commit_are_not_fetched_again(
+    hub: Any, tmp_path: Path, pushed: Path
+) -> None:
+    pull(STEPS, root=tmp_path / "pulled")
+    hub.commit(STEPS, {"notes.txt": b"more"})
+    hub.clear_log()
+    pull(STEPS, root=tmp_path / "pulled")
+    assert column_gets(hub) == []
+
+
+def test_offline_the_last_commit_of_a_branch_is_opened(
+    hub: Any, tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "pulled"
+    hub.tag(STEPS, "v1", hub.head(STEPS))
+    pull(STEPS, root=root)
+    hub.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(pull(STEPS, root=root)) == 6
+    assert len(pull(STEPS, root=root, revision=hub.head(STEPS))) == 6
+    for revision in ("v1", "0" * 40):
+        with pytest.raises(FileNotFoundError, match="offline mode"):
+            pull(STEPS, root=root, revision=revision)
+    assert hub.requests == []
+
+
+def test_a_server_that_is_down_is_never_answered_from_memory(
+    hub: Any, tmp_path: Path, pushed: Path
+) -> None:
+    root, commit = tmp_path / "pulled", hub.head(STEPS)
+    pull(STEPS, root=root)
+    hub.close()
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        pull(STEPS, root=root, retry=AT_ONCE)
+    assert len(pull(STEPS, root=root, revision=commit)) == 6
+
+
+def test_a_note_that_is_damaged_is_none(
+    hub: Any, tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "pulled"
+    pull(STEPS, root=root)
+    (root / "me" / "steps" / ".revisions" / "main").write_text("../../elsewhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="offline mode"):
+        pull(STEPS, root=root)
+
+
+WRONG = {
+    "wrong bytes": {"body": b"x" * 96},
+    "short": {"body": b"x"},
+    "cut": {"cut_after": 1},
+    "gone": {"status": 404, "error_code": "EntryNotFound"},
+    "busy": {"status": 503},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_verify_is_never_opened(
+    hub: Any, tmp_path: Path, pushed: Path, wrong: str
+) -> None:
+    root = tmp_path / "pulled"
+    assert (pushed / "action.memmap").stat().st_size == 96
+    hub.faults.append(Fault(path="action.memmap", method="GET", **WRONG[wrong]))
+    with pytest.raises((DownloadError, FileNotFoundError), match=r"action\.memmap"):
+        pull(STEPS, root=root, retry=AT_ONCE)
+    assert [path.name for path in (root / "me" / "steps").iterdir()] == [f".{hub.head(STEPS)}.lock"]
+    hub.faults.clear()
+    hub.clear_log()
+    assert contents(pull(STEPS, root=root).published.path) == contents(pushed)
+    assert len(column_gets(hub)) < len(list(pushed.rglob("*.memmap")))
+
+
+def test_a_body_that_is_cut_once_and_a_server_that_ignores_ranges(
+    hub: Any, tmp_path: Path, pushed: Path
+) -> None:
+    hub.faults.append(Fault(path="*.memmap", method="GET", cut_after=5, times=3))
+    hub.faults.append(Fault(path="*.memmap", method="GET", ignore_range=True))
+    found = pull(STEPS, root=tmp_path / "pulled").published
+    assert contents(found.path) == contents(pushed)
+
+
+def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
+    manifest = json.loads((pushed / "manifest.json").read_text())
+    column = (pushed / "action.memmap").read_bytes()
+    flipped = bytes([column[0] ^ 1]) + column[1:]
+    manifest_of = {
+        "version": {**manifest, "format_version": 99},
+        "outside": {**manifest, "group_file": {**manifest["group_file"], "file": "../x"}},
+    }
+    if name in manifest_of:
+        said = {"version": "has format version 99.*'replaykit-format-1'", "outside": "is damaged"}
+        return {"manifest.json": json.dumps(manifest_of[name]).encode()}, said[name]
+    return {
+        "column": ({"action.memmap": flipped}, "another action.memmap than its manifest"),
+        "length": ({"action.memmap": column[:-1]}, "action.memmap with 95 bytes, expected 96"),
+        "missing": ({"action.memmap": None}, "no action.memmap"),
+        "no meta": ({"meta.json": None}, "no meta.json"),
+        "no manifest": ({"manifest.json": None}, "holds no data set"),
+        "not json": ({"manifest.json": b"<html>"}, "is not JSON"),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["column", "length", "missing", "no meta", "no manifest", "not json", "version", "outside"],
+)
+def test_a_repository_that_was_damaged_is_refused(
+    hub: Any, tmp_path: Path, pushed: Path, name: str
+) -> None:
+    changes, said = damage(name, pushed)
+    hub.commit(STEPS, changes)
+    with pytest.raises((DownloadError, FileNotFoundError), match=said):
+        pull(STEPS, root=tmp_path / "pulled")
+    folder = tmp_path / "pulled" / "me" / "steps"
+    assert [path.name for path in folder.iterdir()] == [f".{hub.head(STEPS)}.lock"]
+
+
+def test_files_are_copied_where_they_cannot_be_linked(
+    hub: Any, tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = pull(STEPS, root=tmp_path / "linked").published.path
+    assert (found / "action.memmap").stat().st_nlink > 1
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    found = pull(STEPS, root=tmp_path / "copied").published.path
+    assert (found / "action.memmap").stat().st_nlink == 1
+    assert contents(found) == contents(pushed)
+
+
+def test_two_fresh_processes_share_one_download_of_the_same_bytes(
+    hub: Any, tmp_path: Path, pushed: Path
+) -> None:
+    hub.faults.append(Fault(path="*.memmap", method="GET", delay_s=0.05))
+    pair = [run(hub, tmp_path, tmp_path / "pulled") for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    gets = column_gets(hub)
+    assert len(gets) == len(set(gets))
+    path, columns = json.loads(said[0][0])
+    assert Path(path) == tmp_path / "pulled" / "me" / "steps" / hub.head(STEPS)
+    assert contents(Path(path)) == contents(pushed)
+    ours = replaykit.datasets.open(pushed).published.columns
+    assert columns == {
+        "/".join(key): hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for key, value in ours.items()
+    }
+
+
+def test_killed_in_the_middle_and_started_again(hub: Any, tmp_path: Path, pushed: Path) -> None:
+    root = tmp_path / "pulled"
+    hub.faults.append(Fault(path="action.memmap", method="GET", delay_s=60, times=1))
+    process = run(hub, tmp_path, root)
+    deadline = time.monotonic() + 60
+    while "action.memmap" not in " ".join(column_gets(hub)) or len(set(column_gets(hub))) < 8:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert not (root / "me" / "steps" / hub.head(STEPS)).exists()
+    done = set(column_gets(hub)) - {r for r in column_gets(hub) if "action.memmap" in r}
+    hub.clear_log()
+    found = pull(STEPS, root=root).published.path
+    assert contents(found) == contents(pushed)
+    assert any("action.memmap" in path for path in column_gets(hub))
+    assert len(done & set(column_gets(hub))) <= 4  # those that were under way
+    assert [path.name for path in found.parent.iterdir() if "tmp-" in path.name] == []
+
+
+def test_progress_is_told(tmp_path: Path, pushed: Path) -> None:
+    told = []
+    pull(STEPS, root=tmp_path / "pulled", progress=told.append)
+    assert told[-1].files_done == told[-1].files_total
+    assert told[-1].bytes_done == told[-1].bytes_total > 0
+
+
+def test_a_malformed_repository_is_refused(hub: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="owner/name"):
+        pull("../me", root=tmp_path)

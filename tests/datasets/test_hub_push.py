@@ -1,0 +1,236 @@
+"""Pushing a data set: what arrives, what does not, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from replaykit.datasets import pull, push
+from replaykit.datasets.hub_push import FORMAT_TAG
+from replaykit.errors import UploadError
+from replaykit.testing import Fault
+
+REPO, FILES = "other/data", {"a.bin": b"1"}
+TOKEN = "any"
+
+
+def send(path: Path, repo_id: str = "me/steps", **options: Any) -> str:
+    return push(path, repo_id, **{"license": "mit", "token": TOKEN, **options})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def header(hub: Any, repo_id: str = "me/steps") -> dict[str, Any]:
+    text = hub.files(repo_id)["README.md"].decode()
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def manifest_with(path: Path, **origin: str) -> None:
+    text = json.loads((path / "manifest.json").read_text())
+    text["source"]["origin"].update(origin)
+    (path / "manifest.json").write_text(json.dumps(text))
+
+
+def test_a_repository_has_the_files_of_the_data_set_and_a_card(hub: Any, target: Path) -> None:
+    (target / "notes.txt").write_text("mine")
+    (target / ".lock").touch()
+    (target / "observation.memmap.part").write_bytes(b"x")
+    url = send(target)
+    there = hub.files("me/steps")
+    assert url == f"{hub.url}/datasets/me/steps/commit/{hub.head('me/steps')}"
+    ours = contents(target)
+    for name in ("notes.txt", ".lock", "observation.memmap.part"):
+        assert name not in there
+        del ours[name]
+    card = there.pop("README.md")
+    assert there.pop(".gitattributes")
+    assert there == ours
+    assert b'pull("me/steps"' in card
+    assert hub.head("me/steps") == hub._state.repos["me/steps"].tags[FORMAT_TAG]
+
+
+def test_the_card_says_licence_size_and_tags(hub: Any, target: Path) -> None:
+    send(target, license="cc-by-4.0", tags=["kitchen", "robotics"])
+    assert header(hub) == {
+        "license": "cc-by-4.0",
+        "size_categories": ["n<1K"],
+        "tags": ["replaykit", "reinforcement-learning", "kitchen", "robotics"],
+    }
+    text = hub.files("me/steps")["README.md"].decode()
+    assert "6 rows, 2 episodes" in text
+    assert "| `next/reward` | float64 | [1] |" in text
+
+
+def test_the_licence_of_the_source_travels(hub: Any, target: Path) -> None:
+    manifest_with(target, license="cc-by-4.0")
+    send(target, license=None)
+    assert header(hub)["license"] == "cc-by-4.0"
+    with pytest.raises(ValueError, match=r"the source has 'cc-by-4\.0', got 'mit'"):
+        send(target, license="mit")
+
+
+def test_data_of_unknown_licence_is_pushed_only_with_one(hub: Any, target: Path) -> None:
+    hub.clear_log()
+    with pytest.raises(ValueError, match="licence of the data set is not known"):
+        send(target, license=None)
+    assert hub.requests == []
+
+
+def test_a_damaged_data_set_is_refused_before_anything_is_sent(hub: Any, target: Path) -> None:
+    column = target / "action.memmap"
+    data = bytearray(column.read_bytes())
+    data[0] ^= 1
+    column.write_bytes(data)
+    hub.clear_log()
+    with pytest.raises(RuntimeError, match=r"action\.memmap is not what was written"):
+        send(target)
+    column.write_bytes(data[:-1])
+    with pytest.raises(RuntimeError, match=r"action\.memmap has"):
+        send(target)
+    with pytest.raises(FileNotFoundError):
+        send(target.with_name("absent"))
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("repo_id", ["steps", "me/steps/more", "me/../x", ""])
+def test_a_malformed_repository_is_refused(hub: Any, target: Path, repo_id: str) -> None:
+    hub.clear_log()
+    with pytest.raises(ValueError, match="expected 'owner/name'"):
+        send(target, repo_id)
+    assert hub.requests == []
+
+
+def test_a_second_push_replaces_the_first_and_leaves_other_files(
+    hub: Any, target: Path, tmp_path: Path, convert: Any, write_source: Any
+) -> None:
+    send(target)
+    first = hub.head("me/steps")
+    hub.commit("me/steps", {"paper.pdf": b"%PDF"})
+    obsolete = {"old.memmap", "gone/meta.json", "gone/x.memmap"}
+    text = json.loads((target / "manifest.json").read_text())
+    group = {"file": "old.memmap", "nbytes": 0, "crc32": "0"}
+    array = {**text["arrays"][0], "file": "gone/x.memmap"}
+    text["arrays"][0], text["group_file"] = array, group
+    hub.commit("me/steps", {"manifest.json": json.dumps(text).encode()})
+    hub.commit("me/steps", dict.fromkeys(obsolete, b"x"))
+    other = tmp_path / "root" / "other"
+    convert(other, write_source(tmp_path / "b.h5", records=7, seed=3))
+    send(other)
+    there = hub.files("me/steps")
+    assert contents(other).items() <= there.items()
+    assert there["paper.pdf"] == b"%PDF"
+    assert not obsolete & there.keys()
+    assert hub.head("me/steps") == hub._state.repos["me/steps"].tags[FORMAT_TAG] != first
+    assert pull("me/steps", revision=FORMAT_TAG, root=tmp_path / "pulled").published.rows == 8
+
+
+def test_pushing_the_same_again_changes_nothing(hub: Any, target: Path) -> None:
+    first = send(target)
+    hub.clear_log()
+    assert send(target) == first
+    assert not hub.asked("PUT")
+    assert not hub.asked("POST", "commit")
+
+
+def test_a_card_that_somebody_has_written_is_kept(hub: Any, target: Path) -> None:
+    send(target, tags=["a"])
+    mine = "---\nlicense: mit\npretty_name: Steps\ntags:\n- a\n- own\n---\n# My words\n"
+    hub.commit("me/steps", {"README.md": mine.encode()})
+    send(target, license="cc-by-4.0", tags=["b"])
+    text = hub.files("me/steps")["README.md"].decode()
+    assert text.endswith("\n# My words\n")
+    assert header(hub) == {
+        "license": "cc-by-4.0",
+        "pretty_name": "Steps",
+        "size_categories": ["n<1K"],
+        "tags": ["a", "own", "replaykit", "reinforcement-learning", "b"],
+    }
+    hub.commit("me/steps", {"README.md": b"---\ntags: [\n---\nx"})
+    with pytest.raises(ValueError, match=r"README\.md in 'me/steps' cannot be read"):
+        send(target)
+
+
+def test_a_branch_is_made_and_not_tagged(hub: Any, target: Path, tmp_path: Path) -> None:
+    hub.commit("me/steps", {"x.txt": b"1"})
+    main = hub.head("me/steps")
+    send(target, revision="trial/one")
+    assert hub.head("me/steps") == main
+    assert FORMAT_TAG not in hub._state.repos["me/steps"].tags
+    found = pull("me/steps", revision="trial/one", root=tmp_path / "pulled")
+    assert found.published.path.name == hub.head("me/steps", "trial/one")
+
+
+@pytest.mark.parametrize("route", ["create", "preupload", "lfs-batch", "lfs-put", "commit"])
+def test_a_push_that_fails_changes_nothing_and_is_said(
+    hub: Any, target: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.commit("me/steps", {"x.txt": b"1"})
+    before = hub.head("me/steps")
+    hub.faults.append(Fault(route=route, status=500))
+    with pytest.raises(UploadError, match=r"could not push to .*'me/steps'.*push again") as caught:
+        send(target)
+    assert "\n" not in str(caught.value).strip()
+    assert hub.head("me/steps") == before
+    hub.faults.clear()
+    hub.clear_log()
+    send(target)
+    assert contents(target).items() <= hub.files("me/steps").items()
+    # What had arrived is not sent anew.
+    assert bool(hub.asked("PUT")) == (route != "commit")
+
+
+def test_two_pushes_at_once_do_not_mix(hub: Any, target: Path) -> None:
+    hub.faults.append(Fault(route="commit", status=412))
+    with pytest.raises(UploadError, match="somebody else has pushed to it meanwhile"):
+        send(target)
+
+
+def test_what_changes_between_listing_and_commit_is_seen(hub: Any, target: Path) -> None:
+    send(target)
+    before = hub.head("me/steps")
+    hub.commit("me/steps", {"x.txt": b"1"})
+    # The branch is listed as it was before somebody else's commit.
+    info = json.dumps({"id": "me/steps", "sha": before}).encode()
+    hub.faults.append(Fault(route="revision", body=info, times=1))
+    (target / "manifest.json").write_bytes((target / "manifest.json").read_bytes() + b"\n")
+    with pytest.raises(UploadError, match="somebody else has pushed"):
+        send(target)
+
+
+def test_without_a_token_nothing_is_written(hub: Any, target: Path) -> None:
+    with pytest.raises(PermissionError, match="log in with a token"):
+        send(target, token=None)
+    assert "me/steps" not in hub._state.repos
+
+
+def test_a_private_repository_is_read_with_a_token_only(
+    hub: Any, target: Path, tmp_path: Path
+) -> None:
+    send(target, private=True)
+    with pytest.raises(FileNotFoundError, match="that you may see"):
+        pull("me/steps", root=tmp_path / "pulled")
+    assert len(pull("me/steps", root=tmp_path / "pulled", token=TOKEN)) == 6
+
+
+def test_offline_nothing_is_sent(hub: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="offline mode forbids"):
+        send(target)
+    assert hub.requests == []
+
+
+def test_a_hub_that_is_not_there(hub: Any, target: Path) -> None:
+    hub.close()
+    with pytest.raises(UploadError, match=r"could not push to .* push again"):
+        send(target)
