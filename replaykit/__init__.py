@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         MinariExperienceReplay,
         RobomimicExperienceReplay,
         RobosetExperienceReplay,
+        VD4RLExperienceReplay,
     )
     from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 
@@ -175,6 +176,7 @@ __all__ = [
     "TrajectoryTransform",
     "Transform",
     "Transition",
+    "VD4RLExperienceReplay",
     "Writer",
     "__version__",
     "join_trajectories",
@@ -193,6 +195,7 @@ _LAZY = {
     "ManiSkillExperienceReplay": "replaykit.datasets",
     "MinariExperienceReplay": "replaykit.datasets",
     "RobomimicExperienceReplay": "replaykit.datasets",
+    "VD4RLExperienceReplay": "replaykit.datasets",
     "RobosetExperienceReplay": "replaykit.datasets",
     "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
 }

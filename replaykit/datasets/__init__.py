@@ -22,6 +22,7 @@ from replaykit.datasets.families.catalogue import (
     ManiSkillExperienceReplay,
     MinariExperienceReplay,
     RobomimicExperienceReplay,
+    VD4RLExperienceReplay,
     load_dataset,
 )
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
@@ -49,6 +50,7 @@ __all__ = [
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "Segments",
+    "VD4RLExperienceReplay",
     "WholeFile",
     "convert",
     "load_dataset",

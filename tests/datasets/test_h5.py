@@ -215,67 +215,6 @@ def test_groups_that_contain_themselves_end_in_an_error(tmp_path):
     assert str(path) in str(caught.value)
 
 
-MUTATE = """
-import random, sys, warnings
-from pathlib import Path
-import h5py
-import numpy as np
-warnings.simplefilter("ignore")
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.sources import Sources
-source, work, start, stop = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-good = source.read_bytes()
-outcomes = {"converted": 0, "refused": 0}
-for seed in range(start, stop):
-    draw = random.Random(seed)
-    content = bytearray(good)
-    if draw.random() < 0.2:
-        content = content[: draw.randrange(len(content))]
-    for _ in range(draw.choice([1, 1, 2, 8, 64])):
-        if content:
-            content[draw.randrange(len(content))] = draw.randrange(256)
-    path = work / f"mutant{seed}.h5"
-    path.write_bytes(content)
-    target = work / f"out{seed}"
-    try:
-        found = ensure_dataset(target, get_sources=lambda: Sources.local([path]), layout=ROBOHIVE)
-    except (ValueError, OSError) as error:
-        if str(path) not in str(error) and "bytes are needed for" not in str(error):
-            sys.exit(f"{seed}: {error!r} does not name the file")
-        if target.exists() or [p for p in work.iterdir() if p.name.startswith(f".out{seed}.tmp")]:
-            sys.exit(f"{seed}: something is left after {error!r}")
-        outcomes["refused"] += 1
-    else:
-        with h5py.File(path) as plain:
-            for array in found.manifest.arrays:
-                if "source" in array.facts:
-                    leaves = [plain[f"{g}/{array.facts['source']}"][...] for g in found.groups()]
-                    shift = array.facts["shift"]
-                    wanted = np.concatenate([x[shift : len(x) - 1 + shift] for x in leaves])
-                    got = found.columns[array.key].numpy()
-                    if wanted.tobytes() != got.tobytes():
-                        sys.exit(f"{seed}: {array.key} differs")
-        outcomes["converted"] += 1
-    path.unlink()
-print(outcomes["converted"], outcomes["refused"])
-"""
-
-
-def test_mutated_files_are_converted_or_refused_by_name(tmp_path):
-    """Bytes flipped and files cut at random; in a process of its own, where a crash would show."""
-    source = tmp_path / "good.h5"
-    with RoboHiveWriter(source) as writer:
-        writer.add_trial(**make_trial(4, seed=1))
-        writer.add_trial(**make_trial(3, seed=2, terminated=True))
-    command = [sys.executable, "-c", MUTATE, str(source), str(tmp_path), "0", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    converted, refused = map(int, done.stdout.split())
-    assert converted + refused == 60
-    assert refused > 5
-
-
 @pytest.mark.parametrize(
     "content", [b"", POINTER, b"<html>", bytes(600), b"\xde\xad", b"PK\x03\x04"]
 )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
 from replaykit.datasets.engine.checks import Judge
-from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.joined import open_sources
 from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan, Span
@@ -182,7 +182,8 @@ def _write_file(
     )
     dropped = None
     try:
-        with open_h5(source.path, is_verified=source.is_verified) as file:
+        unit = [sources.files[position] for position in plan.units.get(index, (index,))]
+        with open_sources(unit, plan.layout.clock) as file:
             for span in spans:
                 writer.write(file, source, span, memory)
         writer.finish()

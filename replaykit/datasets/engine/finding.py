@@ -33,6 +33,7 @@ class EpisodeRef:
         base: its first record in these arrays.
         records: how many records it has there; ``None`` for all.
         terminated: whether it ended as terminated, where the finder has seen that.
+        part: in which of the files it begins, where several are read as one.
     """
 
     group: str
@@ -40,14 +41,19 @@ class EpisodeRef:
     base: int = 0
     records: int | None = None
     terminated: bool | None = None
+    part: int = 0
 
 
 @dataclass
 class Found:
-    """What a finder sees in a file: the episodes in order, and what is none, with why."""
+    """What a finder sees in a file: the episodes in order, and what is none, with why.
+
+    ``odd`` has what stops nothing: rule, text and place.
+    """
 
     episodes: list[EpisodeRef] = field(default_factory=list)
     strangers: list[tuple[str, str]] = field(default_factory=list)
+    odd: list[tuple[str, str, Place]] = field(default_factory=list)
     numbering: str | None = None
     """Says how episodes were numbered where that is not by the number in their names."""
 

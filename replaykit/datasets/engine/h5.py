@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.places import Part, Place
 from replaykit.datasets.engine.signature import AT_SOURCE, check_signature
 from replaykit.errors import CorpusError
 
@@ -98,12 +99,23 @@ class Leaf:
 
 
 class H5File:
-    """An open source file. All paths are relative to the root, with ``/`` between parts."""
+    """An open source file. All paths are relative to the root, with ``/`` between parts.
+
+    Attributes:
+        path: where it lies.
+        parts: the files that are read as this one; none for a file that stands for itself.
+    """
+
+    parts: tuple[Part, ...] = ()
 
     def __init__(self, path: Path, handle: Any, is_verified: bool = False) -> None:
         self.path = path
         self._root = handle.id
         self._is_verified = is_verified
+
+    def place(self, name: str) -> Place:
+        """Returns the place of the file, whose path in the corpus is ``name``."""
+        return Place(self.path, name, parts=self.parts)
 
     def has_group(self, path: str) -> bool:
         """Whether there is a group at a path, not by way of a link by name."""

@@ -114,6 +114,7 @@ class Layout:
             `Images`, `Text` or `Preceded`.
         natural_files: whether numbers in the names of files order them as numbers, so that
             ``episode_9`` comes before ``episode_10``.
+        joined: whether an episode may go on in the next file, see `goes_on`; for flat arrays.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -158,6 +159,7 @@ class Layout:
     about: tuple[str, tuple[str, ...]] | None = None
     decoders: tuple[tuple[str, Decoder], ...] = ()
     natural_files: bool = False
+    joined: bool = False
 
     # -- what follows from the declaration ------------------------------------------------------
 
@@ -217,6 +219,13 @@ class Layout:
             CorpusError: the file is of another layout (rule V04).
         """
         return self
+
+    def goes_on(self, file: H5File, place: Place) -> bool:
+        """Whether a file begins inside of the episode that the file before it ended in.
+
+        Only asked where ``joined``.
+        """
+        return False
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes

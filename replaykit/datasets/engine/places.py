@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from replaykit.errors import CorpusError
 
-__all__ = ["Note", "Notes", "Place"]
+__all__ = ["Note", "Notes", "Part", "Place"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of several that are read as one: where its records begin among those of all."""
+
+    start: int
+    file: Path
+    name: str
 
 
 @dataclass(frozen=True)
 class Place:
     """Where in a corpus something was seen; prints as a user would look for it.
 
-    ``name`` is the path of the file in the corpus, which does not depend on the machine.
+    ``name`` is the path of the file in the corpus, which does not depend on the machine. Where
+    several files are read as one, ``parts`` are these, and a record is told by the one it is in.
     """
 
     file: Path
@@ -23,25 +34,33 @@ class Place:
     group: str | None = None
     key: str | None = None
     record: int | None = None
+    parts: tuple[Part, ...] = ()
 
     def at(
         self, *, group: str | None = None, key: str | None = None, record: int | None = None
     ) -> Place:
         """Returns a place inside this one."""
-        return Place(self.file, self.name, group or self.group, key or self.key, record)
+        return Place(self.file, self.name, group or self.group, key or self.key, record, self.parts)
 
     def __str__(self) -> str:
-        return self._below(str(self.file))
+        return self._below(str(self._part.file), self._part.start)
 
     @property
     def brief(self) -> str:
         """The place, with the file as the corpus names it."""
-        return self._below(self.name)
+        return self._below(self._part.name, self._part.start)
 
-    def _below(self, file: str) -> str:
+    @property
+    def _part(self) -> Part:
+        """The file that the record is in."""
+        if not self.parts or self.record is None:
+            return Part(0, self.file, self.name)
+        return self.parts[bisect_right([part.start for part in self.parts], self.record) - 1]
+
+    def _below(self, file: str, start: int) -> str:
         parts = [part for part in (self.group, self.key) if part is not None]
         where = f"{file}: {'/'.join(parts)}" if parts else file
-        return where if self.record is None else f"{where}, record {self.record}"
+        return where if self.record is None else f"{where}, record {self.record - start}"
 
     def error(self, what: str, rule: str) -> CorpusError:
         """Returns the error that says what is wrong here and which rule says so."""

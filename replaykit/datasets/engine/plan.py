@@ -21,7 +21,7 @@ class Episode:
     """An episode that gives rows ``start .. start + rows - 1``.
 
     Attributes:
-        file: position of its file.
+        file: position of the file in which it begins.
         group: the group of its arrays; ``""`` for the root.
         number: its number in the file.
         base: its first record in these arrays.
@@ -31,6 +31,7 @@ class Episode:
         is_open: the state after its last row was not recorded.
         is_whole: the arrays are those of this episode alone.
         facts: what else is known of it.
+        within: the first record of its file in these arrays, where several are read as one.
     """
 
     file: int
@@ -43,13 +44,15 @@ class Episode:
     is_open: bool
     is_whole: bool
     facts: Facts
+    within: int = 0
 
     @property
     def name(self) -> str:
         """The group, or the records of the file that it is made of."""
         if self.is_whole:
             return self.group or "/"
-        return f"{self.group}[{self.base}:{self.base + self.records}]"
+        first = self.base - self.within
+        return f"{self.group}[{first}:{first + self.records}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Span:
     """Arrays of one length that hold one episode or several: a group, or a flat file.
 
     Attributes:
-        file: position of the file.
+        file: position of the file, or of the first of those that are read as one.
         group: the group of the arrays; ``""`` for the root.
         records: length of the clock.
         first, stop: the episodes ``first .. stop - 1`` of the plan.
@@ -136,7 +139,7 @@ class Plan:
     """What will be written. Memory: a few hundred bytes for each episode of the corpus.
 
     ``layout`` is the one that the files resolved to; ``splits`` names episodes by position,
-    ``about`` has what the files say of themselves.
+    ``about`` has what the files say of themselves, ``units`` which files are read as one.
     """
 
     layout: Layout
@@ -148,6 +151,7 @@ class Plan:
     numbering: list[tuple[int, str]]
     splits: Mapping[str, list[int]] = field(default_factory=dict)
     about: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

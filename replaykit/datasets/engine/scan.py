@@ -8,15 +8,17 @@ throughout.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
 
 from replaykit.datasets.engine.finding import EpisodeRef, Segments
-from replaykit.datasets.engine.h5 import H5File, Leaf, open_h5
+from replaykit.datasets.engine.h5 import H5File, Leaf
+from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Episode, Plan, Skipped, Span
@@ -29,6 +31,8 @@ __all__ = ["Excluded", "scan"]
 
 Excluded = Mapping[tuple[int, str, int], str]
 """Episodes to leave out, by file, group and first record, and why."""
+WHOLE_FILE: Final = "the whole file"
+"""Stands in the report for the name of an episode."""
 _SMALL_BYTES: Final = 1 << 18
 
 
@@ -58,9 +62,8 @@ def scan(
         OSError: a file cannot be opened.
     """
     state = _Scan(layout, policies, without, excluded, block_bytes, notes)
-    for index, source in enumerate(sources.files):
-        with open_h5(source.path, is_verified=source.is_verified) as file:
-            state.file(index, file, Place(source.path, source.name))
+    for unit in units_of(sources, layout, state.fail):
+        state.unit(unit, sources)
     if not state.episodes:
         names = ", ".join(str(source.path) for source in sources.files[:5])
         skipped = "; ".join(f"{entry.name}: {entry.why}" for entry in state.skipped[:5])
@@ -87,8 +90,37 @@ class _Scan:
     numbering: list[tuple[int, str]] = field(default_factory=list)
     splits: dict[str, list[int]] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
+    units: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
     rows: int = 0
     records: int = 0
+
+    def fail(self, index: int, error: Exception) -> None:
+        """Notes that a file cannot be read at all, or is of another layout; or raises that."""
+        if self.policies.on_invalid != "skip" or not is_about_the_file(error):
+            raise error
+        self.failed.add(index)
+        self.skipped.append(Skipped(index, WHOLE_FILE, str(error)))
+
+    def unit(self, unit: tuple[int, ...], sources: Sources) -> None:
+        """Takes a file, or several that are read as one."""
+        if unit[0] in self.failed:
+            for index in unit[1:]:
+                why = f"it goes on in an episode that begins in {sources.files[unit[0]].name}"
+                self.skipped.append(Skipped(index, WHOLE_FILE, f"{why}, which is skipped"))
+            return
+        files = [sources.files[index] for index in unit]
+        before, schema = (len(self.episodes), self.rows, self.records), self.schema
+        try:
+            with open_sources(files, self.layout.clock) as file:
+                self.units[unit[0]] = unit
+                self.file(unit[0], file, file.place(files[0].name))
+        except (ValueError, OSError) as error:
+            if (len(self.episodes), self.rows, self.records) != before:
+                raise
+            for index in unit:
+                self.fail(index, error)
+            self.schema = schema
 
     def file(self, index: int, file: H5File, place: Place) -> None:
         resolved = self.layout.resolve(file, place)
@@ -118,9 +150,12 @@ class _Scan:
             self.skipped.append(Skipped(index, name, why))
         if found.numbering is not None:
             self.numbering.append((index, found.numbering))
-        numbers = [episode.number for episode in found.episodes]
+        for rule, text, at in found.odd:
+            self.notes.add(rule, text, at)
+        numbers = [(episode.part, episode.number) for episode in found.episodes]
         if len(set(numbers)) < len(numbers):
-            raise place.error(f"two episodes have one number: {sorted(numbers)}", "V33")
+            listed = sorted(number for _, number in numbers)
+            raise place.error(f"two episodes have one number: {listed}", "V33")
         first, seen = len(self.episodes), self.records
         for group, refs in groupby(found.episodes, key=lambda episode: episode.group):
             at = place.at(group=group or None)
@@ -129,7 +164,7 @@ class _Scan:
             except CorpusError as error:
                 if self.policies.on_invalid != "skip":
                     raise
-                self.skipped.append(Skipped(index, group or "the whole file", str(error)))
+                self.skipped.append(Skipped(index, group or WHOLE_FILE, str(error)))
         self._check_totals(resolved, len(found.episodes), self.records - seen, place)
         self._note_splits(resolved.splits(file, place), first, place)
 
@@ -209,21 +244,26 @@ class _Scan:
         is_flat: bool,
     ) -> Iterator[Episode]:
         assert self.schema is not None
-        layout, start = self.schema.layout, self.rows
+        layout, start, unit = self.schema.layout, self.rows, self.units[index]
+        known = facts
         for ref in refs:
+            begins = unit[ref.part]
+            within = file.parts[ref.part].start if file.parts else 0
+            facts = known if ref.terminated is None else replace(known, terminated=ref.terminated)
             records = total if ref.records is None else ref.records
             is_open = layout.is_open and self._is_kept(file, ref, leaves, records, facts)
             rows = records - layout.lost + is_open
-            name = ref.group if not is_flat else f"{ref.group}[{ref.base}:{ref.base + records}]"
-            why = self.excluded.get((index, ref.group, ref.base))
+            first = ref.base - within
+            name = ref.group if not is_flat else f"{ref.group}[{first}:{first + records}]"
+            why = self.excluded.get((begins, ref.group, ref.base))
             if why is None and rows < 1:
                 why = f"it has {records} record{'s' * (records != 1)}, so it gives no row"
             if why is not None:
-                self.skipped.append(Skipped(index, name, why))
+                self.skipped.append(Skipped(begins, name, why))
                 continue
             yield Episode(
-                index, ref.group, ref.number, ref.base, records, rows, start, is_open,
-                not is_flat, facts,
+                begins, ref.group, ref.number, ref.base, records, rows, start, is_open,
+                not is_flat, facts, within,
             )  # fmt: skip
             start += rows
 
@@ -275,7 +315,15 @@ class _Scan:
             self.numbering,
             self.splits,
             self.about,
+            self.units,
         )
+
+
+def is_about_the_file(error: Exception) -> bool:
+    """Whether an error says that a file is not what it should be, and not that resources lack."""
+    if isinstance(error, OSError):
+        return isinstance(error, (PermissionError, IsADirectoryError)) or error.errno == errno.EIO
+    return isinstance(error, CorpusError)
 
 
 def _join(group: str, path: str) -> str:

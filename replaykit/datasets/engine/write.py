@@ -107,7 +107,7 @@ class RowWriter:
             DropLeaves: a field must be left out of the whole corpus.
             OSError: there is no room.
         """
-        place = Place(file.path, source.name, span.group or None)
+        place = file.place(source.name).at(group=span.group or None)
         episodes = self._plan.episodes[span.first : span.stop]
         checks = SpanChecks(episodes, span.first, span.records, place, self._judge)
         reader = SpanReader(file, span, self._block_bytes)

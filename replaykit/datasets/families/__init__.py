@@ -9,6 +9,7 @@ from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
 from replaykit.datasets.families.roboset_real import ROBOSET_REAL
+from replaykit.datasets.families.vd4rl import VD4RL
 
 __all__ = [
     "ALOHA",
@@ -21,6 +22,7 @@ __all__ = [
     "ROBOMIMIC",
     "ROBOSET_REAL",
     "ROBOSUITE",
+    "VD4RL",
     "AlohaLayout",
     "D4RLLayout",
     "RobosuiteLayout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
@@ -14,6 +15,7 @@ from replaykit.datasets.families.maniskill import MANISKILL
 from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
+from replaykit.datasets.families.vd4rl import VD4RL
 from replaykit.datasets.hub_sources import hub_sources
 from replaykit.datasets.opened import Published
 from replaykit.datasets.sources import Sources
@@ -26,6 +28,7 @@ __all__ = [
     "ManiSkillExperienceReplay",
     "MinariExperienceReplay",
     "RobomimicExperienceReplay",
+    "VD4RLExperienceReplay",
     "load_dataset",
 ]
 
@@ -233,6 +236,48 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
         return hub_sources(self.repository, folder, suffix=".h5", beside=(".json",))
 
 
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """Transitions of V-D4RL: pixels of 84 by 84, in shards that an episode may cross.
+
+    Ids are folders of the repository; those that are listed are the main tasks, and others, such as
+    ``distracting/...``, are taken too. The folders named ``64px`` hold no H5 files and are refused.
+    See `VD4RLLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Lu et
+    al., "Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations",
+    2022; MIT.
+
+    Example:
+        >>> from replaykit.datasets import VD4RLExperienceReplay
+        >>> VD4RLExperienceReplay.available_datasets[0]
+        'main/walker_walk/random/84px'
+        >>> VD4RLExperienceReplay("main/walker_walk/random/64px", 32)
+        Traceback (most recent call last):
+        ValueError: expected a folder of H5 files, got 'main/walker_walk/random/64px', ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"main/{task}/{quality}/84px"
+        for task in ("walker_walk", "cheetah_run", "humanoid_walk")
+        for quality in ("random", "medium_replay", "medium", "medium_expert", "expert")
+    ]
+    any_id = True
+    corpus = "vd4rl"
+    layout = VD4RL
+    repository: ClassVar[str] = "conglu/vd4rl"
+
+    @classmethod
+    def _check_id(cls, dataset_id: str) -> None:
+        super()._check_id(dataset_id)
+        if dataset_id.split("/")[-1] == "64px":
+            raise ValueError(
+                f"expected a folder of H5 files, got {dataset_id!r}, which holds one npz file an "
+                f"episode; the same episodes are in {dataset_id.removesuffix('64px') + '84px'!r}"
+            )
+
+    def sources(self) -> Sources:
+        # Shards follow one another by their numbers: 2.hdf5 comes before 10.hdf5.
+        return replace(hub_sources(self.repository, self.dataset_id, suffix=".hdf5"), natural=True)
+
+
 _FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
     family.corpus: family
     for family in (
@@ -243,6 +288,7 @@ _FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
         LiberoExperienceReplay,
         IsaacLabExperienceReplay,
         ManiSkillExperienceReplay,
+        VD4RLExperienceReplay,
         AlohaExperienceReplay,
     )
 }

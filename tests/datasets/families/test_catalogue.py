@@ -43,6 +43,21 @@ def maniskill(path: Path) -> Path:
     return path
 
 
+def vd4rl(root: Path) -> list[Path]:
+    """Eleven shards, each of three records, of episodes of eleven."""
+    root.mkdir()
+    kinds = np.concatenate([[0] + [1] * 9 + [2]] * 3).astype(np.float32)
+    paths = []
+    for shard in range(11):
+        rows = slice(3 * shard, 3 * shard + 3)
+        paths.append(root / f"{shard + 1}.hdf5")
+        with h5py.File(paths[-1], "w") as file:
+            file["observation"] = np.arange(33, dtype=np.uint8)[rows, None]
+            file["action"], file["reward"] = np.ones((3, 1), "f4"), np.ones(3, "f4")
+            file["discount"], file["step_type"] = np.ones(3, "f4"), kinds[rows]
+    return paths
+
+
 def minari(root: Path) -> Path:
     root.mkdir()
     with h5py.File(root / "main_data.hdf5", "w") as file:
@@ -70,6 +85,10 @@ def hub(tmp_path, point_client_at):
             "demos/Pick-v1/rl/trajectory.json": skill.with_suffix(".json"),
             "demos/Pick-v1/rl/sample.mp4": b"a film",
         },
+        "conglu/vd4rl": {
+            **{f"main/run/expert/84px/{p.name}": p for p in vd4rl(tmp_path / "shards")},
+            "main/run/expert/64px/a.npz": b"an episode",
+        },
         "farama-minari/toys": {
             "cart/random-v0/data/main_data.hdf5": cart,
             "cart/random-v0/data/metadata.json": cart.with_name("metadata.json"),
@@ -86,6 +105,7 @@ def hub(tmp_path, point_client_at):
         ("robomimic:lift/ph/low_dim", [3, 4, 5], [-1] * 3),
         ("maniskill:Pick-v1/rl", [3], [5]),
         ("minari:toys/cart/random-v0", [3], [-1]),
+        ("vd4rl:main/run/expert/84px", [10] * 3, [-1] * 3),
     ],
 )
 def test_family_is_fetched_and_converted_once(tmp_path, hub, name, lengths, seeds):

@@ -1,0 +1,175 @@
+"""Files that hold one sequence together: an episode may begin in one and go on in the next.
+
+Such files are opened as one, whose arrays are those of all, one after the other. Only files that an
+episode crosses are joined, so that the others can still be converted side by side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.h5 import H5File, Leaf, Member, open_h5
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Part, Place
+from replaykit.datasets.sources import SourceFile, Sources
+
+__all__ = ["JoinedFile", "open_sources", "units_of"]
+
+
+class JoinedFile(H5File):
+    """Files as one: entries of the root, and arrays below it, one after the other.
+
+    Args:
+        files: the files, in order.
+        names: their paths in the corpus.
+        clock: the array whose lengths say where the records of each file begin.
+    """
+
+    def __init__(self, files: Sequence[H5File], names: Sequence[str], clock: str) -> None:
+        self.path = files[0].path
+        self._files = files
+        lengths = [file.shape(clock)[0] for file in files]
+        starts = [int(start) for start in np.cumsum([0, *lengths[:-1]])]
+        self.parts = tuple(
+            Part(start, file.path, name)
+            for start, file, name in zip(starts, files, names, strict=True)
+        )
+
+    def has_group(self, path: str) -> bool:
+        return self._files[0].has_group(path)
+
+    def members(self, group: str = "") -> list[Member]:
+        return self._files[0].members(group)
+
+    def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
+        return self._files[0].attributes(group, names)
+
+    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
+        """Returns the datasets of the first file, as long as those of all files together.
+
+        One that another file lacks, or has with another shape or dtype, has a ``problem``.
+        """
+        each = [{leaf.path: leaf for leaf in f.leaves(group, without=without)} for f in self._files]
+        found = []
+        for path, leaf in each[0].items():
+            problem, length = leaf.problem, 0
+            for file, leaves in zip(self._files, each, strict=True):
+                other = leaves.get(path)
+                if problem is None and _kind(other) != _kind(leaf):
+                    problem = f"{file.path.name} has {_said(other)}, unlike {_said(leaf)} before"
+                length += other.shape[0] if other is not None and other.shape else 0
+            shape = (length, *leaf.shape[1:]) if leaf.shape else ()
+            found.append(replace(leaf, shape=shape, problem=problem))
+        return found
+
+    def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        parts = [file.read(dataset, a, b) for file, a, b in self._within(dataset, start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+        parts = [file.entries(dataset, a, b) for file, a, b in self._within(dataset, start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def shape(self, dataset: str) -> tuple[int, ...]:
+        shapes = [file.shape(dataset) for file in self._files]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+
+    def chunk_rows(self, dataset: str) -> int:
+        return max(file.chunk_rows(dataset) for file in self._files)
+
+    def _within(self, dataset: str, start: int, stop: int) -> Iterator[tuple[H5File, int, int]]:
+        """Yields the files that hold records ``start .. stop - 1``, and which of theirs."""
+        base, is_none = 0, True
+        for file in self._files:
+            length = file.shape(dataset)[0]
+            begin, end = max(start - base, 0), min(stop - base, length)
+            if begin < end:
+                is_none = False
+                yield file, begin, end
+            base += length
+        if is_none:
+            yield self._files[0], 0, 0
+
+
+def _kind(leaf: Leaf | None) -> Any:
+    return leaf and (leaf.shape[1:] if leaf.shape else None, leaf.dtype, leaf.problem)
+
+
+def _said(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return "none"
+    return leaf.problem or f"shape {list(leaf.shape)} and dtype {leaf.dtype}"
+
+
+@contextmanager
+def open_sources(files: Sequence[SourceFile], clock: str) -> Iterator[H5File]:
+    """Opens a file, or several as one; see `open_h5` for what it raises."""
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(open_h5(file.path, is_verified=file.is_verified)) for file in files
+        ]
+        if len(opened) == 1:
+            yield opened[0]
+        else:
+            yield JoinedFile(opened, [file.name for file in files], clock)
+
+
+def units_of(
+    sources: Sources, layout: Layout, fail: Callable[[int, Exception], None]
+) -> list[tuple[int, ...]]:
+    """Returns which files are to be opened as one, by their positions.
+
+    Every file by itself, but where a layout lets episodes go on in the next file: there a file
+    belongs to the one before it if it goes on with its last episode. Cost: there each file is
+    opened once more, and its first record read.
+
+    Args:
+        sources: the files.
+        layout: what the corpus declares.
+        fail: told the position of a file that cannot be opened or is of another layout; may raise.
+
+    Raises:
+        CorpusError: the file in which an episode should go on is missing (rule V32).
+    """
+    if not layout.joined:
+        return [(index,) for index in range(len(sources.files))]
+    units: list[tuple[int, ...]] = []
+    for index, source in enumerate(sources.files):
+        place = Place(source.path, source.name)
+        try:
+            with open_h5(source.path, is_verified=source.is_verified) as file:
+                layout.resolve(file, place)
+                goes_on = layout.goes_on(file, place)
+        except (ValueError, OSError) as error:
+            fail(index, error)
+            units.append((index,))
+            continue
+        if goes_on and units:
+            units[-1] = (*units[-1], index)
+        else:
+            units.append((index,))
+    for unit in units:
+        for before, after in pairwise(sources.files[index] for index in unit):
+            numbers = [_number(file.name) for file in (before, after)]
+            if None not in numbers and numbers[1] != (numbers[0] or 0) + 1:
+                place = Place(after.path, after.name)
+                raise place.error(
+                    f"it goes on in an episode that does not begin in it, and the file before it "
+                    f"is {before.name}: those between are missing",
+                    "V32",
+                )
+    return units
+
+
+def _number(name: str) -> int | None:
+    match = re.search(r"([0-9]{1,18})$", PurePosixPath(name).stem)
+    return int(match[1]) if match else None
