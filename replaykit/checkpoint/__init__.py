@@ -18,10 +18,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from replaykit.checkpoint.chunks import RowChunks
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
+from replaykit.checkpoint.row_chunks import RowChunks
 from replaykit.checkpoint.saving import save_checkpoint, save_snapshot
 from replaykit.checkpoint.snapshot import Snapshot
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from replaykit.checkpoint.chunks import RowChunks, copied, map_tensor
 from replaykit.checkpoint.files import open_file
 from replaykit.checkpoint.manifests import MANIFEST, read_manifest
+from replaykit.checkpoint.row_chunks import RowChunks, copied, map_tensor
 from replaykit.checkpoint.tree import decode
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import file_limit_errors

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from replaykit.checkpoint.chunks import RowChunks, copied, map_tensor
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.files import open_file
+from replaykit.checkpoint.row_chunks import RowChunks, copied, map_tensor
 from replaykit.mapping import Span, can_map_spans, map_private, map_spans
 
 __all__ = ["MappedCheckpoint", "MappedRows"]

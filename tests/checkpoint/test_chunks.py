@@ -21,7 +21,8 @@ from replaykit import (
     ReplayBuffer,
 )
 from replaykit.checkpoint import RowChunks, changes, chunks
-from replaykit.checkpoint.chunks import ChunkWriter, chunk_bytes, map_tensor
+from replaykit.checkpoint.chunks import ChunkWriter, chunk_bytes
+from replaykit.checkpoint.row_chunks import map_tensor
 
 EXOTIC = [torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.complex32, torch.bool]
 ignore_complex32 = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
