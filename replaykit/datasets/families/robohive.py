@@ -82,9 +82,14 @@ class RoboHiveLayout(Layout):
         return ("observations", "rewards", *infos)
 
     def examine(self, window: Window) -> None:
-        """Confirms that infos describe the state of their record, and which reward this is."""
-        self._check_reward(window)
-        self._check_infos(window)
+        """Confirms that infos describe the state of their record, and which reward this is.
+
+        What the caller does not want is not read, and cannot be compared.
+        """
+        if "rewards" in window.arrays:
+            self._check_reward(window)
+        if "observations" in window.arrays:
+            self._check_infos(window)
 
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
         """Names the reward: ``dense``, ``sparse``, both where they are equal, or unknown."""

@@ -1,0 +1,42 @@
+"""The command ``replaykit``; needs the extra ``cli``.
+
+Exit codes: 0 done; 1 ``validate`` found something wrong; 2 a wrong option or argument; 3 data that
+is refused, or no data set; 4 something is not there; 5 the network or a Hub; 6 the system: no room,
+no permission, a package that is not installed; 70 a fault of replaykit itself; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; what it says goes to stdout, errors to stderr.
+
+    Args:
+        arguments: those behind the name of the command; ``sys.argv[1:]``.
+
+    Example:
+        >>> from replaykit.cli import main
+        >>> main(["validate", "no-such-folder", "--json"])
+        {"error": {"kind": "FileNotFoundError", "message": "no-such-folder is not there",
+        "exit_code": 4}}
+        4
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        print(
+            f"replaykit: the command needs {error.name}, which is not installed: "
+            "pip install 'replaykit[cli]'",
+            file=sys.stderr,
+        )
+        return 6
+    from replaykit.cli.running import run
+
+    return run(given)

@@ -1,0 +1,149 @@
+"""What a command says: tables on stdout, or one JSON document; errors and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from replaykit.inspection.facts import to_json
+
+__all__ = ["Debug", "Json", "Output", "plain", "sentence", "size"]
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document, of errors too.", show_default=False)
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)
+]
+
+
+_WIDE: Final = 240
+
+
+@dataclass
+class Output:
+    """Where a command says what it has found; one for each run, the object of its context.
+
+    Attributes:
+        as_json: one JSON document on stdout, and nothing else there.
+        when_interrupted: what an interrupt leaves, and how to go on.
+        warned: warnings that came so far.
+    """
+
+    as_json: bool = False
+    when_interrupted: str = "nothing was changed"
+    warned: list[str] = field(default_factory=list)
+
+    @property
+    def console(self) -> Console:
+        """For people, on stdout; into a file or a pipe no line is broken."""
+        return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+
+    @property
+    def stderr(self) -> Console:
+        """For progress, warnings and errors."""
+        return Console(stderr=True, highlight=False)
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """Prints the JSON document."""
+        json.dump(to_json(value), sys.stdout, allow_nan=False)
+        sys.stdout.write("\n")
+
+    def error(self, kind: str, text: str, code: int) -> None:
+        """Says what went wrong, in one sentence."""
+        if self.as_json:
+            self.document({"error": {"kind": kind, "message": text, "exit_code": code}})
+            return
+        console = self.stderr
+        console.print(Text.assemble(("replaykit: ", "bold red"), plain(text)), soft_wrap=True)
+
+    def tell_warnings(self) -> None:
+        """Says what was warned of, to people."""
+        for text in self.warned:
+            self.stderr.print(
+                Text.assemble(("warning: ", "bold yellow"), plain(text)), soft_wrap=True
+            )
+
+    @contextmanager
+    def warnings(self) -> Iterator[list[str]]:
+        """Collects the warnings of what is done in it."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            warnings.simplefilter("always", UserWarning)
+            try:
+                yield self.warned
+            finally:
+                self.warned += [
+                    str(each.message) for each in caught if issubclass(each.category, UserWarning)
+                ]
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether somebody would see it."""
+        return not self.as_json and sys.stderr.isatty()
+
+    @contextmanager
+    def progress(self, title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
+        """Shows how many bytes were worked off; yields what is told of them."""
+        bar = BarColumn() if total else SpinnerColumn()
+        with Progress(
+            TextColumn("{task.description}"),
+            bar,
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=self.stderr,
+            transient=True,
+            disable=not self.shows_progress,
+        ) as shown:
+            task = shown.add_task(title, total=total)
+            yield lambda nbytes: shown.advance(task, nbytes)
+
+
+def plain(value: object) -> str:
+    """Returns a text as one can print it: no line of it, and no colour, is the work of a file."""
+    text = str(value)
+    return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)
+
+
+def sentence(error: BaseException) -> str:
+    """Returns what an error says, on one line."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return plain(f"{error.filename}: {error.strerror}")
+    if isinstance(error, KeyError) and error.args:
+        return plain(error.args[0])
+    return plain(" ".join(str(error).split())) or type(error).__name__
+
+
+def size(nbytes: int | None) -> str:
+    """Returns a number of bytes for people.
+
+    Example:
+        >>> from replaykit.cli.output import size
+        >>> size(999), size(18548952)
+        ('999 B', '18.5 MB')
+    """
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,95 @@
+"""Running a command: what it raises becomes one sentence and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Final
+
+import typer
+
+from replaykit.cli.app import app
+from replaykit.cli.output import Output, sentence
+from replaykit.errors import CheckpointError, CorpusError, DownloadError
+
+__all__ = ["exit_code_of", "run"]
+
+_USAGE: Final = 2
+_INTERNAL: Final = 70
+_INTERRUPTED: Final = 130
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command; see `replaykit.cli.main`."""
+    output = Output(as_json="--json" in arguments)
+    debug = "--debug" in arguments
+    try:
+        code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        text = f"interrupted: {output.when_interrupted}"
+        output.error("KeyboardInterrupt", text, _INTERRUPTED)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever reads has seen enough, such as `head`; Python must not complain at its end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # What the parser of options raises is told by what it can do: typer brings one of its own
+        # or uses click's, depending on its version.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            return _usage(output, error)
+        code = exit_code_of(error)
+        if debug:
+            traceback.print_exc()
+        text = sentence(error)
+        if code == _INTERNAL:
+            text = (
+                f"a fault of replaykit itself: {type(error).__name__}: {text}; run it again with "
+                "--debug and report what it prints"
+            )
+        output.error(type(error).__name__, text, code)
+        return code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code that stands for an error; see `replaykit.cli`.
+
+    Example:
+        >>> from replaykit.cli.running import exit_code_of
+        >>> exit_code_of(FileNotFoundError()), exit_code_of(KeyError())
+        (4, 70)
+    """
+    if isinstance(error, DownloadError):
+        return 5
+    if isinstance(error, FileNotFoundError):
+        return 4
+    if isinstance(error, (CorpusError, CheckpointError)):
+        return 3
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return 5
+    if isinstance(error, OSError):
+        return 5 if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH) else 6
+    if isinstance(error, (ImportError, MemoryError)):
+        return 6
+    if isinstance(error, (ValueError, RuntimeError)):
+        return 3
+    return _INTERNAL
+
+
+def _usage(output: Output, error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        if output.as_json:
+            output.error("UsageError", "no command was given", _USAGE)
+        else:
+            print(error.format_message(), file=sys.stderr)
+        return _USAGE
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "replaykit"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    output.error("UsageError", f"{text}; {where} --help says what there is", _USAGE)
+    return _USAGE

@@ -1,0 +1,186 @@
+"""Which layouts there are, and which one files are of, with reasons.
+
+The engine itself is asked: files are scanned by every layout, as if they were to be converted by
+it. A layout that refuses says why, and what a scan finds is why another one fits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from replaykit.datasets.engine.conversion import ConvertOptions
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.scan import scan
+from replaykit.datasets.sources import SourceFile, Sources
+from replaykit.errors import CorpusError
+from replaykit.inspection.facts import LayoutGuess
+
+__all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
+
+_OTHER: Final = ("[V04]", "[V12]", "[V10]")
+"""Rules that a file of another layout breaks; one that breaks others is of the layout, but bad."""
+_EMPTY: Final = "[V38]"
+_MOST_NAMES: Final = 8
+
+
+def known_layouts() -> dict[str, Layout]:
+    """Returns the layouts of the package by name.
+
+    Example:
+        >>> from replaykit.inspection import known_layouts
+        >>> "robomimic" in known_layouts()
+        True
+    """
+    families = importlib.import_module("replaykit.datasets.families")
+    found = [thing for thing in vars(families).values() if isinstance(thing, Layout)]
+    return {layout.name: layout for layout in sorted(found, key=lambda layout: layout.name)}
+
+
+def layout_named(name: str) -> Layout:
+    """Returns a layout of the package, or one of one's own: ``package.module:NAME``,
+    ``file.py:NAME``.
+
+    Raises:
+        ValueError: there is none of that name. ImportError, OSError: the module cannot be loaded.
+
+    Example:
+        >>> from replaykit.inspection import layout_named
+        >>> layout_named("aloha").natural_files
+        True
+        >>> layout_named("replaykit.datasets.families:ALOHA").name
+        'aloha'
+    """
+    known = known_layouts()
+    if name in known:
+        return known[name]
+    module, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ValueError(
+            f"expected a layout as one of {sorted(known)}, or as module:NAME or file.py:NAME of "
+            f"one's own, got {name!r}"
+        )
+    found = getattr(_module(module), attribute, None)
+    if not isinstance(found, Layout):
+        raise ValueError(f"expected {name} to be a replaykit.datasets.Layout, got {found!r:.80}")
+    return found
+
+
+def _module(name: str) -> object:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} is not there")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} cannot be loaded as a module")
+    module = importlib.util.module_from_spec(spec)
+    # Worker processes look the classes of a layout up by the name of their module.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def guess_layout(paths: Sequence[Path]) -> LayoutGuess:
+    """Says of which layout of the package files are, and why.
+
+    Args:
+        paths: H5 files of one data set; the first one is looked at.
+
+    Raises:
+        CorpusError: it is not HDF5, or damaged. OSError: it cannot be opened.
+
+    Cost: reads the declarations of one file once for each layout, and its flags where it is flat.
+    """
+    path = Path(paths[0])
+    fits: dict[str, tuple[int, tuple[str, ...], str | None]] = {}
+    refused: dict[str, str] = {}
+    for name, layout in known_layouts().items():
+        try:
+            plan = scan_files([path], layout)
+        except CorpusError as error:
+            text = str(error).removeprefix(f"{path}: ")
+            if "[V01]" in text or "[V03]" in text:
+                raise
+            if text.endswith(_OTHER):
+                refused[name] = text
+            else:
+                is_empty = text.endswith(_EMPTY)
+                reason = "its arrays are there, without a row" if is_empty else "its keys are there"
+                fits[name] = (1_000_000, (reason,), text)
+            continue
+        fits[name] = (len(plan.left_out), _reasons(plan), None)
+    if not fits:
+        return LayoutGuess(None, (), refused)
+    # The fewer datasets a layout has no place for, the better it describes the file.
+    ordered = sorted(fits, key=lambda name: (fits[name][0], name))
+    best = ordered[0]
+    reasons = fits[best][1]
+    for name in ordered[1:]:
+        reasons += (f"{name} would fit too, but leaves more out ({_said(fits[name])})",)
+    return LayoutGuess(best, reasons, refused, fits[best][2])
+
+
+def _said(entry: tuple[int, tuple[str, ...], str | None]) -> str:
+    return entry[2] or f"{entry[0]} datasets without a place"
+
+
+def _reasons(plan: Plan) -> tuple[str, ...]:
+    episodes, skipped = len(plan.episodes), len(plan.skipped)
+    first, last = plan.episodes[0].name, plan.episodes[-1].name
+    where = f"{first} ... {last}" if episodes > 1 else first
+    records = sum(span.records for span in plan.spans)
+    found = [
+        f"{episodes} episode{'s' * (episodes != 1)} where it says they are: {where}",
+        f"{records} records of {plan.layout.clock!r} make {plan.rows} rows",
+    ]
+    by_role: dict[str, list[str]] = {}
+    for leaf in plan.leaves:
+        by_role.setdefault(leaf.role, []).append(leaf.path)
+    for role, paths in by_role.items():
+        shown = ", ".join(paths[:_MOST_NAMES]) + ", ..." * (len(paths) > _MOST_NAMES)
+        found.append(f"{role}: {shown}")
+    if plan.left_out:
+        shown = ", ".join(leaf.path for leaf in plan.left_out[:_MOST_NAMES])
+        found.append(f"no place for {len(plan.left_out)}: {shown}")
+    if skipped:
+        found.append(f"{skipped} entries are no episodes")
+    return tuple(found)
+
+
+def unread_sources(paths: Sequence[Path], *, natural: bool = False) -> Sources:
+    """Describes files without reading them: their checksums are not known.
+
+    Raises:
+        FileNotFoundError: one is not there.
+    """
+    files = []
+    for path in paths:
+        name = str(path) if len(paths) > 1 else path.name
+        files.append(SourceFile(path, name, path.stat().st_size, ""))
+    return Sources(tuple(files), {"kind": "local"}, natural)
+
+
+def scan_files(paths: Sequence[Path], layout: Layout, policies: Policies | None = None) -> Plan:
+    """Returns what a conversion of files would write.
+
+    Raises:
+        CorpusError: they break a rule of the layout.
+    """
+    return scan(
+        unread_sources(paths, natural=layout.natural_files),
+        layout,
+        policies=Policies() if policies is None else policies,
+        without={},
+        excluded={},
+        block_bytes=ConvertOptions().block_bytes,
+        notes=Notes(),
+    )

@@ -1,0 +1,201 @@
+"""Plots of the page, as SVG that follows the colours of the reader's system."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["grid_of", "histogram", "holes", "lines", "small_histograms", "svg_url"]
+
+Array = npt.NDArray[Any]
+
+# Colours that stand for what the style sheet in the picture says, by day and by night.
+_INK: Final = "#010203"
+_FAINT: Final = "#010204"
+_FILL: Final = "#010205"
+_FILL_2: Final = "#010206"
+_GRID: Final = "#010207"
+_NAMES: Final = {_INK: "ink", _FAINT: "faint", _FILL: "fill", _FILL_2: "fill2", _GRID: "grid"}
+_STYLE: Final = (
+    "<style>:root{--ink:#26303d;--faint:#66727f;--fill:#2f6fde;--fill2:#e07a3f;--grid:#dfe4ea}"
+    "@media (prefers-color-scheme:dark){:root{--ink:#e3e8ee;--faint:#9aa5b1;--fill:#6ea0ff;"
+    "--fill2:#f0a06a;--grid:#2c343e}}</style>"
+)
+
+
+def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
+    """Draws a figure and returns it as the URL of an SVG image, which asks for nothing.
+
+    Args:
+        draw: gets the figure.
+        width, height: inches.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.hashsalt": "replaykit",
+        "svg.fonttype": "path",
+        "font.size": 9,
+        "text.color": _INK,
+        "axes.edgecolor": _GRID,
+        "axes.labelcolor": _FAINT,
+        "axes.titlecolor": _INK,
+        "xtick.color": _FAINT,
+        "ytick.color": _FAINT,
+        "grid.color": _GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.formatter.useoffset": False,
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        figure.patch.set_alpha(0)
+        draw(figure)
+        for axes in figure.axes:
+            axes.patch.set_alpha(0)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(_coloured(text.getvalue())).decode()
+
+
+def _coloured(svg: str) -> bytes:
+    svg = svg[svg.index("<svg") :]  # without the declaration, which names an address
+    for colour, name in _NAMES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    head, end, rest = svg.partition(">")
+    return (head + end + _STYLE + rest).encode()
+
+
+def _quiet(axes: Any, *, grid: str = "y") -> None:
+    axes.grid(True, axis=grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def histogram(values: Array, label: str) -> Callable[[Any], None]:
+    """Returns what draws how often values occur, ``[N]``; what is not finite is left out."""
+    finite = values[np.isfinite(values)].astype(np.float64)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        if finite.size:
+            low, high = float(finite.min()), float(finite.max())
+            if low == high:
+                low, high = low - 0.5, high + 0.5
+            bins = int(np.clip(np.sqrt(finite.size), 10, 60))
+            if np.array_equal(finite, np.round(finite)) and high - low < 60:
+                edges = np.arange(np.floor(low) - 0.5, np.ceil(high) + 1)
+            else:
+                edges = np.linspace(low, high, bins + 1)
+            axes.hist(finite, bins=edges, color=_FILL, rwidth=0.94)
+        axes.set_xlabel(label)
+        axes.set_ylabel("count")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        _quiet(axes)
+
+    return draw
+
+
+def lines(values: Array, label: str, ends: Sequence[str]) -> Callable[[Any], None]:
+    """Returns what draws a number for each episode, ``[E]``, coloured by why it ended."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        place = np.arange(len(values))
+        terminated = np.array([end.startswith("terminated") for end in ends])
+        size = float(np.clip(400 / max(1, len(values)), 3, 22))
+        for chosen, colour, name in (
+            (terminated, _FILL_2, "terminated"),
+            (~terminated, _FILL, "not terminated"),
+        ):
+            if chosen.any():
+                axes.scatter(place[chosen], values[chosen], s=size, color=colour, label=name,
+                             linewidths=0, rasterized=len(values) > 2000)  # fmt: skip
+        if 1 < len(values) <= 2000:
+            axes.plot(place, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
+        axes.set_xlabel("episode")
+        axes.set_ylabel(label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if terminated.any() and (~terminated).any():
+            axes.legend(frameon=False, fontsize=8, loc="best")
+        _quiet(axes)
+
+    return draw
+
+
+def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], None]:
+    """Returns what draws how often the numbers of each column occur, ``[N, D]``, side by side."""
+
+    def draw(figure: Any) -> None:
+        down, across = grid_of(len(names))
+        grid = figure.subplots(down, across, squeeze=False).reshape(-1)
+        for axes, name, column in zip(grid, names, values.T, strict=False):
+            finite = column[np.isfinite(column)]
+            bins = int(np.clip(np.sqrt(max(1, finite.size)), 8, 32))
+            if finite.size:
+                axes.hist(finite, bins=bins, color=_FILL, rwidth=0.94)
+            axes.set_title(name, fontsize=8, loc="left", pad=3)
+            axes.tick_params(labelsize=7)
+            axes.locator_params(axis="x", nbins=4)
+            axes.locator_params(axis="y", nbins=3, integer=True)
+            _quiet(axes)
+        for axes in grid[len(names) :]:
+            axes.set_visible(False)
+
+    return draw
+
+
+def grid_of(count: int) -> tuple[int, int]:
+    """Returns into how many rows and columns so many small plots are put."""
+    across = min(4, max(1, count))
+    return -(-count // across), across
+
+
+def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callable[[Any], None]:
+    """Returns what draws the share of NaN of each key in each episode, ``[K, E]``."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+        colours = LinearSegmentedColormap.from_list("holes", ["#f2c9a0", "#e07a3f", "#b3261e"])
+        # Nothing is drawn where there is none, and a single NaN is still seen.
+        image = axes.imshow(
+            np.ma.masked_equal(shares, 0),
+            aspect="auto",
+            interpolation="nearest",
+            cmap=colours,
+            norm=PowerNorm(0.4, 0, 1),
+        )
+        axes.set_yticks(range(len(keys)), [_short(key) for key in keys], fontsize=8)
+        count = len(episodes) if len(episodes) <= 15 else 8
+        ticks = np.unique(np.linspace(0, len(episodes) - 1, count).round().astype(int))
+        axes.set_xticks(ticks, [str(episodes[tick]) for tick in ticks])
+        axes.set_xlabel("episode")
+        axes.tick_params(length=0)
+        axes.set_yticks(np.arange(len(keys) + 1) - 0.5, minor=True)
+        axes.grid(True, which="minor", axis="y", linewidth=0.8)
+        axes.tick_params(which="minor", length=0)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_visible(False)
+        bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
+        bar.ax.set_yticks([0.01, 0.1, 0.5, 1], ["1 %", "10 %", "50 %", "100 %"])
+        bar.ax.tick_params(length=0)
+        bar.outline.set_visible(False)
+
+    return draw
+
+
+def _short(key: str) -> str:
+    printable = "".join(part if part.isprintable() else "?" for part in key)
+    return printable if len(printable) <= 38 else f"...{printable[-35:]}"

@@ -1,0 +1,180 @@
+"""The page as text: what it shows, that it asks for nothing, and that files write no markup."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+from html.parser import HTMLParser
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+from replaykit.inspection import opened
+from replaykit.inspection.page import make_page, write_page
+
+
+class Page(HTMLParser):
+    """Headings, texts of table cells, pictures, and whatever names an address."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: dict[str, str] = {}
+        self.titles: list[str] = []
+        self.cells: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self._open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "action", "srcset", "data", "poster"):
+                self.addresses.append(value)
+            assert not name.startswith("on")
+        if tag == "img":
+            given = dict(attributes)
+            self.images[given["alt"]] = given["src"]
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if "h3" in self._open:
+            self.titles.append(data)
+        if "td" in self._open:
+            self.cells.append(data)
+
+
+def page_of(path, **options):
+    with opened(path, **options) as (facts, table):
+        return Page(make_page(facts, table))
+
+
+def test_a_data_set_with_images(tmp_path, write_robomimic):
+    page = page_of(write_robomimic(tmp_path / "a.hdf5", (9, 7), camera=True))
+    assert {"Return of each episode", "Returns", "Length of each episode", "Lengths", "Reward",
+            "Action"} <= set(page.titles)  # fmt: skip
+    assert "data/demo_*/obs/camera_image" in page.images
+    assert "No NaN was found in 4 keys of floating point." in page.words
+    assert "data/demo_*/actions" in page.cells
+    assert "script" not in page.tags
+
+
+def test_pictures_are_part_of_the_page_and_show_the_frames(tmp_path, write_robomimic):
+    path = write_robomimic(tmp_path / "a.hdf5", (9,), camera=True)
+    page = page_of(path)
+    assert page.addresses
+    assert all(address.startswith("data:") for address in page.addresses)
+    for url in page.images.values():
+        content = base64.b64decode(url.partition(",")[2])
+        if url.startswith("data:image/svg+xml"):
+            # Names of name spaces are no addresses that are asked for.
+            text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", content.decode())
+            assert "http" not in re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+            assert "href=\"http" not in text
+    url = page.images["data/demo_*/obs/camera_image"]
+    strip = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+    with h5py.File(path) as file:
+        frames = file["data/demo_0/obs/camera_image"][...]
+    assert strip.shape[0] == 112
+    width = round(16 * 112 / 12)
+    for place, frame in enumerate(frames[[0, 1, 2, 3, 5, 6, 7, 8]]):
+        shown = strip[:, place * (width + 3) : place * (width + 3) + width]
+        large = np.asarray(Image.fromarray(frame).resize((width, 112), Image.Resampling.NEAREST))
+        assert np.abs(shown.astype(int) - large).mean() < 40  # JPEG of noise
+        others = np.asarray(
+            Image.fromarray(frames[4]).resize((width, 112), Image.Resampling.NEAREST)
+        )
+        assert np.abs(shown.astype(int) - others).mean() > 60
+
+
+def test_names_of_a_file_are_text(tmp_path):
+    name = "<script>alert(1)</script>"
+    with h5py.File(tmp_path / "a&b<i>.h5", "w") as file:
+        file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
+        file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
+        file[f"infos/{name.replace('/', '|')}"] = np.arange(4.0)
+        file["infos/\"quoted' & $math_{x}$ \u202e"] = np.full(4, np.nan)
+    with opened(tmp_path / "a&b<i>.h5") as (facts, table):
+        text = make_page(facts, table)
+    assert "<script" not in text
+    assert "<i>" not in text.replace('<i class="dot"', "")
+    page = Page(text)
+    assert "infos/<script>alert(1)<|script>" in page.cells
+    assert "a&b<i>.h5" in page.words
+    assert "Where values are NaN" in page.titles
+
+
+def test_priorities_are_shown_where_there_are_any(tmp_path, transitions):
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=LazyTensorStorage(50), batch_size=4
+    )
+    rb.extend(transitions(20, pixels=torch.zeros(20, 3, 16, 16, dtype=torch.uint8)))
+    rb.update_priority(torch.arange(20), torch.linspace(0.1, 2, 20))
+    rb.dumps(tmp_path / "saved")
+    page = page_of(tmp_path / "saved")
+    assert "Priority" in page.titles
+    assert "pixels" in page.images
+
+
+def test_what_is_sampled_says_so(tmp_path, monkeypatch, write_d4rl):
+    path = write_d4rl(tmp_path / "a.hdf5", 3000, (1499,))
+    monkeypatch.setattr("replaykit.inspection.page._MOST_BYTES", 4096)
+    page = page_of(path, most_bytes=4096)
+    words = " ".join(page.words)
+    assert "1,024 of 3,000 rows, taken evenly" in words
+    assert re.search(r"statistics of \d+ rows, taken evenly", words)
+
+
+def test_nothing_but_a_list_of_keys(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a"] = np.arange(3)
+        file["empty"] = np.zeros((0, 2))
+    page = page_of(tmp_path / "x.h5")
+    assert not page.images
+    assert "a" in page.cells
+
+
+def test_many_episodes_and_keys_make_a_page_that_can_be_read(tmp_path):
+    """Time and size are bounded: they do not grow with rows and episodes."""
+    rows = 60_000
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"] = np.zeros((rows, 4), np.float32)
+        file["next_observations"] = np.zeros((rows, 4), np.float32)
+        file["actions"] = np.random.default_rng(0).normal(size=(rows, 40)).astype(np.float32)
+        file["rewards"], file["terminals"] = np.ones(rows), np.arange(rows) % 5 == 4
+        file["infos/holes"] = np.where(np.arange(rows) % 7, 1.0, np.nan)
+    began = time.process_time()
+    with opened(tmp_path / "a.hdf5", most_bytes=1 << 20) as (facts, table):
+        assert len(facts.episodes) == 12_000
+        text = make_page(facts, table)
+    assert len(text) < 3_000_000
+    assert time.process_time() - began < 60
+    page = Page(text)
+    assert any("24 of 40 numbers" in words for words in page.words)
+    assert any("60 of 12,000 episodes, taken evenly" in words for words in page.words)
+
+
+def test_the_page_is_written_whole_or_not_at_all(tmp_path, corpus):
+    target = tmp_path / "page.html"
+    target.write_text("before")
+    with opened(corpus) as (facts, table):
+        with pytest.raises(OSError, match="page cannot be written"):
+            write_page(tmp_path / "absent" / "page.html", facts, table)
+        write_page(target, facts, table)
+        first = target.read_bytes()
+        write_page(target, facts, table)
+    assert target.read_bytes() == first  # the same facts, the same page
+    assert first.startswith(b"<!doctype html>")
+    assert not list(tmp_path.glob(".page*"))

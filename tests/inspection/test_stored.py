@@ -1,0 +1,195 @@
+"""Facts of data sets, checkpoints and buffers on disk against the rows that were put there."""
+
+from __future__ import annotations
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
+from replaykit.errors import CheckpointError
+from replaykit.inspection import kind_of, opened
+
+
+def assert_statistics(facts, rows):
+    """Those of every key, against NumPy."""
+    found = {key.key: key for key in facts.keys}
+    leaves = {"/".join((k,) if isinstance(k, str) else k): v
+              for k, v in rows.items(True, True)}  # fmt: skip
+    assert found.keys() == leaves.keys()
+    for name, tensor in leaves.items():
+        values, said = tensor.numpy(), found[name].statistics
+        assert found[name].looked_at == found[name].rows == len(values)
+        assert found[name].shape == values.shape[1:]
+        assert found[name].dtype == values.dtype.name
+        assert said["min"] == values.min()
+        assert said["max"] == values.max()
+        assert said["mean"] == pytest.approx(values.mean(dtype=np.float64), abs=1e-7)
+        assert said["std"] == pytest.approx(values.std(dtype=np.float64), abs=1e-7)
+
+
+def test_a_corpus(corpus, tmp_path):
+    with opened(corpus) as (facts, table), h5py.File(tmp_path / "source.hdf5") as file:
+        demos = [file[f"data/demo_{i}"] for i in range(3)]
+        assert (facts.kind, facts.rows) == ("corpus", 12)
+        action = np.concatenate([demo["actions"][...] for demo in demos])
+        key = next(key for key in facts.keys if key.key == "action")
+        assert (key.shape, key.dtype, key.source) == ((3,), "float64", "actions[t]")
+        assert key.statistics["min"] == action.min()
+        assert key.statistics["mean"] == pytest.approx(action.mean())
+        np.testing.assert_array_equal(table.columns["action"].read(2, 7), action[2:7])
+        np.testing.assert_array_equal(table.columns["action"].episode(2, 50), action[8:])
+        assert len(table.columns["action"].episode(0, 2)) == 2
+        assert facts.episodes.lengths.tolist() == [5, 3, 4]
+        assert facts.episodes.ends == ("terminated", "truncated", "terminated")
+        np.testing.assert_allclose(
+            facts.episodes.returns, [demo["rewards"][...].sum() for demo in demos]
+        )
+        assert facts.nbytes == sum(
+            each.stat().st_size for each in corpus.rglob("*") if each.is_file()
+            and each.name not in ("manifest.json", "meta.json")
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_a_checkpoint_of_a_ring_that_went_round(tmp_path, transitions, kind):
+    rb = ReplayBuffer(storage=kind(30))
+    rows = transitions(44)
+    rb.extend(rows)
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, table):
+        assert (facts.kind, facts.rows) == ("checkpoint", 30)
+        assert facts.about["capacity"] == 30
+        assert facts.about["written"] == 44
+        assert_statistics(facts, rows[14:])
+        assert facts.episodes.lengths.tolist() == rb.episodes.lengths.tolist() == [6, 10, 10, 4]
+        assert facts.episodes.ends == ("terminated", "terminated", "terminated", "open")
+        reward = rows["next", "reward"][14:, 0].double().numpy()
+        parts = np.split(reward, [6, 16, 26])
+        np.testing.assert_allclose(facts.episodes.returns, [part.sum() for part in parts])
+        for number, (start, stop) in enumerate(((14, 20), (20, 30), (30, 40), (40, 44))):
+            np.testing.assert_array_equal(
+                table.columns["action"].episode(number, 99), rows["action"][start:stop]
+            )
+        assert table.priorities is None
+
+
+def test_priorities_of_a_checkpoint(tmp_path, transitions):
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=LazyTensorStorage(50), batch_size=4
+    )
+    rb.extend(transitions(20))
+    rb.update_priority(torch.arange(20), torch.linspace(0.1, 2, 20))
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, table):
+        np.testing.assert_allclose(table.priorities, np.linspace(0.1, 2, 20), rtol=1e-6)
+        assert facts.about["priorities"] == "alpha 0.6, beta 0.4, eps 1e-08"
+
+
+def test_lanes(tmp_path, transitions):
+    rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2))
+    lanes = [transitions(10, end=5, seed=seed) for seed in range(2)]
+    rows = torch.stack(lanes)
+    rb.extend(rows)
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, table):
+        assert facts.rows == 20
+        assert facts.about["lanes"] == [2]
+        assert facts.episodes.lengths.tolist() == [5, 5, 5, 5]
+        action = table.columns["action"]
+        assert (action.rows, action.shape) == (20, (2,))
+        whole = rows["action"].transpose(0, 1).reshape(-1, 2).numpy()
+        np.testing.assert_array_equal(action.read(3, 8), whole[3:8])
+        np.testing.assert_array_equal(action.episode(3, 9), lanes[1]["action"][5:])
+
+
+def test_observations_stored_once(tmp_path, transitions):
+    rows = transitions(20)
+    rows["next", "observation"][:-1] = rows["observation"][1:]
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
+    rb.extend(rows)
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, _):
+        assert_statistics(facts, rows)
+
+
+def test_lists_of_several_layouts(tmp_path):
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend([torch.ones(2), torch.ones(3), torch.ones(2)])
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, _):
+        assert (facts.rows, facts.keys) == (3, ())
+        assert any("2 layouts" in text for text in facts.warnings)
+
+
+def test_an_empty_buffer(tmp_path):
+    ReplayBuffer(storage=LazyTensorStorage(10)).dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, _):
+        assert (facts.rows, facts.keys, facts.episodes) == (0, (), None)
+
+
+def test_a_buffer_that_lives_on_disk(tmp_path, transitions):
+    def made():
+        return TensorDictPrioritizedReplayBuffer(
+            alpha=0.6,
+            beta=0.4,
+            storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "b", recover=True),
+            batch_size=4,
+        )
+
+    rows = transitions(25)
+    rb = made()
+    rb.extend(rows)
+    rb.update_priority(torch.arange(25), torch.linspace(0.1, 2, 25))
+    with pytest.raises(RuntimeError, match="in use by another"), opened(tmp_path / "b"):
+        pass
+    del rb
+    for _ in range(2):  # it is as it was before
+        with opened(tmp_path / "b") as (facts, table):
+            assert (facts.kind, facts.rows) == ("buffer", 25)
+            assert_statistics(facts, rows)
+            assert facts.episodes.lengths.tolist() == [10, 10, 5]
+            np.testing.assert_allclose(table.priorities, np.linspace(0.1, 2, 25), rtol=1e-6)
+        del facts, table
+    again = made()
+    assert (again[:]["action"] == rows["action"]).all()
+
+
+def test_a_scratch_directory_that_says_nothing(tmp_path, transitions):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "b"))
+    rb.extend(transitions(25))
+    with opened(tmp_path / "b") as (facts, _):
+        assert (facts.kind, facts.rows, facts.keys) == ("buffer", None, ())
+        assert facts.nbytes == sum(f.stat().st_size for f in (tmp_path / "b").iterdir())
+        assert "recover=True" in facts.warnings[0]
+
+
+def test_a_damaged_manifest_names_its_file(tmp_path, transitions):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30))
+    rb.extend(transitions(5))
+    rb.dumps(tmp_path / "saved")
+    manifest = tmp_path / "saved" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"len": 5', '"len": 6'))
+    assert kind_of(tmp_path / "saved") == "checkpoint"
+    with pytest.raises(CheckpointError, match="manifest.json"), opened(tmp_path / "saved"):
+        pass
+
+
+def test_facts_as_json_have_no_nan_and_no_more_episodes_than_asked(corpus):
+    with opened(corpus) as (facts, _):
+        found = facts.to_json(episodes=2)
+    json.dumps(found, allow_nan=False)
+    assert found["episodes"]["count"] == 3
+    assert [each["length"] for each in found["episodes"]["first"]] == [5, 3]
+    assert found["episodes"]["lengths"] == {
+        "min": 3.0, "median": 4.0, "mean": 4.0, "max": 5.0, "total": 12.0,
+    }  # fmt: skip
