@@ -13,6 +13,8 @@ PACKAGE = Path(replaykit.__file__).parent
 
 ABOVE_ONE_ANOTHER = [
     {"testing"},
+    {"cli"},
+    {"inspection"},
     {"datasets", "remote"},
     {"buffer"},
     {"samplers", "writers", "transforms"},

@@ -26,9 +26,17 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command; see `replaykit.cli.main`."""
     output = Output(as_json="--json" in arguments)
     debug = "--debug" in arguments
+    if not set(arguments) - {"--json", "--debug"}:
+        if output.as_json:
+            output.error("UsageError", "no command was given; replaykit --help lists them", _USAGE)
+        else:
+            app(["--help"], prog_name="replaykit", standalone_mode=False)
+        return _USAGE
     try:
         code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # some versions of typer raise, some return
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         text = f"interrupted: {output.when_interrupted}"
@@ -82,12 +90,6 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _usage(output: Output, error: Any) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":
-        if output.as_json:
-            output.error("UsageError", "no command was given", _USAGE)
-        else:
-            print(error.format_message(), file=sys.stderr)
-        return _USAGE
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "replaykit"
     text = " ".join(error.format_message().split()).rstrip(".")

@@ -46,7 +46,7 @@ font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--faint);font-size:13px}
 .dot{display:inline-block;width:9px;height:9px;border-radius:50%;margin-right:6px}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px}
-figure{margin:0;padding:14px 14px 10px}
+figure{margin:0;min-width:0;padding:14px 14px 10px}
 figure.wide{grid-column:1/-1}
 figure img{display:block;width:100%;height:auto;margin-top:8px}
 figcaption{overflow-wrap:anywhere}
@@ -69,7 +69,7 @@ td .note{display:block}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 18px;margin:0;font-size:13.5px}
 dt{color:var(--faint)}
 dd{margin:0;overflow-wrap:anywhere}
-.strips{display:grid;gap:14px}
+.strips{display:grid;gap:14px;grid-template-columns:minmax(0,1fr)}
 .strips .film{overflow-x:auto;margin-top:8px}
 .strips img{width:auto;max-width:none;border-radius:6px;margin:0}
 footer{margin-top:40px;color:var(--faint);font-size:12.5px}

@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 _MOST_BYTES: Final = 8 << 20
 """Of one key that are read for a plot."""
 _MOST_VALUES: Final = 200_000
-_MOST_POINTS: Final = 5_000
+_MOST_POINTS: Final = 2_000
 _MOST_ACTIONS: Final = 24
 """Numbers of an action that are shown, a plot each."""
 _MOST_EPISODES: Final = 60
@@ -137,7 +137,7 @@ def _of_episodes(episodes: EpisodeFacts) -> Iterator[Plot]:
             continue
         yield Plot(
             f"{title} of each episode", note,
-            svg_url(lines(values[at], label, ends), width=4.6, height=2.9),
+            svg_url(lines(at, values[at], label, ends), width=4.6, height=2.9),
         )  # fmt: skip
         yield Plot(
             f"{title}s", f"of {len(episodes):,} episodes",

@@ -28,6 +28,10 @@ _STYLE: Final = (
 )
 
 
+_MOST_JOINED: Final = 400
+"""Episodes up to which a line joins them."""
+
+
 def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
     """Draws a figure and returns it as the URL of an SVG image, which asks for nothing.
 
@@ -53,10 +57,11 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.formatter.useoffset": False,
+        "axes.formatter.limits": (-3, 5),
         "text.parse_math": False,
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, height))
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
         draw(figure)
@@ -82,6 +87,22 @@ def _quiet(axes: Any, *, grid: str = "y") -> None:
     axes.spines["left"].set_visible(False)
 
 
+def _margins(
+    figure: Any, left: float, right: float, bottom: float, top: float, **gaps: float
+) -> None:
+    """Sets margins in inches. Known ones cost nothing; those that fit cost as much as the plot."""
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left / width, bottom / height, 1 - right / width, 1 - top / height, **gaps
+    )
+
+
+def _steps(axes: Any, values: Array, edges: Array) -> None:
+    """Draws how often values fall between edges, as one shape."""
+    axes.stairs(np.histogram(values, edges)[0], edges, fill=True, color=_FILL)
+    axes.set_ylim(bottom=0)
+
+
 def histogram(values: Array, label: str) -> Callable[[Any], None]:
     """Returns what draws how often values occur, ``[N]``; what is not finite is left out."""
     finite = values[np.isfinite(values)].astype(np.float64)
@@ -97,38 +118,46 @@ def histogram(values: Array, label: str) -> Callable[[Any], None]:
                 edges = np.arange(np.floor(low) - 0.5, np.ceil(high) + 1)
             else:
                 edges = np.linspace(low, high, bins + 1)
-            axes.hist(finite, bins=edges, color=_FILL, rwidth=0.94)
+            _steps(axes, finite, edges)
         axes.set_xlabel(label)
         axes.set_ylabel("count")
         axes.yaxis.get_major_locator().set_params(integer=True)
         _quiet(axes)
+        _margins(figure, 0.68, 0.15, 0.5, 0.12)
 
     return draw
 
 
-def lines(values: Array, label: str, ends: Sequence[str]) -> Callable[[Any], None]:
-    """Returns what draws a number for each episode, ``[E]``, coloured by why it ended."""
+def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Callable[[Any], None]:
+    """Returns what draws a value for each episode, ``[E]``, coloured by why it ended.
+
+    Args:
+        numbers: of the episodes, ``[E]``.
+        values: of the episodes.
+        label: what they are.
+        ends: why the episodes ended.
+    """
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        place = np.arange(len(values))
-        terminated = np.array([end.startswith("terminated") for end in ends])
+        terminated = np.array([end.startswith("terminated") for end in ends], np.bool_)
         size = float(np.clip(400 / max(1, len(values)), 3, 22))
         for chosen, colour, name in (
             (terminated, _FILL_2, "terminated"),
             (~terminated, _FILL, "not terminated"),
         ):
             if chosen.any():
-                axes.scatter(place[chosen], values[chosen], s=size, color=colour, label=name,
-                             linewidths=0, rasterized=len(values) > 2000)  # fmt: skip
-        if 1 < len(values) <= 2000:
-            axes.plot(place, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
+                x, y = numbers[chosen], values[chosen]
+                axes.scatter(x, y, s=size, color=colour, label=name, linewidths=0)
+        if 1 < len(values) <= _MOST_JOINED:
+            axes.plot(numbers, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
         axes.set_xlabel("episode")
         axes.set_ylabel(label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if terminated.any() and (~terminated).any():
-            axes.legend(frameon=False, fontsize=8, loc="best")
+            axes.legend(frameon=False, fontsize=8, loc="upper left")
         _quiet(axes)
+        _margins(figure, 0.68, 0.15, 0.5, 0.12)
 
     return draw
 
@@ -143,7 +172,7 @@ def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], Non
             finite = column[np.isfinite(column)]
             bins = int(np.clip(np.sqrt(max(1, finite.size)), 8, 32))
             if finite.size:
-                axes.hist(finite, bins=bins, color=_FILL, rwidth=0.94)
+                _steps(axes, finite, np.histogram_bin_edges(finite, bins))
             axes.set_title(name, fontsize=8, loc="left", pad=3)
             axes.tick_params(labelsize=7)
             axes.locator_params(axis="x", nbins=4)
@@ -151,6 +180,7 @@ def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], Non
             _quiet(axes)
         for axes in grid[len(names) :]:
             axes.set_visible(False)
+        _margins(figure, 0.45, 0.12, 0.25, 0.25, wspace=0.26, hspace=0.42)
 
     return draw
 
@@ -188,6 +218,7 @@ def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callab
         axes.tick_params(which="minor", length=0)
         for side in ("left", "bottom"):
             axes.spines[side].set_visible(False)
+        _margins(figure, 2.75, 0.1, 0.5, 0.12)
         bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
         bar.ax.set_yticks([0.01, 0.1, 0.5, 1], ["1 %", "10 %", "50 %", "100 %"])
         bar.ax.tick_params(length=0)

@@ -15,6 +15,7 @@ from replaykit.inspection.facts import EpisodeFacts, KeyFacts
 from replaykit.inspection.table import Table, TensorColumn, measure
 from replaykit.storages import LazyTensorStorage
 from replaykit.storages.content import Content
+from replaykit.structure import Branch
 
 __all__ = ["episodes_of", "keys_of", "table_of"]
 
@@ -79,8 +80,15 @@ def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:
     return tuple(found)
 
 
-def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes, EpisodeFacts]:
-    """Returns the episodes that are stored; one pass over the rewards, where there are any."""
+def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
+    """Returns the episodes that are stored; one pass over the rewards, where there are any.
+
+    ``None`` where rows have no keys, such as those that tell an end.
+    """
+    schema = storage.schema
+    root = None if schema is None else schema.root
+    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+        return None, None
     episodes = Episodes(storage)
     returns = None
     try:

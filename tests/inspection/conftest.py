@@ -21,7 +21,9 @@ from replaykit.datasets.families import ROBOMIMIC
 LENGTHS = (5, 3, 4)
 
 
-def write_robomimic(path: Path, lengths: tuple[int, ...] = LENGTHS, *, camera: bool = False) -> Path:
+def write_robomimic(
+    path: Path, lengths: tuple[int, ...] = LENGTHS, *, camera: bool = False
+) -> Path:
     """Demonstrations of which every value tells where it is from."""
     draw = np.random.default_rng(len(lengths))
     with h5py.File(path, "w") as file:

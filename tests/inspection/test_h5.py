@@ -68,7 +68,9 @@ def test_flat_arrays_are_cut_into_episodes(tmp_path, write_d4rl):
         assert facts.episodes.ends == ("terminated", "truncated", "truncated")
         parts = (slice(7), slice(7, 14), slice(14, 20))
         np.testing.assert_allclose(facts.episodes.returns, [rewards[p].sum() for p in parts])
-        np.testing.assert_array_equal(table.columns["actions"].episode(1, 99), file["actions"][7:14])
+        np.testing.assert_array_equal(
+            table.columns["actions"].episode(1, 99), file["actions"][7:14]
+        )
         assert table.episodes == 3
 
 
@@ -80,7 +82,10 @@ def test_a_folder_of_files_is_one_data_set(tmp_path, write_robomimic):
         assert facts.episodes.lengths.tolist() in ([2, 2, 2, 10], [2, 10, 2, 2])
         column = table.columns["data/demo_*/actions"]
         assert column.rows == 16
-        with h5py.File(tmp_path / "part2.hdf5") as first, h5py.File(tmp_path / "part10.hdf5") as other:
+        with (
+            h5py.File(tmp_path / "part2.hdf5") as first,
+            h5py.File(tmp_path / "part10.hdf5") as other,
+        ):
             both = [f[f"data/demo_{i}/actions"][...] for f in (first, other) for i in range(2)]
         np.testing.assert_array_equal(column.read(0, 16), np.concatenate(both))
 

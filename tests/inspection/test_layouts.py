@@ -26,14 +26,14 @@ OTHER = 3
 def test_a_layout_of_one_s_own_is_loaded_from_a_file(tmp_path):
     (tmp_path / "own_layouts.py").write_text(OWN)
     assert layout_named(f"{tmp_path}/own_layouts.py:ARM").name == "arm"
-    with pytest.raises(ValueError, match="to be a replaykit.datasets.Layout, got 3"):
+    with pytest.raises(ValueError, match=r"to be a replaykit\.datasets\.Layout, got 3"):
         layout_named(f"{tmp_path}/own_layouts.py:OTHER")
     with pytest.raises(FileNotFoundError, match=r"absent\.py is not there"):
         layout_named(f"{tmp_path}/absent.py:ARM")
 
 
 def test_an_unknown_name_lists_those_there_are():
-    with pytest.raises(ValueError, match="'aloha'.*got 'atari'"):
+    with pytest.raises(ValueError, match=r"'aloha'.*got 'atari'"):
         layout_named("atari")
     assert {"aloha", "d4rl", "robomimic", "libero"} <= known_layouts().keys()
     assert all(layout_named(name) is layout for name, layout in known_layouts().items())

@@ -180,7 +180,7 @@ def test_a_damaged_manifest_names_its_file(tmp_path, transitions):
     manifest = tmp_path / "saved" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"len": 5', '"len": 6'))
     assert kind_of(tmp_path / "saved") == "checkpoint"
-    with pytest.raises(CheckpointError, match="manifest.json"), opened(tmp_path / "saved"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json"), opened(tmp_path / "saved"):
         pass
 
 

@@ -1,0 +1,230 @@
+"""The command as a whole: help, exit codes, errors, and what its import loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+import replaykit
+from replaykit.cli.known_sizes import KNOWN_SIZES
+from replaykit.cli.listing import families
+from replaykit.testing.hub import LoopbackHub
+from replaykit.testing.robohive import RoboHiveWriter
+
+COMMANDS = ("datasets", "download", "convert", "inspect", "validate")
+
+
+def child(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "replaykit", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples(command, name):
+    done = command(name, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "Examples" in done.out
+    assert f"replaykit {name} " in done.out
+    assert "--json" in done.out
+    assert "--debug" in done.out
+
+
+def test_help_lists_commands_and_exit_codes(command):
+    done = command("--help")
+    assert done.code == 0
+    assert all(name in done.out for name in COMMANDS)
+    assert "130 interrupted" in " ".join(done.out.split())
+    assert command("--version").out == f"replaykit {replaykit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bogus"], "No such command 'bogus'; replaykit --help"),
+        (["inspect"], "Missing argument"),
+        (["inspect", "a", "--bogus"], "No such option"),
+        (["convert", "a.h5"], "Missing option '--to'"),
+    ],
+)
+def test_wrong_usage_is_code_2(command, arguments, says):
+    done = command(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert done.err.count("\n") == 1
+    found = command(*arguments, "--json")
+    assert (found.code, found.err) == (2, "")
+    assert found.json["error"]["kind"] == "UsageError"
+    assert says in found.json["error"]["message"]
+
+
+def test_no_command_shows_the_help(command):
+    done = command()
+    assert done.code == 2
+    assert "Usage: replaykit" in done.out
+    assert command("--json").json["error"]["exit_code"] == 2
+
+
+def test_a_fault_of_the_package_asks_for_a_report(command, monkeypatch, tmp_path):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("observations")
+
+    monkeypatch.setattr("replaykit.inspection.validation.validate", broken)
+    done = command("validate", tmp_path)
+    assert done.code == 70
+    assert "KeyError: observations" in done.err
+    assert "--debug" in done.err
+    assert "Traceback" not in done.err
+    done = command("validate", tmp_path, "--debug")
+    assert done.code == 70
+    assert "Traceback" in done.err
+
+
+def test_no_traceback_unless_asked_for(command, tmp_path):
+    done = command("inspect", tmp_path / "absent")
+    assert done.code == 4
+    assert done.err == f"replaykit: {tmp_path}/absent is not there\n"
+    done = command("inspect", tmp_path / "absent", "--debug")
+    assert "Traceback" in done.err
+    assert done.err.endswith(f"replaykit: {tmp_path}/absent is not there\n")
+
+
+# -- datasets and download -----------------------------------------------------------------------
+
+
+def test_datasets_lists_every_family_and_id(command, tmp_path):
+    found = command("datasets", "--json", "--root", tmp_path).json["families"]
+    listed = {record["family"]: record for record in found}
+    assert listed.keys() == families().keys()
+    for name, kind in families().items():
+        ids = [each["id"] for each in listed[name]["datasets"]]
+        assert set(kind.available_datasets) <= set(ids)
+        assert len(ids) == len(set(ids))
+        assert all(each["path"] is None for each in listed[name]["datasets"])
+    hopper = {each["id"]: each["bytes"] for each in listed["d4rl"]["datasets"]}
+    assert hopper["hopper-medium-v2"] == 152_756_557
+    assert KNOWN_SIZES["d4rl"]["door-human-v1"] == 3_121_206
+    done = command("datasets", "d4rl", "--root", tmp_path)
+    (line,) = [line for line in done.out.splitlines() if "d4rl:hopper-medium-v2" in line]
+    assert "152.8 MB" in line
+    assert command("datasets", "atari").code == 3
+
+
+ROBOSET = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub on this machine with one data set of two trials."""
+    import huggingface_hub
+
+    draw = np.random.default_rng(0)
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        for records in (5, 4):
+            writer.add_trial(
+                draw.normal(size=(records, 3)), draw.normal(size=(records - 1, 2)),
+                draw.normal(size=records), np.zeros(records, bool), np.arange(float(records)),
+            )  # fmt: skip
+    files = {f"{ROBOSET}/seed0/x_trace.h5": tmp_path / "a.h5"}
+    with LoopbackHub({"jdvakil/RoboSet_Sim": files}) as served:
+        for name, value in served.env(tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        yield served
+    huggingface_hub.close_session()
+
+
+def test_download_fetches_converts_and_is_listed(command, hub, tmp_path):
+    root = tmp_path / "root"
+    done = command("download", f"roboset:{ROBOSET}", "--root", root, "--json")
+    assert done.code == 0, done.out
+    assert (done.json["rows"], done.json["episodes"]) == (7, 2)
+    assert done.json["path"] == str(root / ROBOSET)
+    found = command("datasets", "roboset", "--root", root, "--json").json["families"][0]
+    assert [each["path"] for each in found["datasets"] if each["id"] == ROBOSET] == [
+        str(root / ROBOSET)
+    ]
+    asked = len(hub.requests)
+    assert command("download", f"roboset:{ROBOSET}", "--root", root).code == 0
+    assert len(hub.requests) == asked  # what is there is not fetched again
+    assert command("validate", root / ROBOSET).code == 0
+
+
+def test_download_errors(command, hub, tmp_path):
+    root = tmp_path / "root"
+    done = command("download", "atari:pong", "--root", root)
+    assert done.code == 3
+    assert "family:id" in done.err
+    other = "DAPG(expert)/door_v2d-v1"
+    done = command("download", f"roboset:{other}", "--root", root)
+    assert done.code in (3, 4, 5)
+    assert "Traceback" not in done.err
+    assert done.err.count("\n") == 1
+    assert not (root / other).exists()
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_the_module_runs_as_a_program(demos):
+    done = child("inspect", demos, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["rows"] == 12
+
+
+@pytest.mark.long
+def test_a_reader_that_has_seen_enough_is_no_error(demos):
+    command = f"{sys.executable} -m replaykit inspect {demos} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert str(demos) in done.stdout
+
+
+def test_without_the_extra_the_command_says_which(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    done = command("inspect", "x")
+    assert (done.code, done.out) == (6, "")
+    assert done.err == (
+        "replaykit: the command needs typer, which is not installed: pip install 'replaykit[cli]'\n"
+    )
+
+
+def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, tmp_path):
+    """By SIGINT, in the middle of writing, with workers; what is left is what was there."""
+    rows = 400_000
+    (tmp_path / "files").mkdir()
+    for number in range(2):
+        with h5py.File(tmp_path / "files" / f"{number}.h5", "w") as file:
+            file["observations"] = np.zeros((rows, 20), np.float32)
+            file["next_observations"] = np.zeros((rows, 20), np.float32)
+            file["actions"], file["rewards"] = np.zeros((rows, 2)), np.zeros(rows)
+            file["terminals"] = np.arange(rows) % 1000 == 999
+    target = tmp_path / "data"
+    arguments = ["convert", tmp_path / "files", "--layout", "d4rl", "--to", target, "--workers", 2]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "replaykit", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".data.tmp*/*")) and time.monotonic() < deadline:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.005)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, (out, err)
+    assert out == ""
+    assert err == (
+        f"replaykit: interrupted: nothing was published at {target}, and what was there is as it "
+        "was; the same command converts it\n"
+    )
+    assert not target.exists()
+    assert not list(tmp_path.glob(".data.tmp*"))
+    assert command(*arguments, "--json").json["rows"] == 2 * rows

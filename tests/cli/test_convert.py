@@ -1,0 +1,250 @@
+"""``convert`` against h5py, with its policies; ``inspect`` and ``validate`` of what it made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import replaykit.datasets
+from replaykit import LazyTensorStorage, ReplayBuffer
+
+OWN = """
+from replaykit.datasets import STEPS, Field, Groups, Layout
+
+ARM = Layout(
+    name="arm", version=1, episodes=Groups("run", having=("torque",)), alignment=STEPS,
+    clock="torque",
+    fields=(
+        Field("joints", "observation", ("observation",), ("next", "observation")),
+        Field("torque", "action", before=("action",)),
+    ),
+)
+"""
+
+
+def test_a_file_is_converted_by_the_layout_that_fits(command, demos, tmp_path):
+    done = command("convert", demos, "--to", tmp_path / "data")
+    assert (done.code, done.err.count("\n")) == (0, 1)
+    assert done.err.startswith("layout robomimic: 3 episodes where it says they are")
+    assert "12 rows in 3 episodes" in done.out
+    with h5py.File(demos) as file:
+        action = np.concatenate([file[f"data/demo_{i}/actions"][...] for i in range(3)])
+    data = replaykit.datasets.open(tmp_path / "data")
+    np.testing.assert_array_equal(data[:]["action"], action)
+
+
+def test_json_says_what_was_made(command, demos, tmp_path):
+    done = command("convert", demos, "--layout", "robomimic", "--to", tmp_path / "data", "--json")
+    assert (done.code, done.err) == (0, "")
+    data = replaykit.datasets.open(tmp_path / "data")
+    assert done.json == {
+        "name": None,
+        "path": str(tmp_path / "data"),
+        "layout": "robomimic",
+        "rows": 12,
+        "episodes": 3,
+        "bytes": sum(size for _, size, _ in data.published.manifest.files()),
+        "content": data.published.manifest.content_id(),
+        "warnings": [],
+    }
+
+
+def test_policies_are_options(command, demos, tmp_path):
+    with h5py.File(demos, "r+") as file:
+        file["data/demo_2/actions"][1] = np.nan
+        for number in range(3):
+            file[f"data/demo_{number}/states"] = np.ones(
+                (len(file[f"data/demo_{number}/actions"]), 2)
+            )
+    done = command(
+        "convert", demos, "--to", tmp_path / "data", "--json", "--cast", "float64=float32",
+        "--exclude", "next/observation", "--exclude", "state", "--on-invalid", "skip",
+        "--missing", "error", "--constant", "drop", "--workers", 2,
+    )  # fmt: skip
+    assert done.code == 0
+    assert done.json["rows"] == 8
+    assert any("demo_2" in text and "[V20]" in text for text in done.json["warnings"])
+    manifest = replaykit.datasets.open(tmp_path / "data").published.manifest
+    keys = {array.key: str(array.dtype) for array in manifest.arrays}
+    assert keys["action",] == "torch.float32"
+    assert ("next", "observation", "eef") not in keys
+    assert ("state",) not in keys
+    policies = manifest.options["policies"]
+    assert (policies["missing"], policies["constant"]) == ("error", "drop")
+
+
+def test_include_keeps_what_is_named(command, demos, tmp_path):
+    done = command("convert", demos, "--to", tmp_path / "data", "--include", "action")
+    assert done.code == 0
+    keys = {
+        array.key for array in replaykit.datasets.open(tmp_path / "data").published.manifest.arrays
+    }
+    assert ("action",) in keys
+    assert not any("observation" in key for key in keys)
+
+
+def test_a_folder_and_a_layout_of_one_s_own(command, tmp_path):
+    (tmp_path / "arm_layouts.py").write_text(OWN)
+    (tmp_path / "files").mkdir()
+    for name in ("b", "a"):
+        with h5py.File(tmp_path / "files" / f"{name}.h5", "w") as file:
+            file["run1/joints"], file["run1/torque"] = np.eye(4), np.ones((4, 1))
+    layout = f"{tmp_path}/arm_layouts.py:ARM"
+    target = tmp_path / "data"
+    done = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
+    assert done.code == 0
+    assert (done.json["rows"], done.json["episodes"], done.json["layout"]) == (6, 2, "arm")
+    # A second call opens what is there.
+    again = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
+    assert again.json["content"] == done.json["content"]
+
+
+def test_what_is_there_stays_unless_forced(command, demos, write_demos, tmp_path):
+    target = tmp_path / "data"
+    command("convert", demos, "--to", target)
+    other = write_demos(tmp_path / "other.hdf5", (7, 2))
+    done = command("convert", other, "--to", target)
+    assert done.code == 3
+    assert "asked for" in done.err
+    assert len(replaykit.datasets.open(target)) == 12
+    assert command("convert", other, "--to", target, "--force").code == 0
+    assert len(replaykit.datasets.open(target)) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--cast", "float64"], 3, "expected --cast as float64=float32, got 'float64'"),
+        (["--layout", "atari"], 3, "expected a layout as one of ['aloha'"),
+        (["--layout", "aloha"], 3, "no episode of the layout 'aloha'"),
+        (["--on-invalid", "maybe"], 2, "'maybe' is not one of"),
+        (["--workers", "0"], 2, "'--workers'"),
+        (["--exclude", "next/done"], 3, "expected exclude without flags"),
+        (["--layout", "no_such_module:ARM"], 6, "No module named 'no_such_module'"),
+    ],
+)
+def test_errors_are_a_sentence_and_a_code(command, demos, tmp_path, arguments, code, says):
+    done = command("convert", demos, "--to", tmp_path / "data", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("replaykit: ")
+    assert done.err.count("\n") == 1
+    assert says in done.err
+    assert not (tmp_path / "data").exists()
+    as_json = command("convert", demos, "--to", tmp_path / "data", *arguments, "--json")
+    assert (as_json.code, as_json.err) == (code, "")
+    assert as_json.json["error"]["exit_code"] == code
+    assert says in as_json.json["error"]["message"]
+
+
+def test_files_that_fit_no_layout_or_are_not_there(command, tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a"] = np.arange(3)
+    done = command("convert", tmp_path / "x.h5", "--to", tmp_path / "data")
+    assert done.code == 3
+    assert "no layout fits" in done.err
+    assert "give one with --layout" in done.err
+    done = command("convert", tmp_path / "absent.h5", "--layout", "d4rl", "--to", tmp_path / "data")
+    assert done.code == 4
+    assert "absent.h5" in done.err
+    done = command("convert", tmp_path / "absent.h5", "--to", tmp_path / "data")
+    assert done.code == 4
+    (tmp_path / "empty").mkdir()
+    assert command("convert", tmp_path / "empty", "--to", tmp_path / "data").code == 4
+
+
+# -- inspect and validate ------------------------------------------------------------------------
+
+
+def test_inspect_tells_people_and_programs_the_same(command, demos):
+    done = command("inspect", demos, "--episodes", 2)
+    assert (done.code, done.err) == (0, "")
+    with h5py.File(demos) as file:
+        actions = np.concatenate([file[f"data/demo_{i}/actions"][...] for i in range(3)])
+        returns = [file[f"data/demo_{i}/rewards"][...].sum() for i in range(3)]
+    (line,) = [line for line in done.out.splitlines() if line.startswith("data/demo_*/actions")]
+    assert line.split()[1:] == [
+        "float64", "3", "12", f"{actions.min():.4g}", f"{actions.mean():.4g}",
+        f"{actions.max():.4g}", f"{actions.std():.4g}", "0",
+    ]  # fmt: skip
+    assert "3 episodes: 2 terminated, 1 truncated" in done.out
+    assert "... 1 more" in done.out
+    found = command("inspect", demos, "--json", "--episodes", 2).json
+    assert found.keys() == {
+        "kind", "path", "rows", "nbytes", "about", "keys", "warnings", "guess", "episodes", "html",
+    }  # fmt: skip
+    (key,) = [key for key in found["keys"] if key["key"] == "data/demo_*/actions"]
+    assert key["statistics"]["max"] == actions.max()
+    first = found["episodes"]["first"]
+    assert [each["length"] for each in first] == [5, 3]
+    np.testing.assert_allclose([each["return"] for each in first], returns[:2])
+    assert found["guess"]["layout"] == "robomimic"
+
+
+def test_inspect_writes_a_page(command, demos, tmp_path):
+    done = command("inspect", demos, "--html", tmp_path / "page.html")
+    assert done.code == 0
+    assert done.out.rstrip().endswith(f"page: {tmp_path}/page.html")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    done = command("inspect", demos, "--html", tmp_path / "absent" / "page.html", "--json")
+    assert done.code in (4, 6)
+    assert "page cannot be written" in done.json["error"]["message"]
+
+
+def test_a_name_writes_neither_lines_nor_colours(command, tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["[red]bold[/red]\x1b[31m\nreplaykit: all right"] = np.arange(3)
+    done = command("inspect", tmp_path / "x.h5")
+    assert "\x1b[31m" not in done.out
+    assert "[red]bold[/red]\\x1b[31m\\nreplaykit: all right" in done.out
+
+
+def test_validate_gives_the_verdict_as_its_exit_code(command, demos, tmp_path):
+    target = tmp_path / "data"
+    command("convert", demos, "--to", target)
+    done = command("validate", target)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == f"{target}: all right"
+    file = target / "action.memmap"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = command("validate", target)
+    assert done.code == 1
+    assert "action.memmap (288 bytes) is not what was written" in done.out
+    assert done.out.splitlines()[-1] == f"{target}: 1 wrong"
+    found = command("validate", target, "--json")
+    assert found.code == 1
+    assert found.json["ok"] is False
+    bad = [each for each in found.json["findings"] if not each["ok"]]
+    assert [(each["check"], each["is_warning"]) for each in bad] == [("checksums", False)]
+
+
+def test_checkpoints_are_inspected_and_validated(command, tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    import torch
+
+    rb.extend(torch.arange(4.0))
+    rb.dumps(tmp_path / "saved")
+    assert command("inspect", tmp_path / "saved", "--json").json["rows"] == 4
+    assert command("validate", tmp_path / "saved").code == 0
+    (file,) = (tmp_path / "saved").glob("data-*.bin")
+    file.unlink()
+    done = command("validate", tmp_path / "saved")
+    assert done.code == 1
+    assert f"{file} is missing" in done.out
+    assert command("inspect", tmp_path / "saved").code == 3
+
+
+def test_a_split_data_set_and_a_page_of_it(command, demos, tmp_path):
+    from replaykit.datasets.split import ensure_split
+
+    command("convert", demos, "--to", tmp_path / "data")
+    split = ensure_split(tmp_path / "data", tmp_path / "split", progress=False).path
+    done = command("inspect", split, "--html", tmp_path / "p.html", "--json")
+    assert done.code == 0
+    assert (done.json["rows"], done.json["episodes"]["count"]) == (12, 3)
+    assert Path(done.json["html"]).exists()
+    assert json.loads(command("validate", split, "--json").out)["ok"]

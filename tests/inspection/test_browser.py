@@ -1,0 +1,265 @@
+"""The page in a browser: no error, no request, every picture there, by day, by night, on a phone."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+from replaykit.inspection import opened
+from replaykit.inspection.page import write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine (Debian's package chromium)"
+)
+
+_READY_S = 60
+
+# The browser reads from descriptor 3 and writes to 4, whatever the pipes are called here.
+_START = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 20) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+class Browser:
+    """A headless Chromium that is spoken to through a pair of pipes."""
+
+    def __init__(self, profile: Path) -> None:
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        command = [
+            sys.executable, "-c", _START, str(theirs_in), str(theirs_out), str(CHROMIUM),
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run",
+            "--remote-debugging-pipe", f"--user-data-dir={profile}",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._in, self._out = ours_in, ours_out
+        self._rest = b""
+        self._number = 0
+        self.events: list[dict[str, Any]] = []
+        self.session: str | None = None
+        try:
+            target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+            found = self.ask("Target.attachToTarget", targetId=target, flatten=True)
+            self.session = found["sessionId"]
+            for domain in ("Page", "Runtime", "Network", "Log"):
+                self.ask(f"{domain}.enable")
+        except BaseException:
+            self.process.kill()
+            self.process.wait(timeout=30)
+            raise
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self.session is not None:
+            message["sessionId"] = self.session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            found = self._next()
+            if found.get("id") == self._number:
+                assert "error" not in found, found
+                return found["result"]
+            self.events.append(found)
+
+    def wait_for(self, method: str) -> None:
+        while not any(event.get("method") == method for event in self.events):
+            self.events.append(self._next())
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + _READY_S
+        while b"\0" not in self._rest:
+            left = deadline - time.monotonic()
+            assert left > 0, "the browser does not answer"
+            if select.select([self._in], [], [], left)[0]:
+                part = os.read(self._in, 1 << 16)
+                assert part, "the browser is gone"
+                self._rest += part
+        line, self._rest = self._rest.split(b"\0", 1)
+        return json.loads(line)
+
+    def open(self, path: Path, *, width: int, dark: bool) -> None:
+        self.events.clear()
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=900, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+        self.ask("Page.navigate", url=path.as_uri())
+        self.wait_for("Page.loadEventFired")
+
+    def value(self, expression: str) -> Any:
+        found = self.ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        return found["result"]["value"]
+
+    def picture(self, clip: dict[str, float]) -> np.ndarray:
+        found = self.ask(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True,
+            clip={**clip, "scale": 1},
+        )  # fmt: skip
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB"))
+
+    def close(self) -> None:
+        try:
+            self.session = None
+            self.ask("Browser.close")
+        except (AssertionError, OSError):
+            self.process.kill()
+        self.process.wait(timeout=30)
+        os.close(self._in)
+        os.close(self._out)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    made = Browser(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of a file with NaNs, images and a hostile name, and one of a prioritized buffer."""
+    folder = tmp_path_factory.mktemp("pages")
+    draw = np.random.default_rng(0)
+    with h5py.File(folder / "demo.hdf5", "w") as file:
+        for number, steps in enumerate((30, 20, 25)):
+            demo = file.create_group(f"data/demo_{number}")
+            demo["actions"], demo["rewards"] = draw.normal(size=(steps, 5)), draw.normal(size=steps)
+            demo["dones"] = (np.arange(steps) == steps - 1).astype(int) * (number != 1)
+            states = draw.normal(size=(steps + 1, 4))
+            demo["obs/eef"], demo["next_obs/eef"] = states[:-1], states[1:]
+            frames = draw.integers(0, 256, (steps + 1, 24, 32, 3), np.uint8)
+            demo["obs/image"], demo["next_obs/image"] = frames[:-1], frames[1:]
+            demo["states"] = np.where(np.arange(steps)[:, None] % 3, 1.0, np.nan) * np.ones((1, 2))
+            demo["<script>document.title='owned'<|script>"] = np.arange(float(steps))
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=LazyTensorStorage(100), batch_size=4
+    )
+    from tensordict import TensorDict
+
+    rows = {"action": torch.randn(60, 2), "next": {"reward": torch.randn(60, 1),
+            "done": torch.arange(60).view(60, 1) % 20 == 19}}  # fmt: skip
+    rb.extend(TensorDict(rows, [60]))
+    rb.update_priority(torch.arange(60), torch.rand(60) + 0.1)
+    rb.dumps(folder / "saved")
+    found = {}
+    for name in ("demo.hdf5", "saved"):
+        with opened(folder / name) as (facts, table):
+            write_page(folder / f"{name}.html", facts, table)
+        found[name] = folder / f"{name}.html"
+    return found
+
+
+IMAGES = """Promise.all([...document.images].map(i => i.decode())).then(() =>
+[...document.images].map(i => { const b = i.getBoundingClientRect(); return {
+alt: i.alt, natural: [i.naturalWidth, i.naturalHeight],
+clip: {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}}))"""
+
+
+@pytest.mark.parametrize("name", ["demo.hdf5", "saved"])
+def test_every_picture_is_there_by_day_and_by_night(browser, pages, name):
+    shown = {}
+    for dark in (False, True):
+        browser.open(pages[name], width=1100, dark=dark)
+        images = browser.value(IMAGES)
+        titles = [image["alt"] for image in images]
+        assert {"Return of each episode", "Returns", "Lengths", "Reward", "Action"} <= set(titles)
+        assert ("Priority" in titles) == (name == "saved")
+        assert ("data/demo_*/obs/image" in titles) == (name == "demo.hdf5")
+        assert ("Where values are NaN" in titles) == (name == "demo.hdf5")
+        for image in images:
+            assert min(image["natural"]) > 50, image
+            pixels = browser.picture(image["clip"])
+            # Something is drawn: neither one colour, nor a page with a speck.
+            codes = pixels.reshape(-1, 3).astype(np.uint32) @ np.array(
+                [1 << 16, 1 << 8, 1], np.uint32
+            )
+            colours, times = np.unique(codes, return_counts=True)
+            assert len(colours) > 5, image
+            assert times.max() < 0.995 * times.sum(), image
+            shown[image["alt"], dark] = pixels
+        background = browser.picture({"x": 0, "y": 0, "width": 5, "height": 5}).mean()
+        assert background < 60 if dark else background > 200
+    # Axes and letters follow the colours of the page, so that they can be read.
+    for (title, dark), pixels in shown.items():
+        if title in ("Returns", "Reward"):
+            spread = np.abs(pixels.astype(int) - np.median(pixels, axis=(0, 1))).max()
+            assert spread > 90, (title, dark)
+            assert np.median(pixels) < 60 if dark else np.median(pixels) > 200
+
+
+def test_nothing_is_asked_for_and_nothing_goes_wrong(browser, pages):
+    for path in pages.values():
+        browser.open(path, width=1100, dark=False)
+        browser.value(IMAGES)
+        time.sleep(0.2)
+        browser.value("1")  # what was said until now has arrived
+        urls = [
+            event["params"]["request"]["url"]
+            for event in browser.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
+        assert urls
+        assert [url for url in urls if not url.startswith("data:")] == [path.as_uri()]
+        wrong = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+        assert [event for event in browser.events if event.get("method") in wrong] == []
+        assert browser.value("document.scripts.length") == 0
+        assert browser.value("document.title").endswith(" - replaykit")
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, pages):
+    for path in pages.values():
+        browser.open(path, width=390, dark=False)
+        browser.value(IMAGES)
+        assert browser.value("document.scrollingElement.scrollWidth") <= 390
+        sizes = browser.value(
+            "[...document.querySelectorAll('p,td,th,li,span,h3,dd')]"
+            ".map(e => parseFloat(getComputedStyle(e).fontSize))"
+        )
+        assert min(sizes) >= 12
+
+
+def test_the_keys_are_a_table_and_a_name_is_no_markup(browser, pages):
+    browser.open(pages["demo.hdf5"], width=1100, dark=False)
+    cells = browser.value(
+        "[...document.querySelectorAll('#keys tbody tr')].map(r => [...r.cells].map("
+        "c => (c.querySelector('code') || c).textContent))"
+    )
+    rows = {row[0]: row for row in cells}
+    assert rows["data/demo_*/actions"][1:4] == ["float64", "5", "75"]
+    assert "data/demo_*/<script>document.title='owned'<|script>" in rows
+    assert rows["data/demo_*/states"][8] == "52"  # two NaNs in every third row: 10, 7 and 9 rows
