@@ -21,7 +21,7 @@ test: $(STAMP)
 # kills processes, and what converts corpora, neither of which asks for the core.
 test-torch: $(STAMP)
 	REPLAYKIT_NATIVE=0 $(PY) -m pytest -n $(JOBS) -m "not long" --ignore=tests/crash \
-	  --ignore=tests/benchmarks --ignore=tests/datasets
+	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli
 
 test-long: $(STAMP)
 	$(PY) -m pytest -n $(JOBS)
@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) repla
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "replaykit needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt -e '.[test,examples,ray]'
+	@$(PIP) install -c constraints.txt -e '.[test,examples,ray,cli]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from replaykit._version import __version__
-from replaykit.cli import converting, inspecting, listing
+from replaykit.cli import converting, inspecting, listing, sharing
 
 __all__ = ["app"]
 
@@ -53,3 +53,5 @@ app.command("download")(listing.download)
 app.command("convert")(converting.convert)
 app.command("inspect")(inspecting.inspect)
 app.command("validate")(inspecting.validate)
+app.command("push")(sharing.push)
+app.command("pull")(sharing.pull)

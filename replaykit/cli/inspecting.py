@@ -61,7 +61,11 @@ def inspect(
     output: Output = context.obj
     output.when_interrupted = "nothing was changed, and no page was written"
     most = None if exact else MOST_BYTES
-    with output.warnings(), opened(path, layout=layout, most_bytes=most) as (facts, table):
+    with (
+        output.warnings(),
+        output.working("reading"),
+        opened(path, layout=layout, most_bytes=most) as (facts, table),
+    ):
         if html is not None:
             from replaykit.inspection.page import write_page
 

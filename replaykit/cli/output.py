@@ -100,6 +100,15 @@ class Output:
         return not self.as_json and sys.stderr.isatty()
 
     @contextmanager
+    def working(self, title: str) -> Iterator[None]:
+        """Shows that something goes on that does not say how far it has come."""
+        if not self.shows_progress:
+            yield
+            return
+        with self.stderr.status(title):
+            yield
+
+    @contextmanager
     def progress(self, title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
         """Shows how many bytes were worked off; yields what is told of them."""
         bar = BarColumn() if total else SpinnerColumn()

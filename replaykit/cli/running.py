@@ -13,7 +13,7 @@ import typer
 
 from replaykit.cli.app import app
 from replaykit.cli.output import Output, sentence
-from replaykit.errors import CheckpointError, CorpusError, DownloadError
+from replaykit.errors import CheckpointError, CorpusError, DownloadError, UploadError
 
 __all__ = ["exit_code_of", "run"]
 
@@ -72,7 +72,7 @@ def exit_code_of(error: BaseException) -> int:
         >>> exit_code_of(FileNotFoundError()), exit_code_of(KeyError())
         (4, 70)
     """
-    if isinstance(error, DownloadError):
+    if isinstance(error, (DownloadError, UploadError)):
         return 5
     if isinstance(error, FileNotFoundError):
         return 4

@@ -128,9 +128,10 @@ def _flags(table: _Table, advance: Advance) -> list[Finding]:
             differs = flag[ends] != column
             if differs.any():
                 first = int(np.argmax(differs))
+                is_set = bool(column[first])
                 text = (
-                    f"the table says {name} {bool(column[first])} of episode {low + first}, its last row "
-                    f"next/{name} {not column[first]} [V31]"
+                    f"the table says {name} {is_set} of episode {low + first}, its last row "
+                    f"next/{name} {not is_set} [V31]"
                 )
                 return [Finding(check, False, text)]
     found = [Finding(check, True, f"{table.rows:,} rows, {len(last):,} ends")]

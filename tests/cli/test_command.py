@@ -19,7 +19,7 @@ from replaykit.cli.listing import families
 from replaykit.testing.hub import LoopbackHub
 from replaykit.testing.robohive import RoboHiveWriter
 
-COMMANDS = ("datasets", "download", "convert", "inspect", "validate")
+COMMANDS = ("datasets", "download", "convert", "inspect", "validate", "push", "pull")
 
 
 def child(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

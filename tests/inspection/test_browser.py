@@ -1,4 +1,4 @@
-"""The page in a browser: no error, no request, every picture there, by day, by night, on a phone."""
+"""The page in a browser: no error, no request, every picture there, by day and by night."""
 
 from __future__ import annotations
 

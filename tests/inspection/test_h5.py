@@ -29,8 +29,8 @@ def test_keys_statistics_episodes_and_returns_of_groups(tmp_path, write_robomimi
     path = write_robomimic(tmp_path / "demo.hdf5")
     with h5py.File(path) as file:
         demos = [file[f"data/demo_{i}"] for i in range(3)]
-        leaves = {name: np.concatenate([d[name][...] for d in demos])
-                  for name in ("actions", "rewards", "dones", "obs/eef", "next_obs/eef")}  # fmt: skip
+        names = ("actions", "rewards", "dones", "obs/eef", "next_obs/eef")
+        leaves = {name: np.concatenate([demo[name][...] for demo in demos]) for name in names}
         returns = [d["rewards"][...].sum() for d in demos]
     with opened(path) as (facts, table):
         assert (facts.kind, facts.rows, facts.nbytes) == ("H5 file", 12, path.stat().st_size)

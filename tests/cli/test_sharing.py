@@ -1,0 +1,57 @@
+"""``push`` and ``pull`` against a Hub on this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import replaykit.datasets
+from replaykit.testing.hub import LoopbackHub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    with LoopbackHub() as served:
+        for name, value in served.env(tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_TOKEN", "any")
+        yield served
+    huggingface_hub.close_session()
+
+
+def test_what_was_pushed_is_pulled(command, hub, demos, tmp_path):
+    command("convert", demos, "--to", tmp_path / "data")
+    done = command(
+        "push", tmp_path / "data", "me/lift", "--license", "mit", "--tag", "robotics", "--json"
+    )
+    assert done.code == 0, done.out
+    assert done.json["url"].endswith(hub.head("me/lift"))
+    done = command("pull", "me/lift", "--root", tmp_path / "pulled", "--json")
+    assert done.code == 0, done.out
+    assert (done.json["name"], done.json["rows"]) == ("me/lift", 12)
+    ours = replaykit.datasets.open(tmp_path / "data")
+    theirs = replaykit.datasets.open(done.json["path"])
+    assert done.json["content"] == ours.published.manifest.content_id()
+    for key, column in ours.published.columns.items():
+        np.testing.assert_array_equal(column.numpy(), theirs.published.columns[key].numpy())
+    assert command("validate", done.json["path"]).code == 0
+    done = command("push", tmp_path / "data", "me/lift", "--license", "mit")
+    assert done.out.startswith("pushed: ")
+
+
+def test_errors_of_the_hub_are_sentences(command, hub, demos, tmp_path):
+    done = command("pull", "me/absent", "--root", tmp_path / "pulled")
+    assert done.code == 4
+    assert "me/absent" in done.err
+    assert done.err.count("\n") == 1
+    done = command("push", tmp_path / "absent", "me/lift", "--license", "mit", "--json")
+    assert (done.code, done.json["error"]["kind"]) == (4, "FileNotFoundError")
+    command("convert", demos, "--to", tmp_path / "data")
+    done = command("push", tmp_path / "data", "me/lift")
+    assert done.code == 3
+    assert "licen" in done.err
+    done = command("push", tmp_path / "data", "lift", "--license", "mit")
+    assert done.code == 3
+    assert "owner/name" in done.err
