@@ -54,12 +54,12 @@ class Output:
     @property
     def console(self) -> Console:
         """For people, on stdout; into a file or a pipe no line is broken."""
-        return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
     @property
     def stderr(self) -> Console:
         """For progress, warnings and errors."""
-        return Console(stderr=True, highlight=False)
+        return Console(stderr=True, markup=False, highlight=False)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """Prints the JSON document."""

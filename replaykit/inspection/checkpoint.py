@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-import torch
-
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.state import BufferState, apply_state, saved_sampler
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
@@ -80,15 +77,12 @@ def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Fact
         )
 
 
-def _priorities(saved: Checkpoint) -> npt.NDArray[Any] | None:
+def _priorities(saved: Checkpoint) -> Any:
+    """Returns the priorities as they lie in the files; ``None`` where there are none."""
     if "sampler" not in saved:
         return None
     state = saved.part("sampler", mapped=["_priorities"])
-    if not isinstance(state, dict) or state.get("_priorities") is None:
-        return None
-    found = state["_priorities"]
-    values = found if isinstance(found, torch.Tensor) else found[:]
-    return values.reshape(-1).to(torch.float64).numpy()
+    return state.get("_priorities") if isinstance(state, dict) else None
 
 
 def _episodes(

@@ -79,7 +79,8 @@ def _module(name: str) -> object:
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{name} is not there")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Under a name that no other module has: a file may be called as one does.
+    spec = importlib.util.spec_from_file_location(f"replaykit_layouts_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)

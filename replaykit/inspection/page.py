@@ -111,8 +111,8 @@ def _plots(facts: Facts, table: Table) -> Iterator[Plot]:
         )
     yield from _of_actions(table)
     if table.priorities is not None and len(table.priorities):
-        shown = evenly(table.priorities, _MOST_VALUES)
-        note = _of(len(shown), len(table.priorities), "row")
+        shown = table.priorities
+        note = _of(len(shown), table.prioritized, "row")
         yield Plot(
             "Priority", f"as they were set, {note}",
             svg_url(histogram(shown, "priority"), width=4.6, height=2.9),

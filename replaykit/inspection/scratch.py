@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from replaykit.errors import CheckpointError
 from replaykit.inspection.facts import Facts
@@ -87,10 +87,10 @@ def _opened(path: Path) -> LazyMemmapStorage:
     )
 
 
-def _priorities(storage: LazyMemmapStorage) -> npt.NDArray[Any] | None:
+def _priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
     recovery: Any = storage.recovery
     kept = recovery._still_saved()
     if kept is None or not kept.priorities or not kept.priorities[0].length:
         return None
     length = kept.priorities[0].length
-    return np.array(recovery.home.table(PRIORITIES, np.float64, length)[:length])
+    return torch.from_numpy(recovery.home.table(PRIORITIES, np.float64, length)[:length])

@@ -12,13 +12,14 @@ import torch
 from replaykit.buffer.episodes import Episodes
 from replaykit.episodes import EndReason
 from replaykit.inspection.facts import EpisodeFacts, KeyFacts
-from replaykit.inspection.table import Table, TensorColumn, measure
+from replaykit.inspection.table import Table, TensorColumn, evenly, measure
 from replaykit.storages import LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.structure import Branch
 
 __all__ = ["episodes_of", "keys_of", "table_of"]
 
+_MOST_PRIORITIES: Final = 200_000
 _ENDS: Final = {
     int(EndReason.OPEN): "open",
     int(EndReason.TERMINATED): "terminated",
@@ -27,17 +28,16 @@ _ENDS: Final = {
 }
 
 
-def table_of(
-    content: Content, episodes: Episodes | None, priorities: npt.NDArray[Any] | None
-) -> Table:
+def table_of(content: Content, episodes: Episodes | None, priorities: Any = None) -> Table:
     """Returns stored rows as columns; none is read yet.
 
     Args:
         content: of one schema.
         episodes: which rows are those of which episode; ``None`` where that is not known.
-        priorities: of the rows, as they were set.
+        priorities: of the rows, as they were set, ``[N]``: what takes an index of rows.
     """
     lanes = tuple(content.lanes)
+    count = 0 if priorities is None else len(priorities)
 
     def rows_of(number: int) -> npt.NDArray[np.int64]:
         assert episodes is not None
@@ -67,8 +67,14 @@ def table_of(
         0 if episodes is None else len(episodes),
         tuple(key for key in columns if key == "action" or key.startswith("action/")),
         tuple(key for key in columns if key == "next/reward"),
-        priorities,
+        None if not count else _picked(priorities, count),
+        count,
     )
+
+
+def _picked(priorities: Any, count: int) -> npt.NDArray[Any]:
+    at = evenly(np.arange(count), _MOST_PRIORITIES)
+    return np.asarray(priorities[torch.from_numpy(at)].reshape(-1).to(torch.float64).numpy())
 
 
 def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:

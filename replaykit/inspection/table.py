@@ -13,7 +13,7 @@ import torch
 
 from replaykit.datasets.engine.statistics import Statistics
 
-__all__ = ["Column", "Table", "TensorColumn", "blocks", "measure"]
+__all__ = ["Column", "Table", "TensorColumn", "blocks", "evenly", "measure"]
 
 Array = npt.NDArray[Any]
 
@@ -102,8 +102,9 @@ class Table:
         columns: by key, as in `KeyFacts`.
         episodes: how many there are.
         actions, rewards: the keys that hold them.
-        priorities: of the rows, as they were set, float64 ``[N]``; ``None`` where there are none.
-        close: lets go of files.
+        priorities: of rows that lie evenly, as they were set, ``[K]``; ``None`` where there are
+            none.
+        prioritized: how many rows have one.
     """
 
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class Table:
     actions: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     priorities: Array | None = None
+    prioritized: int = 0
 
     def images(self) -> list[str]:
         """Returns the keys of images: uint8 of ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.

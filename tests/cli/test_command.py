@@ -16,6 +16,8 @@ import pytest
 import replaykit
 from replaykit.cli.known_sizes import KNOWN_SIZES
 from replaykit.cli.listing import families
+from replaykit.cli.output import Output
+from replaykit.testing import Fault
 from replaykit.testing.hub import LoopbackHub
 from replaykit.testing.robohive import RoboHiveWriter
 
@@ -228,3 +230,61 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, 
     assert not target.exists()
     assert not list(tmp_path.glob(".data.tmp*"))
     assert command(*arguments, "--json").json["rows"] == 2 * rows
+
+
+def test_an_interrupted_download_goes_on_where_it_was(command, hub, tmp_path):
+    """By SIGINT while bytes come in slowly; the second call does not fetch what is there."""
+    root = tmp_path / "root"
+    slow = Fault(path="*.h5", method="GET", bytes_per_s=2000)
+    hub.faults.append(slow)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "replaykit", "download", f"roboset:{ROBOSET}", "--root", str(root)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **hub.env(tmp_path / "cache")},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not any(
+        request.method == "GET" and request.path.endswith(".h5") for request in hub.requests
+    ):
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, ""), err
+    assert err == (
+        "replaykit: interrupted: what was fetched is kept, and the same command goes on from "
+        "there; nothing was published\n"
+    )
+    assert not (root / ROBOSET).exists()
+    hub.faults.clear()
+    assert command("download", f"roboset:{ROBOSET}", "--root", root, "--json").json["rows"] == 7
+
+
+def test_progress_is_shown_to_people_and_not_to_programs(command, demos, tmp_path, monkeypatch):
+    assert "converting" not in command("convert", demos, "--to", tmp_path / "a").err
+    monkeypatch.setattr(Output, "shows_progress", property(lambda output: not output.as_json))
+    assert "converting" in command("convert", demos, "--to", tmp_path / "b").err
+    assert command("convert", demos, "--to", tmp_path / "c", "--json").err == ""
+
+
+def test_damaged_files_are_told_of_and_never_a_fault_of_the_package(command, demos, tmp_path):
+    """Bytes flipped, and files cut: facts, or a sentence that names the file."""
+    draw = np.random.default_rng(5)
+    whole = demos.read_bytes()
+    codes = []
+    for number in range(60):
+        content = bytearray(whole)
+        if number % 6 == 0:
+            content = content[: int(draw.integers(1, len(whole)))]
+        for place in draw.integers(0, len(content), int(draw.integers(1, 12))):
+            content[place] = int(draw.integers(0, 256))
+        path = tmp_path / f"bad{number}.h5"
+        path.write_bytes(content)
+        done = command("inspect", path, "--json")
+        codes.append(done.code)
+        assert done.code in (0, 3), (number, done.out)
+        if done.code:
+            assert path.name in done.json["error"]["message"], (number, done.out)
+    assert set(codes) == {0, 3}
