@@ -234,7 +234,14 @@ def test_the_metadata(wheel: Wheel) -> None:
 
 def test_six_packages_are_needed_and_each_has_a_floor(wheel: Wheel) -> None:
     metadata = wheel.information("METADATA")
-    assert metadata.get_all("Provides-Extra") == ["ray", "images", "cli", "test", "bench", "examples"]
+    assert metadata.get_all("Provides-Extra") == [
+        "ray",
+        "images",
+        "cli",
+        "test",
+        "bench",
+        "examples",
+    ]
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     needed = [requirement for requirement in requirements if requirement.marker is None]
     assert sorted(requirement.name for requirement in needed) == [

@@ -201,7 +201,7 @@ def test_without_the_extra_the_command_says_which(command, monkeypatch):
 
 def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, tmp_path):
     """By SIGINT, in the middle of writing, with workers; what is left is what was there."""
-    rows = 400_000
+    rows = 200_000
     (tmp_path / "files").mkdir()
     for number in range(2):
         with h5py.File(tmp_path / "files" / f"{number}.h5", "w") as file:
@@ -274,7 +274,7 @@ def test_damaged_files_are_told_of_and_never_a_fault_of_the_package(command, dem
     draw = np.random.default_rng(5)
     whole = demos.read_bytes()
     codes = []
-    for number in range(60):
+    for number in range(36):
         content = bytearray(whole)
         if number % 6 == 0:
             content = content[: int(draw.integers(1, len(whole)))]
