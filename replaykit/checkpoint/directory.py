@@ -80,8 +80,10 @@ class Checkpoint:
         """Reads every file and compares checksums.
 
         Args:
-            wait: False to go on at once. Then everything read from a file waits until that file
-                was checked, and raises if it is damaged.
+            wait: False to go on at once. Then what ``part`` copies from a file waits until that
+                file was checked, and raises if it is damaged. What is mapped does not wait, so that
+                who copies it and who checks it read the disk once, side by side: nobody may be
+                shown it before another call, which waits.
 
         Raises:
             CheckpointError: one differs; names the file.
@@ -135,10 +137,12 @@ class Checkpoint:
             ) from None
 
     def _mapped(self, tensor: str) -> torch.Tensor | RowChunks:
-        checks = {name: check.result for name, check in self._checks.items()} or None
-        return map_tensor(self.manifest["tensors"][tensor], self._mappings, checks)
+        return map_tensor(self.manifest["tensors"][tensor], self._mappings)
 
     def _copied(self, tensor: str) -> torch.Tensor:
+        for file, *_ in self.manifest["tensors"][tensor]["pieces"]:
+            if file in self._checks:
+                self._checks[file].result()
         return copied(self._mapped(tensor))
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +24,10 @@ class RowChunks:
 
     Args:
         pieces: the rows, in order.
-        checks: called before the rows of a piece are read, one for each; raises where the file that
-            they lie in is damaged.
     """
 
-    def __init__(
-        self, pieces: list[torch.Tensor], checks: Sequence[Callable[[], object]] | None = None
-    ) -> None:
+    def __init__(self, pieces: list[torch.Tensor]) -> None:
         self.pieces = pieces
-        self._checks = checks
         self.starts = [0]
         for piece in pieces:
             self.starts.append(self.starts[-1] + len(piece))
@@ -47,29 +42,24 @@ class RowChunks:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, int):
             number = bisect_right(self.starts, index) - 1
-            return self._piece(number)[index - self.starts[number]]
+            return self.pieces[number][index - self.starts[number]]
         if isinstance(index, slice):
             return self._span(*index.indices(len(self)))
         rows = torch.empty((len(index), *self.shape[1:]), dtype=self.dtype, device="cpu")
         numbers = torch.searchsorted(self._starts, index, right=True) - 1
         for number in numbers.unique().tolist():
             here = (numbers == number).nonzero().flatten()
-            start, piece = self.starts[number], self._piece(number)
+            start, piece = self.starts[number], self.pieces[number]
             _raw(rows)[here] = _raw(piece)[index[here] - start]
         return rows
 
-    def _piece(self, number: int) -> torch.Tensor:
-        if self._checks is not None:
-            self._checks[number]()
-        return self.pieces[number]
-
     def each(self, view: Callable[[torch.Tensor], torch.Tensor]) -> RowChunks:
-        """Returns the rows with every piece seen in another way, read and checked as these are.
+        """Returns the rows with every piece seen in another way.
 
         Args:
             view: gives as many rows, as views.
         """
-        return RowChunks([view(piece) for piece in self.pieces], self._checks)
+        return RowChunks([view(piece) for piece in self.pieces])
 
     def border(self, row: int) -> int:
         """Returns the first row after the piece in which a row lies."""
@@ -81,11 +71,11 @@ class RowChunks:
             return self[arange(start, max(start, stop), step)]
         number = max(bisect_right(self.starts, start) - 1, 0)
         if start < stop <= self.starts[number] + len(self.pieces[number]):
-            piece, first = self._piece(number), self.starts[number]
+            piece, first = self.pieces[number], self.starts[number]
             return piece[start - first : stop - first]
         rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype, device="cpu")
         while number < len(self.pieces) and self.starts[number] < stop:
-            piece, first = self._piece(number), self.starts[number]
+            piece, first = self.pieces[number], self.starts[number]
             low, high = max(start, first), min(stop, first + len(piece))
             if low < high:
                 rows[low - start : high - start].copy_(piece[low - first : high - first])
@@ -99,15 +89,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def map_tensor(
-    record: dict[str, Any],
-    mappings: dict[str, mmap.mmap | None],
-    checks: Mapping[str, Callable[[], object]] | None = None,
+    record: dict[str, Any], mappings: dict[str, mmap.mmap | None]
 ) -> torch.Tensor | RowChunks:
     """Returns a tensor, or its rows in chunks, over mapped files; nothing is read yet.
-
-    Args:
-        checks: by file, what says whether it is as it was written. They are called before rows are
-            read, which then are chunks, or at once for a single number.
 
     Raises:
         ValueError: the record contradicts the files.
@@ -134,9 +118,6 @@ def map_tensor(
     total = sum(len(piece) for piece in pieces)
     if not pieces or total != (shape[0] if shape else 1):
         raise ValueError(f"expected {shape[:1] or 1} rows, got {total}")
-    if checks is not None:
-        found = RowChunks(pieces, [checks[piece[0]] for piece in record["pieces"]])
-        return found if shape else found[0].reshape(())
     if len(pieces) > 1:
         return RowChunks(pieces)
     return pieces[0] if shape else pieces[0].reshape(())
