@@ -232,6 +232,15 @@ def test_the_metadata(wheel: Wheel) -> None:
     assert str(metadata.get_payload()).startswith("# replaykit")
 
 
+def test_the_command_is_installed_with_it(wheel: Wheel) -> None:
+    (path,) = wheel.unpacked.glob("*.dist-info/entry_points.txt")
+    assert path.read_text(encoding="utf-8").split("\n")[:2] == [
+        "[console_scripts]",
+        "replaykit = replaykit.cli:main",
+    ]
+    assert "replaykit/__main__.py" in wheel.names
+
+
 def test_six_packages_are_needed_and_each_has_a_floor(wheel: Wheel) -> None:
     metadata = wheel.information("METADATA")
     assert metadata.get_all("Provides-Extra") == [
