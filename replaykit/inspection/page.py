@@ -120,7 +120,7 @@ def _plots(facts: Facts, table: Table) -> Iterator[Plot]:
     found = _holes(table)
     if found is not None:
         shares, keys, episodes, note = found
-        height = 1.1 + 0.22 * len(keys)
+        height = 1.3 + 0.22 * len(keys)
         yield Plot(
             _HOLES, note,
             svg_url(holes(shares, keys, episodes), width=9.4, height=height), wide=True,

@@ -28,6 +28,7 @@ _STYLE: Final = (
 )
 
 
+_MOST_BARS: Final = 60
 _MOST_JOINED: Final = 400
 """Episodes up to which a line joins them."""
 
@@ -83,7 +84,7 @@ def _coloured(svg: str) -> bytes:
 def _quiet(axes: Any, *, grid: str = "y") -> None:
     axes.grid(True, axis=grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0)
+    axes.tick_params(length=0, pad=5)
     axes.spines["left"].set_visible(False)
 
 
@@ -111,14 +112,13 @@ def histogram(values: Array, label: str) -> Callable[[Any], None]:
         axes = figure.subplots()
         if finite.size:
             low, high = float(finite.min()), float(finite.max())
-            if low == high:
-                low, high = low - 0.5, high + 0.5
-            bins = int(np.clip(np.sqrt(finite.size), 10, 60))
-            if np.array_equal(finite, np.round(finite)) and high - low < 60:
-                edges = np.arange(np.floor(low) - 0.5, np.ceil(high) + 1)
+            if high - low < _MOST_BARS and np.array_equal(finite, np.round(finite)):
+                whole, times = np.unique(finite, return_counts=True)
+                axes.bar(whole, times, width=0.8, color=_FILL)
+                axes.set_xlim(low - 1, high + 1)
             else:
-                edges = np.linspace(low, high, bins + 1)
-            _steps(axes, finite, edges)
+                bins = int(np.clip(np.sqrt(finite.size), 10, 60))
+                _steps(axes, finite, np.histogram_bin_edges(finite, bins))
         axes.set_xlabel(label)
         axes.set_ylabel("count")
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -155,9 +155,10 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
         axes.set_ylabel(label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if terminated.any() and (~terminated).any():
-            axes.legend(frameon=False, fontsize=8, loc="upper left")
+            place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "borderaxespad": 0}
+            axes.legend(frameon=False, fontsize=8, ncols=2, handletextpad=0.1, **place)
         _quiet(axes)
-        _margins(figure, 0.68, 0.15, 0.5, 0.12)
+        _margins(figure, 0.68, 0.15, 0.5, 0.3)
 
     return draw
 
@@ -218,9 +219,10 @@ def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callab
         axes.tick_params(which="minor", length=0)
         for side in ("left", "bottom"):
             axes.spines[side].set_visible(False)
-        _margins(figure, 2.75, 0.1, 0.5, 0.12)
+        _margins(figure, 2.75, 0.5, 0.5, 0.12)
         bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
-        bar.ax.set_yticks([0.01, 0.1, 0.5, 1], ["1 %", "10 %", "50 %", "100 %"])
+        marks = [0.01, 0.1, 0.5, 1] if len(keys) > 4 else [0.01, 1]
+        bar.ax.set_yticks(marks, [f"{100 * mark:g} %" for mark in marks])
         bar.ax.tick_params(length=0)
         bar.outline.set_visible(False)
 

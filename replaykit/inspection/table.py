@@ -122,7 +122,9 @@ class Table:
         return [
             key
             for key, column in self.columns.items()
-            if column.dtype == np.uint8 and not key.startswith("next/") and is_image(column.shape)
+            if column.dtype == np.uint8
+            and not any(part.startswith("next") for part in key.split("/"))
+            and is_image(column.shape)
         ]
 
 

@@ -66,6 +66,7 @@ def test_a_data_set_with_images(tmp_path, write_robomimic):
     assert {"Return of each episode", "Returns", "Length of each episode", "Lengths", "Reward",
             "Action"} <= set(page.titles)  # fmt: skip
     assert "data/demo_*/obs/camera_image" in page.images
+    assert "data/demo_*/next_obs/camera_image" not in page.images  # the same frames again
     assert "No NaN was found in 4 keys of floating point." in page.words
     assert "data/demo_*/actions" in page.cells
     assert "script" not in page.tags
