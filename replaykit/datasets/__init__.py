@@ -24,8 +24,10 @@ from replaykit.datasets.families.catalogue import (
     RobomimicExperienceReplay,
     VD4RLExperienceReplay,
     load_dataset,
+    plan,
 )
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
+from replaykit.datasets.http_fetch import download
 from replaykit.datasets.hub_pull import pull
 from replaykit.datasets.hub_push import push
 
@@ -53,8 +55,10 @@ __all__ = [
     "VD4RLExperienceReplay",
     "WholeFile",
     "convert",
+    "download",
     "load_dataset",
     "open",
+    "plan",
     "pull",
     "push",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
+from replaykit.datasets.planning import DownloadPlan, Remote, free_bytes
 from replaykit.datasets.publish import open_published, remove_published
 from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
@@ -31,7 +31,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     """A ReplayBuffer over a published corpus.
 
     A corpus class says which data sets there are, where their files are and how they lie in them:
-    ``available_datasets``, ``corpus``, ``layout`` and ``sources``. Everything else is here.
+    ``available_datasets``, ``corpus``, ``layout``, and ``remote``, or ``sources`` for files that it
+    gets otherwise. Everything else is here.
 
     Args:
         dataset_id: one of ``available_datasets``.
@@ -48,7 +49,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             ``"train"``, or a range of positions such as ``"0:100"``.
         episodes: only these: positions in ``episode_table``, a slice of it, or a function that
             gets the table and returns bool ``[E]``. With ``split``: those of both.
-        source: files of this machine, or folders of them, to convert instead of fetching any.
+        source: files to convert instead of those of the corpus, as for `convert`: paths, folders,
+            or URLs.
         env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
 
     Raises:
@@ -137,9 +139,44 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         if any(part in ("", ".", "..") or "\\" in part for part in parts):
             raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
 
-    @abstractmethod
+    @classmethod
+    def remote(cls, dataset_id: str) -> Remote | None:
+        """Says where the files of a data set are fetched from; None where they cannot be."""
+        return None
+
+    @classmethod
+    def plan(cls, dataset_id: str, *, root: str | Path | None = None) -> DownloadPlan:
+        """Says what fetching a data set would take, and fetches nothing.
+
+        Args:
+            dataset_id: one of ``available_datasets``.
+            root: as for the class.
+
+        Raises:
+            ValueError: an unknown id.
+            FileNotFoundError: the files of this data set cannot be fetched, or are not there.
+            PermissionError, DownloadError: the server does not say.
+        """
+        cls._check_id(dataset_id)
+        remote = cls._require_remote(dataset_id)
+        target = (_default_root(cls.corpus) if root is None else Path(root)) / dataset_id
+        origin, files, cache = remote.look()
+        name, room = f"{cls.corpus}:{dataset_id}", free_bytes(cache)
+        return DownloadPlan(name, origin, files, cache, room, target, target.exists())
+
+    @classmethod
+    def _require_remote(cls, dataset_id: str) -> Remote:
+        remote = cls.remote(dataset_id)
+        if remote is None:
+            raise FileNotFoundError(
+                f"files of {cls.corpus} cannot be fetched under the id {dataset_id!r}: none are "
+                "hosted; pass those that you have with source="
+            )
+        return remote
+
     def sources(self) -> Sources:
         """Returns the source files of the data set, fetched and verified."""
+        return self._require_remote(self.dataset_id).sources()
 
     def _sources(self) -> Sources:
         if self.source is None:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.http_cache import WebFile
+from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
 
 __all__ = ["Files", "convert", "listing_of", "local_sources", "open"]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
+_WEB: Final = ("http://", "https://")
 
-Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+Files = (
+    str
+    | os.PathLike[str]
+    | Iterable[str | os.PathLike[str]]
+    | Mapping[str, str | None]
+    | Mapping[os.PathLike[str], str | None]
+)
+"""Files one by one or by their directories, as paths or URLs; or with a SHA-256 for each."""
 
 
 def convert(
@@ -40,7 +53,9 @@ def convert(
 
     Args:
         files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
-            ``.hdf``). The order of rows is that of the paths.
+            ``.hdf``), as paths or ``file://`` URLs; or ``http://`` and ``https://`` URLs, which are
+            fetched as by `download`. A mapping gives the SHA-256 of each, or None. The order of
+            rows is that of the paths.
         layout: how the files are laid out; see `Layout`. What its parts are must show in their
             ``repr``, as it does for dataclasses.
         dest: directory of the data set.
@@ -51,9 +66,10 @@ def convert(
         progress: whether a bar is shown; by default only on a terminal.
 
     Raises:
-        CorpusError: a file breaks a rule of its layout; names file, episode, key and rule. It is
-            a ValueError.
+        CorpusError: a file breaks a rule of its layout, or is not the one of its SHA-256; names
+            file, episode, key and rule. It is a ValueError.
         FileNotFoundError: a file is not there, or a directory holds none.
+        DownloadError, PermissionError: as `download` does.
         OSError: a file cannot be read, or there is no room; names the file.
         RuntimeError: without ``force``, what is at ``dest`` is something else.
         ImportError: h5py is not installed.
@@ -112,12 +128,26 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
 
 
 def local_sources(files: Files, *, natural: bool = False) -> Sources:
-    """Describes H5 files of this machine, given one by one or by their directories.
+    """Describes the H5 files that a caller gives, and fetches those that are URLs of the web.
 
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
+        CorpusError: a file is not HDF5, or not the one of its SHA-256.
+        ValueError: URLs of the web and paths are given together.
     """
-    return Sources.local(_paths(files), natural=natural)
+    web = _web_files(files)
+    if web:
+        return WebFiles(web, natural).sources()
+    sources = Sources.local(_paths(files), natural=natural)
+    if isinstance(files, Mapping):
+        wanted = {os.path.abspath(_path(name)): sha256 for name, sha256 in files.items()}
+        for file in sources.files:
+            expected = wanted.get(str(file.path))
+            if expected is not None and file.sha256 != expected:
+                raise CorpusError(
+                    f"{file.path}: expected sha256 {expected}, got {file.sha256} [V02]"
+                )
+    return sources
 
 
 def _digest(layout: Layout) -> str:
@@ -134,14 +164,16 @@ def listing_of(files: Files) -> str:
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
     """
-    found = sorted((path.name, path.stat().st_size) for path in _paths(files))
+    found: list[tuple[str, Any]] = [(file.url, file.sha256) for file in _web_files(files)]
+    if not found:
+        found = [(path.name, path.stat().st_size) for path in _paths(files)]
+    found.sort(key=repr)
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _paths(files: Files) -> list[Path]:
-    given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     paths: list[Path] = []
-    for path in map(Path, given):
+    for path in map(_path, _given(files)):
         if not path.is_dir():
             paths.append(path)
             continue
@@ -150,3 +182,26 @@ def _paths(files: Files) -> list[Path]:
             raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(_SUFFIXES)}")
         paths.extend(found)
     return paths
+
+
+def _web_files(files: Files) -> tuple[WebFile, ...]:
+    """Returns the files of the web that are given; none where paths are."""
+    given = _given(files)
+    urls = [each for each in given if isinstance(each, str) and each.startswith(_WEB)]
+    if urls and len(urls) < len(given):
+        raise ValueError(f"files: expected either URLs of the web or paths, got {given}")
+    sums: Mapping[Any, str | None] = files if isinstance(files, Mapping) else {}
+    return tuple(WebFile(url, sha256=sums.get(url)) for url in urls)
+
+
+def _given(files: Files) -> list[str | os.PathLike[str]]:
+    return [files] if isinstance(files, (str, os.PathLike)) else list(files)
+
+
+def _path(given: str | os.PathLike[str]) -> Path:
+    if not isinstance(given, str) or not given.startswith("file:"):
+        return Path(given)
+    parts = urlsplit(given)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"files: expected file:///path, got {given!r}")
+    return Path(url2pathname(parts.path))

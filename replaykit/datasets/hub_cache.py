@@ -18,7 +18,7 @@ from pathlib import Path
 
 from replaykit.datasets.hub_listing import HubFile
 
-__all__ = ["HubCache", "cache_root", "endpoint", "is_offline", "repository_folder"]
+__all__ = ["HubCache", "cache_root", "endpoint", "is_offline", "repository_folder", "text_hint"]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _BLOCK = 1 << 20
@@ -81,7 +81,7 @@ class HubCache:
             with path.open("rb") as content:
                 size = os.fstat(content.fileno()).st_size
                 if size != file.size:
-                    return f"expected {file.size:,} bytes, got {size:,}" + _hint(
+                    return f"expected {file.size:,} bytes, got {size:,}" + text_hint(
                         content.read(_SNIFFED)
                     )
                 start = content.read(_SNIFFED)
@@ -92,7 +92,7 @@ class HubCache:
             return "not in the cache"
         kind = "sha256" if file.sha256 else "git blob id"
         if file.etag is not None and digest.hexdigest() != file.etag:
-            return f"expected {kind} {file.etag}, got {digest.hexdigest()}" + _hint(start)
+            return f"expected {kind} {file.etag}, got {digest.hexdigest()}" + text_hint(start)
         return None
 
     def discard(self, file: HubFile) -> None:
@@ -203,7 +203,7 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _hint(start: bytes) -> str:
+def text_hint(start: bytes) -> str:
     """Returns how a file begins if that is text: a web page or an LFS pointer explains itself."""
     line = start[:_SNIFFED].split(b"\n")[0].strip()
     if not line or not line.isascii() or not line.decode("ascii").isprintable():

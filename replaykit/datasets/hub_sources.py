@@ -7,54 +7,87 @@ import json
 import sys
 import uuid
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from replaykit.datasets.hub import HubListing, fetch, list_files
-from replaykit.datasets.hub_cache import cache_root, is_offline, repository_folder
+from replaykit.datasets.hub_cache import HubCache, cache_root, is_offline, repository_folder
+from replaykit.datasets.planning import PlannedFile
 from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 
-__all__ = ["hub_sources"]
+__all__ = ["HubFiles"]
 
 
-def hub_sources(
-    repo_id: str, directory: str, *, suffix: str, beside: tuple[str, ...] = ()
-) -> Sources:
-    """Lists, fetches and verifies the files below a directory of a dataset repository.
+@dataclass(frozen=True)
+class HubFiles:
+    """The files below a directory of a dataset repository.
 
-    Once all of them are there, the listing is kept beside them in the client's cache. Where the
-    network is turned off, the files are those of the last listing that was kept.
-
-    Args:
+    Attributes:
         repo_id: ``owner/name``.
         directory: below which the files lie.
         suffix: how their names end.
         beside: how the names of files end that describe them, and are fetched with them.
-
-    Raises:
-        FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as `list_files`
-            and `fetch` do.
+        natural: whether numbers in the names compare as numbers.
     """
-    kind = "".join((suffix, *beside))
-    listing = _recall(repo_id, directory, kind) if is_offline() else None
-    if listing is None:
-        listing = list_files(repo_id, directory=directory, suffix="" if beside else suffix)
-        wanted = [file for file in listing.files if file.path.endswith((suffix, *beside))]
-        listing = replace(listing, files=tuple(wanted))
-    paths = fetch(listing, progress=sys.stderr.isatty())
-    _remember(listing, directory, kind)
-    files = tuple(
-        SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path), is_verified=True)
-        for path, file in zip(paths, listing.files, strict=True)
-        if file.path.endswith(suffix)
-    )
-    origin = {
+
+    repo_id: str
+    directory: str
+    suffix: str
+    beside: tuple[str, ...] = ()
+    natural: bool = False
+
+    def sources(self) -> Sources:
+        """Lists, fetches and verifies the files.
+
+        Once all of them are there, the listing is kept beside them in the client's cache. Where
+        the network is turned off, the files are those of the last listing that was kept.
+
+        Raises:
+            FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as
+                `list_files` and `fetch` do.
+        """
+        listing = self._listing()
+        paths = fetch(listing, progress=sys.stderr.isatty())
+        _remember(listing, self.directory, self._kind)
+        files = tuple(
+            SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path), is_verified=True)
+            for path, file in zip(paths, listing.files, strict=True)
+            if file.path.endswith(self.suffix)
+        )
+        return Sources(files, _origin(listing), self.natural)
+
+    def look(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
+        """Returns origin, files and cache; one listing, and no file is fetched."""
+        listing = self._listing()
+        cache = HubCache(cache_root(), listing.repo_id, listing.commit)
+        files = tuple(
+            PlannedFile(file.path, file.size, not cache.missing_bytes([file]) and file.size > 0)
+            for file in listing.files
+        )
+        return _origin(listing), files, cache.root
+
+    @property
+    def _kind(self) -> str:
+        return "".join((self.suffix, *self.beside))
+
+    def _listing(self) -> HubListing:
+        known = _recall(self.repo_id, self.directory, self._kind) if is_offline() else None
+        if known is not None:
+            return known
+        suffix = "" if self.beside else self.suffix
+        listing = list_files(self.repo_id, directory=self.directory, suffix=suffix)
+        wanted = [f for f in listing.files if f.path.endswith((self.suffix, *self.beside))]
+        return replace(listing, files=tuple(wanted))
+
+
+def _origin(listing: HubListing) -> dict[str, Any]:
+    return {
         "kind": "hub",
         "repository": listing.repo_id,
         "commit": listing.commit,
         "endpoint": listing.endpoint,
     }
-    return Sources(files, origin)
 
 
 def _memory(repo_id: str, directory: str, suffix: str) -> Path:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Event
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 __all__ = [
     "BUSY",
@@ -115,7 +115,7 @@ class Retry:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def seconds_to_wait(headers: Mapping[str, str]) -> float | None:
+def seconds_to_wait(headers: Mapping[str, Any]) -> float | None:
     """Returns how long a server asks us to wait: ``Retry-After`` as seconds or as a date."""
     value = str(headers.get("Retry-After", "")).strip()
     if value.isdigit():

@@ -190,7 +190,9 @@ class _Handler(PushAnswers):
         fault = self.fault
         size = blob.size if fault.body is None else len(fault.body)
         start, stop, status = 0, size, 200
-        wanted = None if fault.ignore_range else _parse_range(self.headers.get("Range"), size)
+        is_other = self.headers.get("If-Range") not in (None, f'"{blob.etag}"')
+        may_part = not (fault.ignore_range or is_other)
+        wanted = _parse_range(self.headers.get("Range"), size) if may_part else None
         headers = {
             "ETag": f'"{blob.etag}"',
             "X-Repo-Commit": commit.id,

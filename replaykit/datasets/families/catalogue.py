@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.aloha import ALOHA
 from replaykit.datasets.families.d4rl import D4RL
+from replaykit.datasets.families.d4rl_files import d4rl_file, d4rl_ids
 from replaykit.datasets.families.isaaclab import ISAACLAB
 from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.maniskill import MANISKILL
@@ -16,9 +17,10 @@ from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
 from replaykit.datasets.families.vd4rl import VD4RL
-from replaykit.datasets.hub_sources import hub_sources
+from replaykit.datasets.http_sources import WebFiles
+from replaykit.datasets.hub_sources import HubFiles
 from replaykit.datasets.opened import Published
-from replaykit.datasets.sources import Sources
+from replaykit.datasets.planning import DownloadPlan
 
 __all__ = [
     "AlohaExperienceReplay",
@@ -30,58 +32,72 @@ __all__ = [
     "RobomimicExperienceReplay",
     "VD4RLExperienceReplay",
     "load_dataset",
+    "plan",
 ]
 
 
-class _OnlyOwnFiles(BaseDatasetExperienceReplay):
-    """A corpus of which nothing can be fetched here."""
+class _OwnFiles(BaseDatasetExperienceReplay):
+    """A corpus of which not everything can be fetched: any id may name files of one's own."""
 
     any_id = True
 
     def _identity(self) -> dict[str, Any]:
-        # There is but one kind of files: those that were converted before may be opened by id.
+        # Under an id that is not hosted there is but one kind of files: those that were converted
+        # before may be opened by the id.
         found = super()._identity()
-        if self.source is None:
+        if self.source is None and self.remote(self.dataset_id) is None:
             del found["source"]
         return found
 
     def _flat(self) -> Published:
         if self.source is None and not self.data_path_root.exists():
-            self.sources()
+            self._require_remote(self.dataset_id)
         return super()._flat()
 
-    def sources(self) -> Sources:
-        raise FileNotFoundError(
-            f"files of {self.corpus} cannot be fetched: there is no Hub repository of them; pass "
-            "those that you have with source="
-        )
+
+class _D4RLIds:
+    """The ids that are hosted, read when they are asked for."""
+
+    def __get__(self, instance: object, owner: type) -> list[str]:
+        return d4rl_ids()
 
 
-class D4RLExperienceReplay(_OnlyOwnFiles):
+class D4RLExperienceReplay(_OwnFiles):
     """Transitions of D4RL files of any release.
 
-    The files are given with ``source``; they are not on the Hub. ``next_observations`` are used
-    where a release has them, and the simulator's state where it was logged one step late (AntMaze
-    v0). Elsewhere the last step of an episode is kept if the episode terminated there, with
-    ``("next", "observed")`` False, and dropped if not. Rows have ``observation``, ``action``,
-    ``info``, ids and flags, and under ``next`` the rest; see `D4RLLayout`.
+    Files are fetched over plain HTTP from their authors, or from the folder that the environment's
+    ``REPLAYKIT_D4RL_URL`` names, and verified where their SHA-256 is known; those that one has are
+    given with ``source``, under any id. ``next_observations`` are used where a release has them,
+    and the simulator's state where it was logged one step late (AntMaze v0). Elsewhere the last
+    step of an episode is kept if the episode terminated there, with ``("next", "observed")``
+    False, and dropped if not. Rows have ``observation``, ``action``, ``info``, ids and flags, and
+    under ``next`` the rest; see `D4RLLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
     Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.
 
     Example:
         >>> from replaykit.datasets import D4RLExperienceReplay
+        >>> "hopper-medium-v2" in D4RLExperienceReplay.available_datasets
+        True
         >>> D4RLExperienceReplay("hopper-medium-v2", 32, source="no-such-file.hdf5")
         Traceback (most recent call last):
         FileNotFoundError: ...
     """
 
+    available_datasets: ClassVar[list[str]] = _D4RLIds()  # type: ignore[assignment]
     corpus = "d4rl"
     license = "cc-by-4.0"
     layout = D4RL
 
+    @classmethod
+    def remote(cls, dataset_id: str) -> WebFiles | None:
+        """Says where the file of a data set is; None for an id that is one's own."""
+        file = d4rl_file(dataset_id)
+        return None if file is None else WebFiles((file,))
 
-class IsaacLabExperienceReplay(_OnlyOwnFiles):
+
+class IsaacLabExperienceReplay(_OwnFiles):
     """Transitions of demonstrations that Isaac Lab has recorded, given with ``source``.
 
     See `IsaacLabLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
@@ -90,14 +106,14 @@ class IsaacLabExperienceReplay(_OnlyOwnFiles):
         >>> from replaykit.datasets import IsaacLabExperienceReplay
         >>> IsaacLabExperienceReplay("my-demos", 32, root="no-such-folder")
         Traceback (most recent call last):
-        FileNotFoundError: files of isaaclab cannot be fetched: ...
+        FileNotFoundError: files of isaaclab cannot be fetched under the id 'my-demos': ...
     """
 
     corpus = "isaaclab"
     layout = ISAACLAB
 
 
-class AlohaExperienceReplay(_OnlyOwnFiles):
+class AlohaExperienceReplay(_OwnFiles):
     """Transitions of episodes of ALOHA and ACT, one file each, given with ``source``.
 
     See `AlohaLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
@@ -149,9 +165,11 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
         """How the files of this id are laid out."""
         return ROBOSUITE if self.dataset_id.endswith("/demo") else ROBOMIMIC
 
-    def sources(self) -> Sources:
-        folder, name = self.dataset_id.rsplit("/", 1)
-        return hub_sources(self.repository, f"v1.5/{folder}", suffix=f"/{name}_v15.hdf5")
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
+        folder, name = dataset_id.rsplit("/", 1)
+        return HubFiles(cls.repository, f"v1.5/{folder}", f"/{name}_v15.hdf5")
 
 
 class LiberoExperienceReplay(BaseDatasetExperienceReplay):
@@ -175,8 +193,10 @@ class LiberoExperienceReplay(BaseDatasetExperienceReplay):
     layout = LIBERO
     repository: ClassVar[str] = "yifengzhu-hf/LIBERO-datasets"
 
-    def sources(self) -> Sources:
-        return hub_sources(self.repository, self.dataset_id, suffix="_demo.hdf5")
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
+        return HubFiles(cls.repository, dataset_id, "_demo.hdf5")
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
@@ -201,15 +221,16 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     layout = MINARI
     owner: ClassVar[str] = "farama-minari"
 
-    def sources(self) -> Sources:
-        namespace, _, rest = self.dataset_id.partition("/")
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
+        namespace, _, rest = dataset_id.partition("/")
         if not rest:
             raise FileNotFoundError(
-                f"{self.dataset_id!r} names no repository: expected namespace/.../name-v0, or "
+                f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or "
                 "files of one's own with source="
             )
-        repository = f"{self.owner}/{namespace}"
-        return hub_sources(repository, rest, suffix=".hdf5", beside=("/metadata.json",))
+        return HubFiles(f"{cls.owner}/{namespace}", rest, ".hdf5", beside=("/metadata.json",))
 
 
 class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
@@ -231,9 +252,10 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
     layout = MANISKILL
     repository: ClassVar[str] = "haosulab/ManiSkill_Demonstrations"
 
-    def sources(self) -> Sources:
-        folder = f"demos/{self.dataset_id}"
-        return hub_sources(self.repository, folder, suffix=".h5", beside=(".json",))
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
+        return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", beside=(".json",))
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
@@ -261,6 +283,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     ]
     any_id = True
     corpus = "vd4rl"
+    license = "mit"
     layout = VD4RL
     repository: ClassVar[str] = "conglu/vd4rl"
 
@@ -273,9 +296,11 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"episode; the same episodes are in {dataset_id.removesuffix('64px') + '84px'!r}"
             )
 
-    def sources(self) -> Sources:
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
         # Shards follow one another by their numbers: 2.hdf5 comes before 10.hdf5.
-        return replace(hub_sources(self.repository, self.dataset_id, suffix=".hdf5"), natural=True)
+        return HubFiles(cls.repository, dataset_id, ".hdf5", natural=True)
 
 
 _FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
@@ -310,9 +335,38 @@ def load_dataset(name: str, batch_size: int, **kwargs: Any) -> BaseDatasetExperi
         Traceback (most recent call last):
         ValueError: expected name as family:id with one of the families ['aloha', 'd4rl', ...
     """
+    family, dataset_id = _family(name)
+    return family(dataset_id, batch_size, **kwargs)
+
+
+def plan(name: str, *, root: str | Path | None = None) -> DownloadPlan:
+    """Says what fetching a data set would take, and fetches nothing.
+
+    Args:
+        name: ``family:id``.
+        root: as for the class of the family.
+
+    Raises:
+        ValueError: a family or an id that there is not.
+        FileNotFoundError: the files of this data set cannot be fetched, or are not there.
+        PermissionError, DownloadError: the server does not say.
+
+    Cost: a listing of the repository; for files of the web whose size is not known, a request each.
+
+    Example:
+        >>> from replaykit.datasets import plan
+        >>> found = plan("d4rl:hopper-medium-v2", root="data")
+        >>> [(file.name, file.size) for file in found.files], str(found.target)
+        ([('hopper_medium-v2.hdf5', 152756557)], 'data/hopper-medium-v2')
+    """
+    family, dataset_id = _family(name)
+    return family.plan(dataset_id, root=root)
+
+
+def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay], str]:
     family, colon, dataset_id = name.partition(":")
     if not colon or family not in _FAMILIES:
         raise ValueError(
             f"expected name as family:id with one of the families {sorted(_FAMILIES)}, got {name!r}"
         )
-    return _FAMILIES[family](dataset_id, batch_size, **kwargs)
+    return _FAMILIES[family], dataset_id

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.hub_sources import hub_sources
-from replaykit.datasets.sources import Sources
+from replaykit.datasets.hub_sources import HubFiles
 
 __all__ = ["RobosetExperienceReplay"]
 
@@ -69,5 +68,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     layout = ROBOHIVE
     repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
 
-    def sources(self) -> Sources:
-        return hub_sources(self.repository, self.dataset_id, suffix=".h5")
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Says where the files of a data set are."""
+        return HubFiles(cls.repository, dataset_id, ".h5")

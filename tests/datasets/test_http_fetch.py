@@ -1,0 +1,395 @@
+"""Files of the web: fetched once, continued where they broke off, verified, or one clear error."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaykit.datasets import download
+from replaykit.datasets.http_cache import DownloadCache, WebFile, default_downloads
+from replaykit.datasets.http_fetch import fetch_files
+from replaykit.datasets.retry import Retry
+from replaykit.errors import DownloadError
+from replaykit.testing import Fault, LoopbackHub, lfs_pointer
+
+A, B, C = "dir/a.bin", "dir/b (1).bin", "c.bin"
+DATA = {A: os.urandom(3_000_000), B: os.urandom(50_000), C: b""}
+AT_ONCE = Retry(attempts=3, first_wait_s=0)
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A server; what it serves is `url`. Downloads go below ``tmp_path / "downloads"``."""
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with LoopbackHub({"me/files": DATA}) as hub:
+        yield hub
+
+
+def url(web: LoopbackHub, path: str) -> str:
+    quoted = path.replace(" ", "%20").replace("(", "%28").replace(")", "%29")
+    return f"{web.url}/datasets/me/files/resolve/main/{quoted}"
+
+
+def sums(web: LoopbackHub, *paths: str) -> dict[str, str]:
+    return {url(web, path): hashlib.sha256(DATA[path]).hexdigest() for path in paths}
+
+
+def get(web: LoopbackHub, *paths: str, checked: bool = True, **options: Any) -> list[bytes]:
+    given = {"checksums": sums(web, *paths)} if checked else {}
+    found = download([url(web, p) for p in paths], **{"retry": AT_ONCE, **given, **options})
+    return [path.read_bytes() for path in found]
+
+
+def gets(web: LoopbackHub) -> list[str | None]:
+    return [request.range for request in web.requests if request.method == "GET"]
+
+
+def kept(tmp_path: Path, pattern: str = "*") -> list[str]:
+    found = (tmp_path / "downloads").rglob(pattern)
+    return sorted(path.name for path in found if path.is_file() and path.name != ".lock")
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_files_come_in_order_and_are_then_not_asked_for_again(
+    web: LoopbackHub, checked: bool
+) -> None:
+    assert get(web, B, A, C, checked=checked) == [DATA[B], DATA[A], DATA[C]]
+    web.clear_log()
+    assert get(web, A, B, C, checked=checked) == [DATA[A], DATA[B], DATA[C]]
+    assert web.requests == []
+
+
+def test_one_url_and_the_same_one_twice(web: LoopbackHub) -> None:
+    [path] = download(url(web, B))
+    assert path.name == "b (1).bin"
+    web.clear_log()
+    first, second = download([url(web, A), url(web, A)])
+    assert first == second
+    assert len(gets(web)) == 1
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_body_that_is_cut_goes_on_from_there(web: LoopbackHub, checked: bool) -> None:
+    web.faults.append(Fault(method="GET", cut_after=1_000_000, times=1))
+    assert get(web, A, checked=checked) == [DATA[A]]
+    assert gets(web) == [None, "bytes=1000000-"]
+    assert web.bytes_served == len(DATA[A])
+
+
+def test_a_server_that_ignores_ranges_sends_it_anew(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", cut_after=1_000_000, times=1))
+    web.faults.append(Fault(method="GET", ignore_range=True))
+    assert get(web, A) == [DATA[A]]
+    assert web.bytes_served == len(DATA[A]) + 1_000_000
+
+
+def test_a_server_that_sends_other_bytes_than_were_asked_for(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", cut_after=1_000_000, times=1))
+    web.faults.append(Fault(method="GET", headers={"Content-Range": "bytes 5-9/10"}, times=1))
+    assert get(web, A) == [DATA[A]]
+    assert gets(web) == [None, "bytes=1000000-", None]
+
+
+def test_a_body_that_is_always_cut_ends_in_one_error_and_the_next_call_goes_on(
+    web: LoopbackHub, tmp_path: Path
+) -> None:
+    web.faults.append(Fault(method="GET", cut_after=400_000))
+    with pytest.raises(
+        DownloadError, match=r"a\.bin: the transfer broke off; call again"
+    ) as caught:
+        get(web, A)
+    assert "1,200,000 of 3,000,000 bytes" in str(caught.value)
+    assert kept(tmp_path, "a.bin") == []
+    web.faults.clear()
+    web.clear_log()
+    assert get(web, A) == [DATA[A]]
+    assert web.bytes_served == len(DATA[A]) - 1_200_000
+
+
+def test_a_version_that_changed_meanwhile_is_fetched_anew(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", cut_after=1_000_000))
+    with pytest.raises(DownloadError):
+        get(web, A, checked=False, retry=Retry(attempts=1))
+    other = os.urandom(3_000_000)
+    web.commit("me/files", {A: other})
+    web.faults.clear()
+    web.clear_log()
+    assert get(web, A, checked=False) == [other]
+    assert gets(web) == ["bytes=1000000-"]
+
+
+def test_without_a_checksum_and_a_mark_nothing_is_continued(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", headers={"ETag": None}, cut_after=1_000_000, times=1))
+    assert get(web, A, checked=False) == [DATA[A]]
+    assert gets(web) == [None, None]
+
+
+def test_a_weak_mark_is_none(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", headers={"ETag": 'W/"1"'}, cut_after=1_000_000, times=1))
+    assert get(web, A, checked=False) == [DATA[A]]
+    assert gets(web) == [None, None]
+
+
+def test_a_part_that_is_longer_than_the_file_is_forgotten(web: LoopbackHub) -> None:
+    cache = DownloadCache(default_downloads())
+    [(address, sha256)] = sums(web, B).items()
+    file = WebFile(address, sha256=sha256)
+    cache.prepare(file)
+    cache.part(file).write_bytes(b"x" * 60_000)
+    assert get(web, B) == [DATA[B]]
+    # A server that does not say how long it is answers 416.
+    cache.entry(file).unlink()
+    cache.part(file).write_bytes(b"x" * 60_000)
+    web.faults.append(Fault(method="HEAD", status=405))
+    web.clear_log()
+    assert get(web, B) == [DATA[B]]
+    assert gets(web) == ["bytes=60000-", None]
+
+
+WRONG = {
+    "same length": b"x" * len(DATA[B]),
+    "page": b"<!doctype html><p>log in",
+    "pointer": lfs_pointer(DATA[B]),
+    "shorter": DATA[B][:-1],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_bytes_are_never_kept(web: LoopbackHub, tmp_path: Path, wrong: str) -> None:
+    web.faults.append(Fault(method="GET", body=WRONG[wrong]))
+    with pytest.raises(DownloadError, match=r"b%20%281%29\.bin") as caught:
+        get(web, B)
+    said = {
+        "same length": "expected sha256",
+        "page": "begins with the text '<!doctype html>",
+        "pointer": "begins with the text 'version https://git-lfs",
+        "shorter": "expected sha256",
+    }
+    assert said[wrong] in str(caught.value)
+    assert kept(tmp_path) == []
+    web.faults.clear()
+    assert get(web, B) == [DATA[B]]
+
+
+def test_wrong_bytes_once_are_fetched_again(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", body=WRONG["same length"], times=1))
+    assert get(web, B) == [DATA[B]]
+    assert len(gets(web)) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html><p>log in", "an HTML page"),
+        (lfs_pointer(b"abc"), "a Git LFS pointer"),
+        (pickle.dumps({"a": 1}), "a Python pickle"),
+        (b"", "an empty file"),
+        (b"\0" * 600, "filled with zeros"),
+    ],
+)
+def test_what_is_not_hdf5_is_not_kept_under_its_name(
+    web: LoopbackHub, tmp_path: Path, body: bytes, said: str
+) -> None:
+    web.commit("me/files", {"x.hdf5": body})
+    with pytest.raises(
+        DownloadError, match=rf"x\.hdf5 does not verify: not an HDF5 file but {said}"
+    ):
+        download(url(web, "x.hdf5"), retry=AT_ONCE)
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("damage", ["flip", "cut", "replace"])
+def test_a_file_that_was_damaged_here_is_fetched_again(
+    web: LoopbackHub, checked: bool, damage: str
+) -> None:
+    [path] = download(url(web, B), checksums=sums(web, B) if checked else None)
+    data = bytearray(DATA[B])
+    data[7] ^= 1
+    path.write_bytes({"flip": data, "cut": data[:-9], "replace": b"other"}[damage])
+    assert get(web, B, checked=checked) == [DATA[B]]
+
+
+def test_another_checksum_is_another_file(web: LoopbackHub, tmp_path: Path) -> None:
+    get(web, B)
+    other = os.urandom(50_000)
+    web.commit("me/files", {B: other})
+    new = {url(web, B): hashlib.sha256(other).hexdigest()}
+    [path] = download(url(web, B), checksums=new)
+    assert path.read_bytes() == other
+    assert kept(tmp_path) == ["b (1).bin", "b (1).bin"]
+
+
+def test_a_size_that_is_known_is_compared_before_anything_is_received(web: LoopbackHub) -> None:
+    with pytest.raises(DownloadError, match="the server has 50,000 bytes, expected 49,000"):
+        fetch_files([WebFile(url(web, B), size=49_000)], retry=AT_ONCE)
+    assert len(gets(web)) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [
+        (404, FileNotFoundError, r"there is no .*a\.bin \(HTTP 404\)"),
+        (403, PermissionError, r"access to .*a\.bin was refused \(HTTP 403\)"),
+        (500, DownloadError, r"a\.bin: the server answered HTTP 500; try again later"),
+    ],
+)
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_refusals_say_different_things(
+    web: LoopbackHub, status: int, error: type[Exception], said: str, method: str
+) -> None:
+    web.faults.append(Fault(path=A, method=method, status=status))
+    with pytest.raises(error, match=said):
+        get(web, B, A)
+    count = sum(
+        request.path.endswith("a.bin") and request.method == method for request in web.requests
+    )
+    assert count == (AT_ONCE.attempts if status == 500 else 1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_busy_server_is_asked_again(web: LoopbackHub, status: int, method: str) -> None:
+    headers = {"Retry-After": "0"}
+    web.faults.append(Fault(method=method, status=status, headers=headers, times=2))
+    assert get(web, A, retry=Retry(attempts=3, first_wait_s=100)) == [DATA[A]]
+
+
+def test_a_server_that_wants_us_away_for_long_is_left(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", status=503, headers={"Retry-After": "3600"}))
+    with pytest.raises(DownloadError, match="HTTP 503; try again in 3600 s"):
+        get(web, A)
+    assert len(gets(web)) == 1
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_without_a_length_the_end_is_the_end(web: LoopbackHub, checked: bool) -> None:
+    web.faults.append(Fault(headers={"Content-Length": None}))
+    assert get(web, B, checked=checked) == [DATA[B]]
+
+
+def test_a_server_without_head_is_asked_for_the_file(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="HEAD", status=501))
+    assert get(web, A, B) == [DATA[A], DATA[B]]
+
+
+@pytest.mark.parametrize("where", ["same", "other"])
+def test_redirects_are_followed(web: LoopbackHub, where: str) -> None:
+    web.faults.append(Fault(redirect=where))
+    assert get(web, A) == [DATA[A]]
+
+
+def test_a_coding_that_was_not_asked_for_is_refused(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", headers={"Content-Encoding": "gzip"}))
+    with pytest.raises(DownloadError, match="in the coding 'gzip'"):
+        get(web, A)
+
+
+def test_a_body_that_stalls_is_given_up(web: LoopbackHub) -> None:
+    web.faults.append(Fault(method="GET", delay_s=30))
+    with pytest.raises(DownloadError, match="imed out"):
+        get(web, A, retry=Retry(attempts=1, stall_s=0.2))
+
+
+def test_a_server_that_is_not_there(web: LoopbackHub) -> None:
+    web.close()
+    with pytest.raises(DownloadError, match="the server cannot be reached"):
+        get(web, A)
+
+
+def test_too_little_disk_is_said_before_anything_is_received(
+    web: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=3_049_999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="3,050,000 bytes are needed") as caught:
+        get(web, A, B)
+    assert caught.value.errno == errno.ENOSPC
+    assert gets(web) == []
+
+
+def test_offline_what_is_kept_is_used_and_what_is_missing_is_named(
+    web: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(web, B)
+    get(web, C, checked=False)
+    web.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert get(web, B) == [DATA[B]]
+    assert get(web, C, checked=False) == [DATA[C]]
+    with pytest.raises(FileNotFoundError, match="offline mode, and 2 of 3 files") as caught:
+        get(web, A, B, C)
+    assert all(url(web, path) in str(caught.value) for path in (A, C))
+    assert url(web, B) not in str(caught.value)
+    assert web.requests == []
+
+
+def test_progress_counts_bytes_and_files(web: LoopbackHub) -> None:
+    web.faults.append(Fault(path=A, method="GET", cut_after=1_000_000, times=1))
+    told: list[Any] = []
+    get(web, A, B, progress=told.append)
+    last = told[-1]
+    assert (last.files_done, last.files_total) == (2, 2)
+    assert (last.bytes_done, last.bytes_total) == (3_050_000, 3_050_000)
+    assert max(each.bytes_done for each in told) == 3_050_000
+
+
+def test_what_the_progress_function_raises_ends_the_fetch(web: LoopbackHub) -> None:
+    def stop(progress: Any) -> None:
+        if progress.bytes_done > 500_000:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        get(web, A, progress=stop)
+    web.clear_log()
+    assert get(web, A) == [DATA[A]]
+    assert web.bytes_served < len(DATA[A])
+
+
+def test_a_file_that_fails_keeps_the_others(web: LoopbackHub) -> None:
+    web.faults.append(Fault(path=A, method="GET", status=404))
+    with pytest.raises(FileNotFoundError):
+        get(web, B, A, max_workers=1)
+    web.faults.clear()
+    web.clear_log()
+    assert get(web, B, A) == [DATA[B], DATA[A]]
+    assert web.bytes_served == len(DATA[A])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: download("ftp://host/a.h5"), "expected http:// or https://"),
+        (lambda: download("http:///a.h5"), "expected http:// or https://"),
+        (lambda: download("http://host/"), "expected the name of a file"),
+        (lambda: download("http://host/%2e%2e"), "expected the name of a file"),
+        (lambda: download("http://host/a%2Fb"), "expected the name of a file"),
+        (lambda: download("http://h/a", checksums={"http://h/b": "0" * 64}), "checksums: expected"),
+        (lambda: download("http://h/a", checksums={"http://h/a": "0" * 63}), "64 lower-case"),
+        (lambda: download("http://h/a", max_workers=0), "max_workers: expected at least 1"),
+        (lambda: WebFile("http://h/a", size=-1), "expected bytes >= 0"),
+    ],
+)
+def test_arguments_are_checked(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_a_note_that_is_damaged_is_none(web: LoopbackHub, tmp_path: Path) -> None:
+    get(web, B, checked=False)
+    [note] = (tmp_path / "downloads").rglob("*.json")
+    for text in ("{", "[]", '{"sha256": "x"}'):
+        note.write_text(text)
+        web.clear_log()
+        assert get(web, B, checked=False) == [DATA[B]]
+        assert len(gets(web)) == 1

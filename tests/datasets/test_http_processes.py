@@ -1,0 +1,99 @@
+"""Files of the web in processes of their own: kills, interrupts, two at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replaykit.datasets import download
+from replaykit.testing import Fault, LoopbackHub
+
+DATA = os.urandom(8_000_000)
+SOME = 20_000
+SHA256 = hashlib.sha256(DATA).hexdigest()
+FETCH = """
+import sys
+from replaykit.datasets.http_fetch import download
+[path] = download(sys.argv[1], checksums={sys.argv[1]: sys.argv[2]})
+print(path)
+"""
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with LoopbackHub({"me/files": {"a.bin": DATA}}) as hub:
+        yield hub
+
+
+def address(web: LoopbackHub) -> str:
+    return f"{web.url}/datasets/me/files/resolve/main/a.bin"
+
+
+def start(web: LoopbackHub) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCH, address(web), SHA256],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def part(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "downloads").rglob("*.part"))
+
+
+def wait_for_part(process: subprocess.Popen[str], tmp_path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while part(tmp_path) < SOME:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the process did not get there"
+        time.sleep(0.01)
+
+
+def test_where_one_process_is_killed_the_one_that_waits_goes_on(
+    web: LoopbackHub, tmp_path: Path
+) -> None:
+    web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
+    first = start(web)
+    wait_for_part(first, tmp_path)
+    second = start(web)
+    while sum(request.method == "HEAD" for request in web.requests) < 2:
+        assert first.poll() is None, "the first should still be at work"
+        time.sleep(0.01)
+    first.kill()
+    first.communicate()
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert Path(out.strip()).read_bytes() == DATA
+    ranges = [request.range for request in web.requests if request.method == "GET"]
+    assert (len(ranges), ranges[0]) == (2, None)
+    assert int(str(ranges[1]).removeprefix("bytes=").removesuffix("-")) >= SOME
+    assert not list((tmp_path / "downloads").rglob("*.part*"))
+
+
+@pytest.mark.long
+def test_an_interrupt_ends_it_at_once_and_leaves_what_has_come(
+    web: LoopbackHub, tmp_path: Path
+) -> None:
+    web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
+    process = start(web)
+    wait_for_part(process, tmp_path)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 60
+    assert (process.returncode, err.splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+    had = part(tmp_path)
+    [path] = download(address(web), checksums={address(web): SHA256})
+    assert path.read_bytes() == DATA
+    assert web.requests[-1].range == f"bytes={had}-"
