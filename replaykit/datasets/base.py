@@ -169,8 +169,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         remote = cls.remote(dataset_id)
         if remote is None:
             raise FileNotFoundError(
-                f"files of {cls.corpus} cannot be fetched under the id {dataset_id!r}: none are "
-                "hosted; pass those that you have with source="
+                f"files of {cls.corpus}:{dataset_id} cannot be fetched: none are hosted under this "
+                "id; pass those that you have with source="
             )
         return remote
 

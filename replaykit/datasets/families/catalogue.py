@@ -106,7 +106,7 @@ class IsaacLabExperienceReplay(_OwnFiles):
         >>> from replaykit.datasets import IsaacLabExperienceReplay
         >>> IsaacLabExperienceReplay("my-demos", 32, root="no-such-folder")
         Traceback (most recent call last):
-        FileNotFoundError: files of isaaclab cannot be fetched under the id 'my-demos': ...
+        FileNotFoundError: files of isaaclab:my-demos cannot be fetched: ...
     """
 
     corpus = "isaaclab"

@@ -143,7 +143,7 @@ def test_the_table_of_d4rl_says_where_every_id_is() -> None:
 def test_ids_that_are_not_hosted_are_for_files_of_ones_own(
     hub: LoopbackHub, tmp_path: Path
 ) -> None:
-    with pytest.raises(FileNotFoundError, match="d4rl cannot be fetched under the id 'mine'"):
+    with pytest.raises(FileNotFoundError, match="d4rl:mine cannot be fetched"):
         D4RLExperienceReplay("mine", 2, root=tmp_path / "root")
     D4RLExperienceReplay("mine", 2, root=tmp_path / "root", source=steps(tmp_path / "a.hdf5"))
     assert len(D4RLExperienceReplay("mine", 2, root=tmp_path / "root")) == 4
@@ -249,7 +249,7 @@ def test_a_plan_of_the_web_asks_for_sizes_only(hub: LoopbackHub, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("isaaclab:mine", FileNotFoundError, "isaaclab cannot be fetched under the id 'mine'"),
+        ("isaaclab:mine", FileNotFoundError, "isaaclab:mine cannot be fetched"),
         ("roboset:door", ValueError, "expected one of the data sets"),
         ("atari:pong", ValueError, "expected name as family:id"),
         ("minari:toys/none/v0", FileNotFoundError, "there is no dataset repository"),
