@@ -19,6 +19,12 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from replaykit.ensembles import (
+    ReplayBufferEnsemble,
+    SamplerEnsemble,
+    StorageEnsemble,
+    WriterEnsemble,
+)
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers import (
     LambdaScheduler,
@@ -146,6 +152,7 @@ __all__ = [
     "RandomSampler",
     "RenameTransform",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "ReturnToGo",
     "RewardClip",
     "RewardMap",
@@ -156,6 +163,7 @@ __all__ = [
     "RoundRobinWriter",
     "SampleUnit",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SchedulerList",
     "SelectTransform",
@@ -166,6 +174,7 @@ __all__ = [
     "StepCount",
     "StepScheduler",
     "Storage",
+    "StorageEnsemble",
     "SumSegmentTree",
     "Surroundings",
     "TensorDictMaxValueWriter",
@@ -178,6 +187,7 @@ __all__ = [
     "Transition",
     "VD4RLExperienceReplay",
     "Writer",
+    "WriterEnsemble",
     "__version__",
     "join_trajectories",
     "pad_collate",

@@ -16,6 +16,7 @@ ABOVE_ONE_ANOTHER = [
     {"cli"},
     {"inspection"},
     {"datasets", "remote"},
+    {"ensembles"},
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"priorities", "storages"},

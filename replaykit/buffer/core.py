@@ -20,7 +20,7 @@ from replaykit.transforms import Compose
 from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
 
-__all__ = ["BufferCore", "check_order", "checked_batch_size"]
+__all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
 
 
 class BufferCore:
@@ -108,7 +108,7 @@ class BufferCore:
     def _initialize(self) -> None:
         """Makes the components; if one cannot be made, none is kept and it may be tried again."""
         storage_maker, sampler_maker, writer_maker, transform, transform_factory = self._makers
-        chain = _chain(transform if transform_factory is None else transform_factory())
+        chain = as_chain(transform if transform_factory is None else transform_factory())
         sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
         writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
         if getattr(sampler, "drop_last", False) and self._batch_size is None:
@@ -371,7 +371,8 @@ def _class_of(given: object) -> str:
     return cls.__qualname__ if module == "builtins" else f"{module} {cls.__qualname__}"
 
 
-def _chain(transform: Any) -> Compose:
+def as_chain(transform: Any) -> Compose:
+    """What users give as transforms as a chain of the buffer's own."""
     if transform is None:
         return Compose()
     return transform.copy() if type(transform) is Compose else Compose(transform)

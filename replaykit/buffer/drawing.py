@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,34 @@ from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["Drawing", "show"]
+__all__ = ["Drawing", "Lent", "random_state", "set_random_state", "show"]
 
 _TRIES = 3
 """Draws of which others overwrite rows before one keeps them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """How a draw is made that is part of somebody else's batch.
+
+    Draws that the buffer has kept, or makes ahead, are left alone. Such a draw always knows the
+    generations of its rows.
+
+    Attributes:
+        generator: where its randomness comes from; None: as for the buffer's own.
+        collate: takes the place of the buffer's ``collate_fn``; None: it does not.
+        noted: whether it is noted how transforms draw, since the draw may be kept.
+        kept: a draw made before, to be read again if its rows are still there.
+    """
+
+    generator: torch.Generator | None = None
+    collate: Callable[[Any], Any] | None = None
+    noted: bool = False
+    kept: Drawn | None = None
+
+
+_LENT = -1
+"""The batch size of a draw that is not one of the buffer's own."""
 
 
 class Drawing(BufferCore):
@@ -37,16 +62,16 @@ class Drawing(BufferCore):
             )
         return self._batch_size
 
-    def _draw(self, size: int) -> Drawn:
+    def _draw(self, size: int, lent: Lent | None = None) -> Drawn:
         tries = _TRIES if self._shared else 0
         while tries:
-            drawn, again = self._draw_apart(size)
+            drawn, again = self._draw_apart(size, lent)
             if drawn is not None:
                 return drawn
             tries = tries - 1 if again else 0
-        return self._draw_held(size)
+        return self._draw_held(size, lent)
 
-    def _draw_apart(self, size: int) -> tuple[Drawn | None, bool]:
+    def _draw_apart(self, size: int, lent: Lent | None = None) -> tuple[Drawn | None, bool]:
         """Draws while other processes write, and looks afterwards whether they have overwritten
         what was read: then there is no draw.
 
@@ -62,11 +87,11 @@ class Drawing(BufferCore):
             seen = sharing.glance()
             if seen is None:
                 return None, False
-            origin = Origin(storage, sampler, size, sampler.ran_out)
-            if size != self._batch_size:
-                origin.random = _random_state(self._generator)
+            origin = Origin(storage, sampler, size if lent is None else _LENT, sampler.ran_out)
+            if origin.size != self._batch_size:
+                origin.random = random_state(self._generator)
             try:
-                drawn = self._drawn(storage, size)
+                drawn = self._drawn(storage, size, lent)
             except Exception:
                 if sharing.intact(seen, None):
                     raise
@@ -79,26 +104,33 @@ class Drawing(BufferCore):
                 if type(sampler).put_back is not Sampler.put_back:
                     sampler.put_back([drawn.anchors], storage)
                 return None, True
-            if size != self._batch_size:
-                origin.random_after = _random_state(self._generator)
+            if origin.size != self._batch_size:
+                origin.random_after = random_state(self._generator)
             drawn.origin = origin
             return drawn, True
         finally:
             lock.leave_apart()
 
-    def _draw_held(self, size: int) -> Drawn:
+    def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
         while True:
             storage = self._storage
             with storage.lock:
                 if storage is not self._storage:  # it may be exchanged until the lock is held
                     continue
                 origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
-                if size == self._batch_size:
+                if lent is not None:
+                    origin.size = _LENT
+                    # Of a generator that is not this buffer's own, its owner takes care.
+                    own = lent.generator is None
+                    origin.random = random_state(self._generator) if own else None
+                    drawn = self._drawn(storage, size, lent)
+                    origin.random_after = random_state(self._generator) if own else None
+                elif size == self._batch_size:
                     drawn = self._drawn(storage, size)
                 else:
-                    origin.random = _random_state(self._generator)
+                    origin.random = random_state(self._generator)
                     drawn = self._drawn(storage, size)
-                    origin.random_after = _random_state(self._generator)
+                    origin.random_after = random_state(self._generator)
                 drawn.origin = origin
                 return drawn
 
@@ -124,7 +156,7 @@ class Drawing(BufferCore):
             elif type(self._sampler).put_back is not Sampler.put_back:
                 self._sampler.put_back([drawn.anchors], storage)
             elif _unchanged_since(self._generator, origin):
-                _set_random_state(self._generator, origin.random)
+                set_random_state(self._generator, origin.random)
 
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
@@ -144,14 +176,18 @@ class Drawing(BufferCore):
                 sampler._shown = None
             return entry.drawn
 
-    def _drawn(self, storage: Storage, size: int) -> Drawn:
-        drawn, fresh = None, False
-        if self._pending and size == self._batch_size:
+    def _drawn(self, storage: Storage, size: int, lent: Lent | None = None) -> Drawn:
+        drawn, fresh, generator = None, False, self._generator
+        if lent is not None:
+            generator = generator if lent.generator is None else lent.generator
+            if lent.kept is not None:
+                drawn = self._still(lent.kept, storage)
+        elif self._pending and size == self._batch_size:
             drawn = self._kept(storage)
         if drawn is None:
             sampler = self._sampler
             # It may serve other buffers too.
-            sampler.generator, sampler.needs = self._generator, self._needs
+            sampler.generator, sampler.needs = generator, self._needs
             anchors, info = sampler.sample(storage, size)
             if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
                 anchors = _as_index(anchors, storage.ndim)
@@ -165,12 +201,14 @@ class Drawing(BufferCore):
             fresh = index is anchors  # and not what a sample unit has made of them
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
-        if not told and (self._writer.tracks_generations or self._sampler.prioritized):
+        track = self._writer.tracks_generations or self._sampler.prioritized or lent is not None
+        if track and not told:
             drawn.info["index_generation"] = _generations(storage, drawn.index)
             if "anchor_index" in drawn.info:
                 anchors = drawn.info["anchor_index"]
                 drawn.info["anchor_generation"] = _generations(storage, anchors)
-        own = self._collate_fn is not None
+        collate = self._collate_fn if lent is None or lent.collate is None else lent.collate
+        own = collate is not None
         held = False
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
@@ -190,14 +228,14 @@ class Drawing(BufferCore):
             if drawn.info and held:  # nor is anything put over them
                 held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
             rows = drawn.rows if held else None
-            generator = self._generator
             given = chain, storage, drawn.index, drawn.info, generator, known, rows
-            if generator is None or (drawn.random is None and self._prefetcher is None):
+            noted = self._prefetcher is not None if lent is None else lent.noted
+            if generator is None or (drawn.random is None and not noted):
                 drawn.fetched = chain, fetch_all(*given)
             else:
                 with self._random_of(drawn, generator):
                     drawn.fetched = chain, fetch_all(*given)
-        drawn.collate = self._collate_fn if own else storage.collate
+        drawn.collate = storage.collate if collate is None else collate
         drawn.stack_dim = 0 if own else storage.stack_dim
         return drawn
 
@@ -217,6 +255,13 @@ class Drawing(BufferCore):
                 show(self._sampler, kept.ran_out)
                 return kept
         return None
+
+    def _still(self, kept: Drawn, storage: Storage) -> Drawn | None:
+        """A draw that somebody else has kept, if its rows are still stored, as for ``_kept``."""
+        if self._windows_drawn() and _written_since(storage, kept):
+            self._sampler.put_back([kept.anchors], storage)
+            return None
+        return kept if as_tensor(storage.contains(kept.index)).all() else None
 
     def _windows_drawn(self) -> bool:
         return self._sampler.draws_windows or not isinstance(self._sample_unit, Transition)
@@ -239,17 +284,19 @@ class Drawing(BufferCore):
             generator.set_state(now)
 
 
-def _random_state(generator: torch.Generator | None) -> torch.Tensor:
+def random_state(generator: torch.Generator | None) -> torch.Tensor:
+    """The state of a generator; None: of torch's global one."""
     return torch.get_rng_state() if generator is None else generator.get_state()
 
 
 def _unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
     """Whether nobody has drawn from the generator after the draw."""
     after = origin.random_after
-    return after is not None and torch.equal(_random_state(generator), after)
+    return after is not None and torch.equal(random_state(generator), after)
 
 
-def _set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+def set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    """Sets the state of a generator; None: of torch's global one."""
     if state is None:
         return
     if generator is None:

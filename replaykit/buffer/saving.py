@@ -26,6 +26,7 @@ from replaykit.buffer.state import (
 )
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
+from replaykit.storages import Storage
 from replaykit.storages.base import Hook
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.content import Content
@@ -82,16 +83,8 @@ class Saving(BufferCore):
 
     def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
         with self._locked() as storage:
-            writer = self._writer.state_dict()
-            parts = {
-                # No view of rows but those that the state holds is left: others are counted.
-                "storage": content_to_save(storage, path).to_state(tracked=True),
-                "writer": writer,
-                "sampler": saved_sampler(self._sampler, tracked=storage),
-                "transforms": self._chain.state_dict(),
-                "generator": generator_state(self._generator),
-                "prepared": prepared_state(self),
-            }
+            parts = self._saved_parts(storage, path)
+            writer = parts["writer"]
             document = {
                 "components": {
                     "buffer": type(self).__name__,
@@ -110,6 +103,19 @@ class Saving(BufferCore):
                 "consume_after_n_samples": None,
             }
             return Snapshot(parts, document, storage.lock)
+
+    def _saved_parts(self, storage: Storage, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The parts of a save, of which large ones are read later. The lock is held."""
+        writer = self._writer.state_dict()
+        return {
+            # No view of rows but those that the state holds is left: others are counted.
+            "storage": content_to_save(storage, path).to_state(tracked=True),
+            "writer": writer,
+            "sampler": saved_sampler(self._sampler, tracked=storage),
+            "transforms": self._chain.state_dict(),
+            "generator": generator_state(self._generator),
+            "prepared": prepared_state(self),
+        }
 
     def loads(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
@@ -22,12 +22,21 @@ from replaykit.writers.base import ledger_of
 
 __all__ = [
     "BufferState",
+    "CheckedState",
     "apply_state",
+    "check_random",
+    "check_rows",
+    "check_state",
+    "checked_draw",
     "checked_prepared",
     "continue_draws",
+    "draw_state",
+    "finish_taking",
     "generator_state",
+    "parts_taken",
     "prepared_state",
     "saved_generator",
+    "take_rows",
 ]
 
 
@@ -41,6 +50,7 @@ class BufferState:
         generator: device and state of the generator; None where there was none.
         prepared: draws that were made ahead and not delivered.
         mapped: whether the rows stay in the files of the checkpoint.
+        same_rows: whether the rows are there already, and were not saved.
     """
 
     content: Content | None
@@ -51,6 +61,7 @@ class BufferState:
     generator: Mapping[str, Any] | None
     prepared: list[Any]
     mapped: bool = False
+    same_rows: bool = False
 
 
 def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
@@ -87,22 +98,61 @@ def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
     """Returns the draws made ahead and not delivered, without their rows. The lock is held."""
     queue = buffer._queue()
     ahead = [] if queue is None else queue.pending()
-    return [
-        {
-            "index": drawn.index.clone(),
-            "anchors": drawn.anchors.clone(),
-            "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
-            "ran_out": drawn.ran_out,
-            "size": drawn.size,
-            "since": buffer._storage.ledger.next_position - drawn.written,
-            "random": None if drawn.random is None else drawn.random.clone(),
-        }
-        for drawn in (*ahead, *buffer._pending)
-    ]
+    return [draw_state(drawn, buffer._storage) for drawn in (*ahead, *buffer._pending)]
+
+
+def draw_state(drawn: Drawn, storage: Storage) -> dict[str, Any]:
+    """Returns a draw without its rows, as values that can be saved. The lock is held."""
+    return {
+        "index": drawn.index.clone(),
+        "anchors": drawn.anchors.clone(),
+        "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
+        "ran_out": drawn.ran_out,
+        "size": drawn.size,
+        "since": storage.ledger.next_position - drawn.written,
+        "random": None if drawn.random is None else drawn.random.clone(),
+    }
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """A state that a buffer can take over, and what has been worked out of it.
+
+    Attributes:
+        state: the state itself.
+        sampler: that of the sampler, as the sampler takes it.
+        writer: that of the writer, with what rows that are left out say of the others.
+        generator, prepared: the generator, and the draws that were made ahead.
+        target: where the storage puts the rows.
+        rows: the slots whose rows are kept, where rows have to move; None: all stay.
+    """
+
+    state: BufferState
+    sampler: Any
+    writer: dict[str, Any]
+    generator: torch.Generator | None
+    prepared: list[Drawn]
+    target: Any
+    rows: torch.Tensor | None
 
 
 def apply_state(buffer: BufferCore, state: BufferState) -> None:
     """Puts a saved state into a buffer, all or nothing. The lock is held.
+
+    Raises:
+        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+    """
+    checked = check_state(buffer, state, stacklevel=6)
+    with parts_taken(buffer, checked):
+        take_rows(buffer, checked)
+    finish_taking(buffer, checked)
+
+
+def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> CheckedState:
+    """Checks a saved state against a buffer; changes nothing. The lock is held.
+
+    Args:
+        stacklevel: of the warning that rows will be left out, as for ``warnings.warn`` there.
 
     Raises:
         ValueError: a part is not one of this buffer's kind of component, or contradicts another.
@@ -114,45 +164,75 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
     _check_stored(sampler, sampler_state, state.content)
-    target, rows = _place(buffer, state)
-    _check_rows(prepared, state)
-    _check_random(prepared, generator)
+    target, rows = _place(buffer, state, stacklevel)
+    check_rows(prepared, state)
+    check_random(prepared, generator)
     writer_state = state.writer
     if state.content is not None:
         # What rows that are left out say of those that are kept is asked before they are gone.
         writer_state = writer.state_of_kept(state.content, writer_state, rows)
+    return CheckedState(state, sampler_state, writer_state, generator, prepared, target, rows)
 
+
+@contextlib.contextmanager
+def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
+    """Has transforms and sampler take their states, which is user code; gives them back what they
+    had where anything fails inside. The lock is held."""
+    sampler = buffer._sampler
     chain_before = copy.deepcopy(buffer._chain.state_dict())
     sampler_before = copy.deepcopy(sampler.state_dict())
     try:
-        # User code first; then the storage, which takes memory before it changes anything.
-        buffer._chain.load_state_dict(copy.deepcopy(state.transforms))
-        sampler.load_state_dict(sampler_state)
-        if state.content is None:
-            storage.load_state_dict(dict(state.storage or {}))
-        elif state.mapped and state.content.groups:
-            cast(LazyTensorStorage, storage).map_content(state.content, target.slots)
-        else:
-            content = replace(state.content, ledger=ledger_of(state.writer))
-            storage.load_content(content, target, rows)
+        buffer._chain.load_state_dict(copy.deepcopy(checked.state.transforms))
+        sampler.load_state_dict(checked.sampler)
+        yield
     except BaseException:
         with contextlib.suppress(Exception):
             buffer._chain.load_state_dict(chain_before)
         with contextlib.suppress(Exception):
             sampler.load_state_dict(sampler_before)
         raise
+
+
+def take_rows(buffer: BufferCore, checked: CheckedState) -> None:
+    """Has the storage take the rows: it takes memory before it changes anything."""
+    storage, state = buffer._storage, checked.state
+    if state.same_rows:
+        return
+    if state.content is None:
+        storage.load_state_dict(dict(state.storage or {}))
+    elif state.mapped and state.content.groups:
+        cast(LazyTensorStorage, storage).map_content(state.content, checked.target.slots)
+    else:
+        content = replace(state.content, ledger=ledger_of(state.writer))
+        storage.load_content(content, checked.target, checked.rows)
+
+
+def finish_taking(
+    buffer: BufferCore, checked: CheckedState, *, elsewhere: Sequence[Drawn] = ()
+) -> None:
+    """The rest of taking over a state, of which nothing fails. The lock is held.
+
+    Args:
+        elsewhere: saved draws that an ensemble holds. Where their rows have moved they go back to
+            the sampler.
+    """
+    storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
+    prepared = checked.prepared
     buffer._take_prepared()
     buffer._pass_ended, buffer._restarted = False, True
-    writer.restore(writer_state, rows)
-    continue_draws(prepared, storage)
-    _take_generator(buffer, generator)
+    buffer._writer.restore(checked.writer, rows)
+    continue_draws([*prepared, *elsewhere], storage)
+    _take_generator(buffer, checked.generator)
     # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
     # have another size now, they go back to the sampler, so that a pass still sees each row once.
     sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
+    back = [] if rows is None else [drawn.anchors for drawn in elsewhere]
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
         buffer._pending = deque(prepared)
     else:
-        sampler.put_back([drawn.anchors for drawn in prepared], storage)
+        back += [drawn.anchors for drawn in prepared]
+    if back:
+        sampler.put_back(back, storage)
     if rows is not None:
         sampler.moved(rows, storage)
 
@@ -167,7 +247,9 @@ def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None
         raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
 
 
-def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | None]:
+def _place(
+    buffer: BufferCore, state: BufferState, stacklevel: int
+) -> tuple[Any, torch.Tensor | None]:
     """Where the rows will lie: the storage's target, and the slots kept if they have to move."""
     storage, ledger = buffer._storage, state.writer["_ledger"]
     if state.content is None:
@@ -189,7 +271,7 @@ def _place(buffer: BufferCore, state: BufferState) -> tuple[Any, torch.Tensor | 
         check_mapped_rows(state.content, slots, rows)
     if rows is None:
         return target, None
-    warn_left_out(state.content.rows - len(rows), stacklevel=5)
+    warn_left_out(state.content.rows - len(rows), stacklevel=stacklevel)
     return target, rows
 
 
@@ -223,7 +305,7 @@ def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
         drawn.written += storage.ledger.next_position
 
 
-def _check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
+def check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
     """Raises ValueError where a draw tells of a state that its generator cannot have."""
     for drawn in prepared:
         if drawn.random is None:
@@ -233,7 +315,7 @@ def _check_random(prepared: list[Drawn], generator: torch.Generator | None) -> N
         saved_generator({"device": generator.device, "state": drawn.random})
 
 
-def _check_rows(prepared: list[Drawn], state: BufferState) -> None:
+def check_rows(prepared: list[Drawn], state: BufferState) -> None:
     """Raises ValueError where a draw made ahead is not one of the saved rows."""
     if state.content is None:
         return
@@ -251,10 +333,11 @@ def checked_prepared(saved: object) -> list[Drawn]:
     """Returns saved draws; ValueError where they are none. They count writes from the save."""
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
-    return [_checked_draw(record) for record in saved]
+    return [checked_draw(record) for record in saved]
 
 
-def _checked_draw(record: object) -> Drawn:
+def checked_draw(record: object) -> Drawn:
+    """Returns a saved draw; ValueError where it is none. It counts writes from the save."""
     fields = record if isinstance(record, Mapping) else {}
     index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
     info, random = fields.get("info"), fields.get("random")

@@ -49,6 +49,14 @@ class MappedStorage(TensorStorage):
         lengths = table["length"]
         return table.set("start", lengths.cumsum(0) - lengths)
 
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """The data set and which of its episodes, as long as nobody has edited them here."""
+        if self._edited:
+            return None
+        chosen = None if self.chosen is None else self.chosen.clone()
+        return {"content": self.published.manifest.content_id(), "episodes": chosen}
+
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         self._edited = True
         super().set(cursor, data, set_cursor=set_cursor)

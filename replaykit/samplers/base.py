@@ -58,6 +58,12 @@ class Sampler(ABC):
         """Whether a ``Sequence`` can make windows of the rows that it draws."""
         return not self.draws_windows
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """Keys of what a draw always tells of its rows, beside ``index``, generations and marks of
+        where windows end."""
+        return ()
+
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
 

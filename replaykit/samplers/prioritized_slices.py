@@ -196,6 +196,12 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
 
     # -- drawing ------------------------------------------------------------------------------
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """As other samplers of slices do, and with ``unit="slice"`` where slices start."""
+        anchors = ("anchor_index", "anchor_generation") if self.unit == "slice" else ()
+        return (*super().tells, *anchors)
+
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Draws windows; returns the rows of all, one window after another, and what is known.
 

@@ -181,6 +181,18 @@ class Sequence(SampleUnit):
             told[name] = _tensor(values, index.device)
         return expanded, told
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """What `expand` says of the rows of windows."""
+        return (
+            "anchor_index",
+            "anchor_generation",
+            "sequence_id",
+            "step_in_sequence",
+            "learning_mask",
+            "validity_mask",
+        )
+
     def _wanted(
         self, episodes: EpisodeIndex, time: Array, lane: Array
     ) -> tuple[Array, Array, Array]:

@@ -154,6 +154,12 @@ class Sliced(Sampler):
         alone = slicing.size.slice_len == 1 and slicing.form.full and not slicing.form.filled
         return alone and slicing.flat and not self.prioritized
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """Which slice a row is of, whether it is padding, and what it tells besides."""
+        told = (SEQUENCE_ID, MASK) if self._slicing.form.filled else (SEQUENCE_ID,)
+        return (*super().tells, *told)
+
     @abstractmethod
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         """Raises where ``sample`` would; draws nothing. The lock is held."""

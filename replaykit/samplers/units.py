@@ -48,6 +48,11 @@ class SampleUnit(ABC):
         """The index by which it cuts windows; None: that of the sampler."""
         return None
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """Keys of what it always tells of the rows of the batch, beside their generations."""
+        return ()
+
 
 class Transition(SampleUnit):
     """The record itself.

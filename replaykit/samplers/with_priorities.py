@@ -55,6 +55,11 @@ class WithPriorities(Sampler):
     prioritized = True
     mapped_entries = ("_priorities",)
 
+    @property
+    def tells(self) -> tuple[Any, ...]:
+        """Weights, and what it tells besides."""
+        return (*super().tells, "priority_weight")
+
     def __init__(
         self,
         max_capacity: int | None = None,

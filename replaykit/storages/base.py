@@ -140,6 +140,13 @@ class Storage(ABC):
         return None
 
     @property
+    def identity(self) -> dict[str, Any] | None:
+        """What tells these rows from all others, as values that can be saved, where they are kept
+        elsewhere and are as they are there; None: whoever saves the storage has to save the rows.
+        """
+        return None
+
+    @property
     def lanes(self) -> torch.Size:
         """Sizes of the dimensions beside time; empty for ``ndim == 1``."""
         return torch.Size()
@@ -270,6 +277,16 @@ class Storage(ABC):
         picked = target if rows is None else [target[row] for row in rows.tolist()]
         for slot, item in enumerate(picked):
             self.set(slot, item)
+
+    def undo_content(self) -> Callable[[], None]:
+        """Returns what takes back the ``load_content`` that comes next, before ledger and episodes
+        have followed it. The lock is held.
+
+        Cost: a copy of what is stored.
+        """
+        content = self.content()
+        target = self.check_content(content)
+        return lambda: self.load_content(content, target, None)
 
     # -- episodes -----------------------------------------------------------------------------
 

@@ -157,6 +157,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._adopt(columns)
             self.recovery.resume(columns, list(plan.files.values()))
 
+    def _forget_columns(self, slots: int, size: int) -> None:
+        # Its files are there, for rows of this layout.
+        self.clear()
+
     def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
         if self.recovery is not None and self.recovery.shared:

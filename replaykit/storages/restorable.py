@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,18 @@ class RestorableStorage(ColumnStorage):
             content.check()
         self._columns = columns
         self._adopt(columns)
+
+    def undo_content(self) -> Callable[[], None]:
+        if self._columns is None:
+            slots, size = self.ledger.slots, self.max_size
+            return lambda: self._forget_columns(slots, size)
+        content = replace(self.content().copied(), ledger=self.ledger)
+        return lambda: self.load_content(content, self.check_content(content), None)
+
+    def _forget_columns(self, slots: int, size: int) -> None:
+        """Is as before the first write, with room for that many slots and rows."""
+        self._columns = self._matcher = None
+        self.ledger.slots, self.max_size = slots, size
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the stored rows.

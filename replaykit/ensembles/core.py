@@ -1,0 +1,335 @@
+"""An ensemble's members and parts: how they are given, checked, and locked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.core import as_chain
+from replaykit.buffer.drawing import Lent
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.ensembles.pairs import naming_member
+from replaykit.ensembles.sampler import SamplerEnsemble
+from replaykit.ensembles.storage import StorageEnsemble, rows_in
+from replaykit.ensembles.writer import WriterEnsemble, refuse_writing
+from replaykit.errors import NotEnoughData
+from replaykit.transforms import Compose
+
+__all__ = ["Buffers", "EnsembleCore"]
+
+
+class EnsembleCore(ReplayBuffer):
+    """Composes members. What they are made of is theirs alone: nothing of it is copied here.
+
+    Locks: that of the StorageEnsemble guards what is the ensemble's own (the choice of members, the
+    generator, draws kept for later); each member's guards the member. It is taken before those of
+    the members; several of these are held at once only to save or load, in one order.
+    """
+
+    _storage: StorageEnsemble
+    _sampler: SamplerEnsemble
+    _writer: WriterEnsemble
+
+    def __init__(
+        self,
+        *rbs: ReplayBuffer,
+        storages: StorageEnsemble | None = None,
+        samplers: SamplerEnsemble | None = None,
+        writers: WriterEnsemble | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fns: Sequence[Callable[[Any], Any] | None] | None = None,
+        p: Any = None,
+        sample_from_all: bool = False,
+        num_buffer_sampled: int | None = None,
+        counts: str | None = None,
+        unready: str = "raise",
+        keys: Sequence[Any] | None = None,
+        device: torch.device | str | int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+        priority_key: Any = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform_factory: Callable[[], Any] | None = None,
+        delayed_init: bool | None = None,
+        contiguous: bool = False,
+        compilable: bool = False,
+    ) -> None:
+        parts = {"storages": storages, "samplers": samplers, "writers": writers}
+        given = [name for name, part in parts.items() if part is not None]
+        if rbs and given:
+            raise RuntimeError(
+                f"expected buffers or storages, samplers and writers, got {given} too"
+            )
+        if not rbs and len(given) < len(parts):
+            raise TypeError(
+                "expected buffers, or storages=, samplers= and writers=, got "
+                f"{given or 'none of them'}"
+            )
+        if samplers is not None and (p, sample_from_all, num_buffer_sampled, counts, unready) != (
+            None,
+            False,
+            None,
+            None,
+            "raise",
+        ):
+            raise TypeError(
+                "expected p=, sample_from_all=, num_buffer_sampled=, counts= and unready= of the "
+                "SamplerEnsemble where one is given"
+            )
+        members = rbs or _made_of(parts, collate_fns, priority_key)
+        for number, member in enumerate(members):
+            if not isinstance(member, ReplayBuffer):
+                raise TypeError(
+                    f"expected member {number} as a ReplayBuffer, got {type(member).__name__}"
+                )
+        self._members = tuple(members)
+        self._collate_fns = _checked_collates(collate_fns, len(members))
+        self._keys = None if keys is None else _checked_keys(keys)
+        self._device = None if device is None else torch.empty(0, device=device).device
+        self._priority_name = priority_key
+        if shared:
+            _check_shared(members)
+        if rbs:
+            storages = StorageEnsemble(*(member.storage for member in members))
+            samplers = SamplerEnsemble(
+                *(member.sampler for member in members),
+                p=p,
+                sample_from_all=sample_from_all,
+                num_buffer_sampled=num_buffer_sampled,
+                counts=counts,
+                unready=unready,
+            )
+            writers = WriterEnsemble(*(member.writer for member in members))
+        for part in (storages, samplers, writers):
+            assert part is not None
+            part.follow(members)
+        super().__init__(
+            storage=storages,
+            sampler=samplers,
+            writer=writers,
+            transform=transform,
+            transform_factory=transform_factory,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            generator=generator,
+            delayed_init=delayed_init,
+            contiguous=contiguous,
+            shared=shared,
+            compilable=compilable,
+        )
+
+    def _initialize(self) -> None:
+        storages, samplers, writers, transform, factory = self._makers
+        chain = as_chain(transform if factory is None else factory())
+        self._storage = cast(StorageEnsemble, storages)
+        self._sampler = cast(SamplerEnsemble, samplers)
+        self._writer = cast(WriterEnsemble, writers)
+        self._take_chain(chain)
+        if self._prefetch_depth:
+            self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+        self._makers = (None, None, None, None, None)
+        self._initialized = True
+
+    def _take_chain(self, chain: Compose) -> None:
+        if chain.reads_around:
+            raise ValueError(
+                "expected transforms of batches, got one that reads the rows around those of a "
+                "batch; give it to the members"
+            )
+        super()._take_chain(chain)
+
+    # -- description ----------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[ReplayBuffer, ...]:
+        """The buffers that it draws from."""
+        return self._members
+
+    @property
+    def storage(self) -> StorageEnsemble:
+        """The storages of the members."""
+        self._ready()
+        return self._storage
+
+    @property
+    def sampler(self) -> SamplerEnsemble:
+        """The samplers of the members, and by what weights these are chosen."""
+        self._ready()
+        return self._sampler
+
+    @property
+    def writer(self) -> WriterEnsemble:
+        """The writers of the members."""
+        self._ready()
+        return self._writer
+
+    @property
+    def write_count(self) -> int:
+        """Rows written so far through all members (elements, where they have lanes)."""
+        return sum(member.write_count for member in self.members)
+
+    def __len__(self) -> int:
+        """Number of members."""
+        return len(self._members)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns size, write count, capacity and utilization of all members together, prepared
+        batches, and the number of members, as numbers.
+
+        Changes nothing. Cost: O(members).
+
+        Example:
+            >>> import torch
+            >>> from replaykit import ReplayBuffer, ReplayBufferEnsemble, LazyTensorStorage
+            >>> one, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+            >>> _ = one.extend(torch.zeros(5))
+            >>> stats = ReplayBufferEnsemble(one, other).stats()
+            >>> stats["size"], stats["utilization"], stats["num_buffers"]
+            (5, 0.25, 2)
+        """
+        each = [member.stats() for member in self.members]
+        size, capacity = (sum(one[name] for one in each) for name in ("size", "capacity"))
+        queue = self._queue() if self._initialized else None
+        return {
+            "size": size,
+            "write_count": sum(one["write_count"] for one in each),
+            "prefetch_queue_size": 0 if queue is None else len(queue),
+            "initialized": self._initialized,
+            "capacity": capacity,
+            "utilization": size / capacity if capacity else 0.0,
+            "num_buffers": len(each),
+        }
+
+    def __repr__(self) -> str:
+        if not self._initialized:
+            return f"{type(self).__name__}(not initialized)"
+        parts = [f"{member!r}" for member in self.members]
+        parts += [
+            f"p={self._sampler.p}",
+            f"batch_size={self._batch_size}",
+            f"transform={self._chain!r}",
+        ]
+        inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
+        return f"{type(self).__name__}(\n{inside})"
+
+    # -- what is for the members ----------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def dim_extend(self) -> int:  # type: ignore[override]
+        """Always raises NotImplementedError."""
+        refuse_writing("dim_extend")
+
+    @property
+    def episodes(self) -> NoReturn:
+        """Always raises NotImplementedError: the stored episodes are those of a member."""
+        refuse_writing("episodes")
+
+    def _only_of_members(name: str) -> Any:  # type: ignore[misc]
+        def refused(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
+            refuse_writing(name)
+
+        refused.__name__, refused.__doc__ = name, "Always raises NotImplementedError."
+        return refused
+
+    add = _only_of_members("add")
+    extend = _only_of_members("extend")
+    flush = _only_of_members("flush")
+    empty = _only_of_members("empty")
+    cut = _only_of_members("cut")
+    mark_update = _only_of_members("mark_update")
+    update_if_present = _only_of_members("update_if_present")
+    set_ = _only_of_members("set_")
+    set_at_ = _only_of_members("set_at_")
+    update_ = _only_of_members("update_")
+    read_all_in_order = _only_of_members("read_all_in_order")
+    write_all = _only_of_members("write_all")
+    __setitem__ = _only_of_members("__setitem__")
+    set_storage = _only_of_members("set_storage")
+    set_sampler = _only_of_members("set_sampler")
+    set_writer = _only_of_members("set_writer")
+    register_save_hook = _only_of_members("register_save_hook")
+    register_load_hook = _only_of_members("register_load_hook")
+
+
+class Buffers:
+    """The buffers of an ensemble as members of a choice."""
+
+    def __init__(self, members: Sequence[ReplayBuffer], generator: torch.Generator | None) -> None:
+        self.members, self.generator = members, generator
+
+    def size(self, member: int) -> int:
+        """Rows that a member holds."""
+        return rows_in(self.members[member].storage)
+
+    def ready(self, member: int, rows: int) -> bool:
+        """Whether a member can give that many rows now."""
+        return self.members[member].can_sample(rows)
+
+    def refuse(self, member: int, rows: int) -> NoReturn:
+        """Raises the error of a member that cannot."""
+        buffer = self.members[member]
+        try:
+            drawn = buffer._draw(rows, Lent(self.generator))
+        except Exception as error:
+            raise naming_member(error, member) from error
+        buffer._give_back(drawn)  # it has become ready, or cannot tell before
+        raise NotEnoughData(f"member {member}: expected {rows} rows, it was not ready to give them")
+
+
+def _made_of(
+    parts: dict[str, Any], collate_fns: Sequence[Any] | None, priority_key: Any
+) -> tuple[ReplayBuffer, ...]:
+    """Buffers of the members of three ensembles; ValueError where these are not equally many."""
+    kinds = {"storages": StorageEnsemble, "samplers": SamplerEnsemble, "writers": WriterEnsemble}
+    for name, kind in kinds.items():
+        if not isinstance(parts[name], kind):
+            raise TypeError(
+                f"expected {name} as a {kind.__name__}, got {type(parts[name]).__name__}"
+            )
+    counts = {name: len(part) for name, part in parts.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"expected as many storages as samplers and writers, got {counts}")
+    storages = parts["storages"]
+    key = {} if priority_key is None else {"priority_key": priority_key}
+    return tuple(
+        ReplayBuffer(storage=storage, sampler=sampler, writer=writer, transform=chain, **key)
+        for storage, sampler, writer, chain in zip(
+            storages.storages,
+            parts["samplers"].samplers,
+            parts["writers"].writers,
+            storages.transforms,
+            strict=True,
+        )
+    )
+
+
+def _checked_collates(given: Sequence[Any] | None, count: int) -> list[Any]:
+    if given is None:
+        return [None] * count
+    found = list(given)
+    if len(found) != count or not all(one is None or callable(one) for one in found):
+        raise TypeError(f"expected collate_fns as {count} functions, one a member, got {given!r}")
+    return found
+
+
+def _checked_keys(keys: Sequence[Any]) -> list[Any]:
+    if isinstance(keys, str) or not keys:
+        raise TypeError(f"expected keys= as a list of keys, got {keys!r}")
+    return list(keys)
+
+
+def _check_shared(members: Sequence[ReplayBuffer]) -> None:
+    for number, member in enumerate(members):
+        if not member.shared and member.writer.kind != "immutable":
+            raise ValueError(
+                f"expected members with shared=True, or data sets, in an ensemble with "
+                f"shared=True; member {number} is neither"
+            )

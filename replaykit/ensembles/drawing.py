@@ -1,0 +1,395 @@
+"""Batches of an ensemble: drawn by the members, put together here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from replaykit._compat import TensorDict, is_tensordict
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.drawing import Lent, random_state, set_random_state, show
+from replaykit.buffer.prefetch import Drawn
+from replaykit.ensembles.batches import Places, flat_rows, length_of, select, sliced, stacked
+from replaykit.ensembles.core import Buffers, EnsembleCore
+from replaykit.ensembles.pairs import naming_member
+from replaykit.ensembles.requests import filled, requests
+from replaykit.ensembles.sampler import Choice
+from replaykit.ensembles.told import IDS, INDEX, INNER, Layout, joined, put_back_marks
+from replaykit.leafwise import contiguous
+from replaykit.transfer import pin, to_device
+
+__all__ = ["EnsembleDrawing", "EnsembleDrawn", "Part"]
+
+
+@dataclass(slots=True)
+class Part:
+    """What one member has drawn for a batch."""
+
+    member: int
+    draws: list[Any]
+
+
+@dataclass(slots=True)
+class EnsembleDrawn:
+    """A draw of an ensemble: the members of its parts, and what each of them drew.
+
+    ``rows``: that a member is asked for, a part. ``size``: the batch size asked for. ``lent``: it
+    is part of the batch of an ensemble above. ``ended``: who had ended a pass before it.
+    """
+
+    members: list[int]
+    rows: int
+    size: int
+    parts: list[Part]
+    ran_out: bool = False
+    lent: bool = False
+    ended: frozenset[int] = frozenset()
+    was_out: bool = False
+    random: Any = field(default=None)
+
+    def kept(self) -> EnsembleDrawn:
+        """The draw alone, to be delivered later."""
+        parts = [Part(part.member, [draw.kept() for draw in part.draws]) for part in self.parts]
+        return EnsembleDrawn(self.members, self.rows, self.size, parts, self.ran_out)
+
+
+class EnsembleDrawing(EnsembleCore):
+    """``sample``, ``can_sample``, iteration, prefetch."""
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """Draws a batch.
+
+        Args:
+            batch_size: number of rows of all parts together; None: that of the constructor.
+            return_info: also return what is known of the draw.
+            include_info: ``False`` leaves it out of the TensorDict; deprecated.
+
+        Returns:
+            For TensorDict content a TensorDict of batch size ``[K, B // K]`` for K parts, with
+            ``("index", "index")``, int64 (``[K, B // K, ndim]`` where a member has lanes, -1 behind
+            those of members with fewer), ``("index", "buffer_ids")``, the member of each row,
+            ``index_generation``, and what samplers of members tell; see `ReplayBufferEnsemble`. For
+            other content the data alone. It owns its memory. With ``return_info`` a pair of it and
+            a TensorDict of what is known.
+
+        Raises:
+            RuntimeError: no batch size anywhere, or a transform that changed the number of rows.
+            ValueError: a batch size that the number of parts does not divide; samples of members
+                that differ in keys, shapes or dtypes: names them. The error of a member that cannot
+                give its rows, with the number of the member.
+
+        Where it raises, no row has left a pass, and the next batch is that which this would have
+        been.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+            >>> one, other = (ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2))
+            >>> _ = one.extend(TensorDict({"x": torch.arange(9)}, [9]))
+            >>> _ = other.extend(TensorDict({"x": torch.arange(9) + 10}, [9]))
+            >>> ensemble = ReplayBufferEnsemble(one, other, sample_from_all=True, batch_size=6)
+            >>> batch = ensemble.sample()
+            >>> batch.shape, batch["index", "buffer_ids"]
+            (torch.Size([2, 3]), tensor([[0, 0, 0],
+                    [1, 1, 1]]))
+            >>> rows = batch["index", "index"] + 10 * batch["index", "buffer_ids"]
+            >>> bool((batch["x"] == rows).all())
+            True
+        """
+        found = super().sample(batch_size, return_info, include_info)
+        if not return_info:
+            return found
+        data, info = found
+        told = TensorDict({}, info[INDEX].shape[:2])
+        for key, value in info.items():
+            told.set(key, value)
+        return data, told
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether ``sample`` would succeed now: every member that can be chosen is ready.
+
+        Raises:
+            RuntimeError: no batch size anywhere.
+        """
+        size = self._size_of(batch_size)
+        with self._locked():
+            if self._pending and self._pending[0].size == size:
+                return True
+            return self._sampler.can_choose(size, Buffers(self.members, self._generator))
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Takes another source of randomness for members to be chosen by, and to draw from.
+
+        Args:
+            generator: None: members draw from their own, and are chosen by torch's global one.
+        """
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+        with self._locked():
+            drawn: Any
+            for drawn in self._take_prepared():
+                self._return(drawn)
+            self._generator = generator
+
+    # -- drawing --------------------------------------------------------------------------------
+
+    def _draw(self, size: int, lent: Lent | None = None) -> Any:
+        with self._locked():
+            return self._drawn_together(size, lent)
+
+    def _drawn_together(self, size: int, lent: Lent | None) -> EnsembleDrawn:
+        """Chooses members and has them draw; all of them or none. The lock is held."""
+        sampler, generator = self._sampler, self._generator
+        kept: EnsembleDrawn | None = None
+        if lent is not None:
+            generator = generator if lent.generator is None else lent.generator
+            kept = lent.kept  # type: ignore[assignment]
+        elif self._pending and self._pending[0].size == size:
+            kept = self._pending.popleft()  # type: ignore[assignment]
+        noted = self._prefetcher is not None if lent is None else lent.noted
+        before = random_state(generator)
+        ended, was_out = sampler._ended, sampler.ran_out
+        done: list[tuple[ReplayBuffer, Any]] = []
+        try:
+            if kept is None:
+                choice = sampler.choose(size, Buffers(self.members, generator), generator)
+                stored: dict[int, list[Any]] = {}
+            else:
+                choice = Choice(kept.members, kept.rows, frozenset())
+                stored = {part.member: list(part.draws) for part in kept.parts}
+            parts = [
+                self._part(member, choice, generator, noted, stored.get(member, []), done)
+                for member in sorted(set(choice.members))
+            ]
+        except BaseException:
+            for buffer, drawn in reversed(done):
+                buffer._give_back(drawn)
+            set_random_state(generator, before)
+            if kept is not None and lent is None:
+                self._pending.appendleft(kept)  # type: ignore[arg-type]
+            raise
+        if kept is None:
+            over = {part.member for part in parts if any(draw.ran_out for draw in part.draws)}
+            ran_out = sampler.note_ended(over, choice.possible)
+        else:
+            ran_out = kept.ran_out
+            show(sampler, ran_out)
+        return EnsembleDrawn(
+            choice.members,
+            choice.rows,
+            size,
+            parts,
+            ran_out,
+            lent=lent is not None,
+            ended=ended,
+            was_out=was_out,
+        )
+
+    def _part(
+        self,
+        member: int,
+        choice: Choice,
+        generator: torch.Generator | None,
+        noted: bool,
+        stored: list[Any],
+        done: list[tuple[ReplayBuffer, Any]],
+    ) -> Part:
+        """Has a member draw for its parts of a batch. The lock is held.
+
+        Args:
+            stored: draws of it that were kept, to be read again.
+            done: what has been drawn is noted there.
+        """
+        buffer, collate = self.members[member], self._collate_fns[member]
+        plain = not isinstance(buffer, EnsembleCore)
+
+        def draw(rows: int) -> tuple[Any, int, bool]:
+            kept = stored.pop(0) if stored else None
+            lent = Lent(generator, collate, noted, kept)
+            drawn = buffer._draw(rows if kept is None else kept.size, lent)
+            if kept is None:
+                done.append((buffer, drawn))
+            return drawn, len(drawn.anchors) if plain else drawn.size, drawn.ran_out
+
+        times = choice.members.count(member)
+        sampler = buffer.sampler if plain else None
+        asked = [choice.rows] * times
+        if sampler is not None:
+            asked = requests(sampler, buffer._sample_unit, times, choice.rows)
+        try:
+            return Part(member, [one for rows in asked for one in filled(rows, draw, sampler)])
+        except Exception as error:
+            raise naming_member(error, member) from error
+
+    def _draw_ahead(self, entry: Any) -> Any:
+        with self._locked():
+            prefetcher, sampler = self._prefetcher, self._sampler
+            if prefetcher is None or not prefetcher.wanted(entry):
+                return None
+            entry.written = self._written()
+            delivered = sampler.ran_out
+            try:
+                entry.drawn = self._drawn_together(self._size_of(None), None)
+            finally:
+                show(sampler, delivered)
+            return entry.drawn
+
+    def _written(self) -> int:
+        return sum(member._written() for member in self.members)
+
+    def _give_back(self, drawn: Any) -> None:
+        with self._locked():
+            if drawn.lent:
+                # Whose batch it was takes care of the generator.
+                for part in reversed(drawn.parts):
+                    for one in reversed(part.draws):
+                        self.members[part.member]._give_back(one)
+                self._sampler._ended = drawn.ended
+            else:
+                self._pending.extend([drawn.kept(), *self._take_prepared()])
+            show(self._sampler, drawn.was_out)
+
+    def _return(self, drawn: EnsembleDrawn) -> None:
+        """Gives draws of members that will not be delivered back to them. The lock is held."""
+        for part in reversed(drawn.parts):
+            buffer = self.members[part.member]
+            for one in reversed(part.draws):
+                if isinstance(buffer, EnsembleDrawing):
+                    with buffer._locked():
+                        buffer._return(one)
+                else:
+                    with buffer._locked() as storage:
+                        buffer._sampler.put_back([one.anchors], storage)
+
+    # -- putting together -----------------------------------------------------------------------
+
+    def _next(
+        self, batch_size: int | None, *, merge: bool = True, needed: bool = True
+    ) -> tuple[Any, Any, dict[Any, Any]]:
+        size = self._size_of(batch_size)
+        queue = self._queue() if size == self._batch_size else None
+        made = None
+        if queue is None:
+            drawn = self._draw(size)
+        else:
+            drawn, made = queue.next()
+        try:
+            data, info = self._finish(drawn) if made is None else made
+            if merge:
+                data = _merged(data, info, needed)
+        except BaseException:
+            self._give_back(drawn)
+            raise
+        if queue is not None:
+            with self._locked():
+                show(self._sampler, drawn.ran_out)
+        return drawn, data, info
+
+    def _finish(self, drawn: Any) -> tuple[Any, dict[Any, Any]]:
+        """Has members make their samples, puts them together, transforms and pins; no lock."""
+        pieces: list[tuple[int, Any]] = []
+        infos: list[tuple[int, dict[Any, Any]]] = []
+        layout, width = Layout.of(self.members), 0
+        for part in drawn.parts:
+            parts, count = drawn.members.count(part.member), 0
+            made = []
+            for one in part.draws:
+                data, info = self._finished(part.member, one)
+                count += len(info[INDEX])
+                made.append((data, info))
+            rows = count // parts
+            width = width or rows
+            if rows != width or count % parts:
+                raise ValueError(
+                    f"expected {width} rows a part as of member {drawn.parts[0].member}, got "
+                    f"{rows} of member {part.member}: give members sample units of one length"
+                )
+            pieces += [(part.member, data) for data, _ in made]
+            infos += [(part.member, layout.fill(info, rows)) for _, info in made]
+        places = Places(drawn.members, width)
+        data = self._together(pieces, places)
+        if len(self._chain):
+            data = self._chain.forward(data)
+        info = joined(infos, places, self._device)
+        if self._contiguous:
+            data = contiguous(data)
+        if self._pin_memory and torch.cuda.is_available():
+            data, info = pin((data, info))
+        return data, info
+
+    def _finished(self, member: int, drawn: Any) -> tuple[Any, dict[Any, Any]]:
+        """A member's sample with its rows along dimension 0, and what is known of them."""
+        buffer = self.members[member]
+        data, info = buffer._finish(drawn)
+        if isinstance(drawn, Drawn):
+            info[INDEX] = info.pop("index")
+            if drawn.stack_dim:
+                data = data.transpose(0, drawn.stack_dim)
+            data = put_back_marks(data, info)
+        else:
+            rows = info[INDEX].shape[:2].numel()
+            if length_of(data) != rows:
+                data = flat_rows(data)
+            info = {key: value.flatten(0, 1) for key, value in info.items()}
+            inner = info.pop(INNER, None)
+            ids = info[IDS][:, None]
+            info[INNER] = ids if inner is None else torch.cat([ids, inner], 1)
+        index = info[INDEX]
+        info[IDS] = torch.full((len(index),), member, device=index.device)
+        if length_of(data) != len(index):
+            raise RuntimeError(
+                f"member {member}: its transforms or collate_fn made {length_of(data)} of "
+                f"{len(index)} rows, so that they do not fill their part of the batch"
+            )
+        if self._keys is not None:
+            data = select(data, self._keys, member)
+        if self._device is not None:
+            data = to_device(data, self._device)
+        return data, info
+
+    def _together(self, pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
+        collate: Callable[[list[Any]], Any] | None = self._collate_fn
+        if collate is None:
+            return stacked(pieces, places)
+        return collate(sliced(pieces, places))
+
+
+def _merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
+    """Puts what is known of the rows into a TensorDict of them; other data stay.
+
+    The rows lie along its first two dimensions, or along one. Where they do not any more: an error
+    if they are ``needed``.
+    """
+    if not is_tensordict(data):
+        return data
+    lead = info[INDEX].shape[:2]
+    dims = 2 if data.batch_size[:2] == lead else 1
+    if dims == 1 and data.batch_size[:1] != (lead.numel(),):
+        if not needed:
+            return data
+        raise RuntimeError(
+            f"a transform or collate_fn made batch size {list(data.batch_size)} of {list(lead)} "
+            "rows, so that index and info no longer belong to them; call sample(return_info=True), "
+            "which gives them beside the data"
+        )
+    if data.is_locked:
+        data = data.copy()
+    own = data.batch_size[dims:]
+    for key, value in info.items():
+        if dims == 1:
+            value = value.flatten(0, 1)
+        if own:  # dimensions of the rows themselves
+            rest = value.shape[dims:]
+            wide = value.reshape(*value.shape[:dims], *(1,) * len(own), *rest)
+            value = wide.expand(*data.batch_size, *rest).clone()
+        data.set(key, value)
+    return data

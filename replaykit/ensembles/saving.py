@@ -1,0 +1,326 @@
+"""An ensemble's state: all members together, in files, in dictionaries, in pickles."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.buffer.state import continue_draws, generator_state, saved_generator
+from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
+from replaykit.ensembles.drawing import EnsembleDrawing, EnsembleDrawn
+from replaykit.ensembles.kept import (
+    Loading,
+    buffers_of,
+    checked_draws,
+    ensembles_of,
+    leaves_of,
+    member_state,
+    members_locked,
+    saved_draws,
+    state_of_member,
+)
+from replaykit.storages.by_value import by_value, from_value
+
+__all__ = ["EnsembleSaving"]
+
+_OWN = "ensemble"
+
+
+class EnsembleSaving(EnsembleDrawing):
+    """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, pickling."""
+
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
+        """Saves all members and what is the ensemble's own into one directory: all, or none.
+
+        It is a checkpoint as that of a buffer is, of all members at one instant. Rows of a data
+        set that nobody has edited are not saved, but which they are.
+
+        Args:
+            path: the directory; made with its parents, replaced atomically if it holds a
+                checkpoint.
+            keep: how many checkpoints the directory holds afterwards, at most.
+
+        Raises:
+            As ``ReplayBuffer.dumps``.
+
+        Cost: that of saving the members. Writers of all of them wait for copies of 8 MiB.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+            >>> def make():
+            ...     rbs = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)]
+            ...     return ReplayBufferEnsemble(*rbs, p=[1, 3], batch_size=4,
+            ...                                 generator=torch.Generator().manual_seed(0))
+            >>> ensemble, other = make(), make()
+            >>> for rb in ensemble.members:
+            ...     _ = rb.extend(torch.arange(9))
+            >>> _ = ensemble.sample()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     ensemble.dumps(folder)
+            ...     other.loads(folder)
+            >>> [bool((ensemble.sample() == other.sample()).all()) for _ in range(3)]
+            [True, True, True]
+        """
+        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+
+    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
+        with members_locked(self) as lock:
+            parts: dict[str, Any] = {}
+            documents = []
+            for name, buffer in buffers_of(self):
+                for part, state in member_state(buffer, path).items():
+                    parts[f"{name}/{part}"] = state
+                documents.append(_described(name, buffer))
+            for name, ensemble in ensembles_of(self):
+                parts[f"{name}{_OWN}"] = ensemble._own_state()
+            document = {
+                "components": {"buffer": type(self).__name__},
+                "members": documents,
+                "batch_size": self._batch_size,
+            }
+            return Snapshot(parts, document, lock)
+
+    def loads(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        mmap: bool = False,
+        verify: bool | None = None,
+    ) -> None:
+        """Takes over an ensemble that ``dumps`` saved; afterwards both draw the same batches.
+
+        Members are matched by their numbers, each by the rules of ``ReplayBuffer.loads``. A member
+        that is a data set has to be the one that was saved.
+
+        Args:
+            path: the directory.
+            version: which of the checkpoints there; None: the newest.
+            mmap: has to be False: members are loaded into memory.
+            verify: ``False`` leaves the checksums of data out.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
+                format; names the file. ValueError: it is not one of such members; names the member.
+            NotImplementedError: ``mmap=True``.
+
+        All members are checked first, and the files read; nothing has changed if it raises. Where
+        memory for the rows of a member runs out after others have theirs, these get back what they
+        held; a copy of it is kept meanwhile.
+        """
+        if mmap:
+            raise NotImplementedError(
+                "an ensemble is loaded into memory; load members with mmap=True"
+            )
+        with Checkpoint(path, version) as saved:
+            if verify is not False:
+                saved.verify()
+            names = [name for name, _ in buffers_of(self)]
+            found = {name for name in saved.manifest["parts"] if name.endswith("/writer")}
+            if found != {f"{name}/writer" for name in names} or _OWN not in saved:
+                there = sorted(name.rsplit("/", 1)[0] for name in found)
+                raise ValueError(
+                    f"expected the checkpoint of an ensemble with the members {names}, got "
+                    f"{there or 'that of one buffer'} in {path}"
+                )
+
+            def part(name: str, which: str) -> Any:
+                key = f"{name}/{which}"
+                if which == "storage" and "identity" not in saved.manifest["parts"][key]:
+                    return saved.part(key, mapped=["groups"])
+                return saved.part(key)
+
+            own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}
+            self._take(lambda name, buffer: state_of_member(buffer, name, part, path), own)
+
+    dump = save = dumps
+    load = loads
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that ``dumps`` saves, as a dictionary.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(2))
+            >>> ensemble = ReplayBufferEnsemble(rb)
+            >>> state = ensemble.state_dict()
+            >>> rb.empty()
+            >>> ensemble.load_state_dict(state)
+            >>> rb[:]
+            tensor([0, 1])
+        """
+        with members_locked(self):
+            return {
+                "_members": {name: member_state(buffer, None) for name, buffer in buffers_of(self)},
+                "_own": {name: ensemble._own_state() for name, ensemble in ensembles_of(self)},
+                "_batch_size": self._batch_size,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, by the rules of ``loads``; values are copied.
+
+        Raises:
+            ValueError: entries are missing, or do not fit this ensemble; nothing has changed.
+        """
+        members = state_dict.get("_members") if isinstance(state_dict, Mapping) else None
+        own = state_dict.get("_own") if isinstance(state_dict, Mapping) else None
+        names = [name for name, _ in buffers_of(self)]
+        if (
+            not isinstance(members, Mapping)
+            or not isinstance(own, Mapping)
+            or (set(members) != set(names) or set(own) != {name for name, _ in ensembles_of(self)})
+        ):
+            found = sorted(members) if isinstance(members, Mapping) else "none"
+            raise ValueError(
+                f"expected the state of an ensemble with the members {names}, got {found}"
+            )
+
+        def part(name: str, which: str) -> Any:
+            state = members[name]
+            if not isinstance(state, Mapping) or which not in state:
+                raise ValueError(f"member {name}: expected the entry {which!r} in its state")
+            return state[which]
+
+        self._take(lambda name, buffer: state_of_member(buffer, name, part, None), own)
+
+    def _take(self, state_of: Any, own: Mapping[str, Any]) -> None:
+        """Has all members and ensembles take over their states, all or nothing."""
+        with members_locked(self):
+            ensembles = [
+                (ensemble, ensemble._checked_own(own[name]))
+                for name, ensemble in ensembles_of(self)
+            ]
+            loading = Loading(
+                [
+                    (ensemble, one, state.random)
+                    for ensemble, state in ensembles
+                    for one in state.draws
+                ]
+            )
+            for name, buffer in buffers_of(self):
+                loading.check(name, buffer, state_of(name, buffer))
+            with contextlib.ExitStack() as taken:
+                for ensemble, state in ensembles:
+                    taken.enter_context(ensemble._own_taken(state))
+                loading.take()
+            for ensemble, state in ensembles:
+                kept = [one for one in state.draws if loading.deliverable(ensemble, one)]
+                ensemble._finish_own(state.random, kept)
+
+    # -- what is the ensemble's own -------------------------------------------------------------
+
+    def _own_state(self) -> dict[str, Any]:
+        queue = self._queue()
+        ahead: list[Any] = [] if queue is None else queue.pending()
+        return {
+            "sampler": self._sampler.own_state(),
+            "transforms": copy.deepcopy(self._chain.state_dict()),
+            "generator": generator_state(self._generator),
+            "prepared": [saved_draws(self, draw) for draw in (*ahead, *self._pending)],
+        }
+
+    def _checked_own(self, state: Any) -> _Own:
+        """Returns a saved state; ValueError where it is not one of such an ensemble."""
+        names = ("sampler", "transforms", "generator", "prepared")
+        if not isinstance(state, Mapping) or any(name not in state for name in names):
+            raise ValueError(f"expected the entries {names} in the state of an ensemble")
+        self._sampler.check_own_state(state["sampler"])
+        self._chain.check_state(state["transforms"])
+        if not isinstance(state["prepared"], list):
+            raise ValueError(f"expected a list of prepared draws, got {state['prepared']!r}")
+        draws = [checked_draws(self, record) for record in state["prepared"]]
+        return _Own(
+            state["sampler"], state["transforms"], saved_generator(state["generator"]), draws
+        )
+
+    @contextlib.contextmanager
+    def _own_taken(self, state: _Own) -> Iterator[None]:
+        """Takes over choice and transforms; gives back what there was where anything fails."""
+        chain, sampler = copy.deepcopy(self._chain.state_dict()), self._sampler.own_state()
+        try:
+            self._chain.load_state_dict(copy.deepcopy(state.transforms))
+            self._sampler.load_own_state(state.sampler)
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._chain.load_state_dict(chain)
+            self._sampler.load_own_state(sampler)
+            raise
+
+    def _finish_own(self, saved: torch.Generator | None, draws: list[EnsembleDrawn]) -> None:
+        """Goes on with a saved generator and with draws that were made ahead."""
+        self._take_prepared()
+        self._pass_ended = False
+        self._pending = deque(draws)  # type: ignore[arg-type]
+        current = self._generator
+        if saved is None:
+            return
+        if current is not None and current.device == saved.device:
+            current.set_state(saved.get_state())
+        else:
+            self._generator = saved
+
+    # -- pickling -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        with members_locked(self):
+            state = dict(self.__dict__)
+            state["_prefetcher"] = state["_making"] = None
+            state["_generator"] = by_value(generator_state(self._generator))
+            queue = self._queue()
+            ahead: list[Any] = [] if queue is None else queue.pending()
+            state["_pending"] = by_value(
+                [saved_draws(self, draw) for draw in (*ahead, *self._pending)]
+            )
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._making = threading.RLock()
+        self._generator = saved_generator(from_value(state["_generator"]))
+        draws = [checked_draws(self, record) for record in from_value(state["_pending"])]
+        for draw in draws:
+            for buffer, one in leaves_of(self, draw):
+                continue_draws([one], buffer.storage)
+        self._pending = deque(draws)  # type: ignore[arg-type]
+        if self._prefetch_depth and not self._closed:
+            self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+
+
+class _Own(NamedTuple):
+    """What is an ensemble's own of a saved state, checked."""
+
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    random: torch.Generator | None
+    draws: list[EnsembleDrawn]
+
+
+def _described(name: str, buffer: ReplayBuffer) -> dict[str, Any]:
+    """What the head of a manifest says of a member."""
+    storage = buffer.storage
+    return {
+        "name": name,
+        "buffer": type(buffer).__name__,
+        "storage": type(storage).__name__,
+        "sampler": type(buffer.sampler).__name__,
+        "writer": type(buffer.writer).__name__,
+        "schema": None if storage.schema is None else storage.schema.to_json(),
+        "ndim": storage.ndim,
+        "lanes": list(storage.lanes),
+        "len": len(storage),
+        "max_size": storage.max_size,
+        "write_count": buffer.write_count,
+    }
