@@ -223,7 +223,7 @@ class EnsembleCore(ReplayBuffer):
     # -- what is for the members ----------------------------------------------------------------
 
     @property  # type: ignore[misc]
-    def dim_extend(self) -> int:  # type: ignore[override]
+    def dim_extend(self) -> int:
         """Always raises NotImplementedError."""
         refuse_writing("dim_extend")
 

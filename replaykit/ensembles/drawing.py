@@ -32,7 +32,7 @@ class Part:
     draws: list[Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EnsembleDrawn:
     """A draw of an ensemble: the members of its parts, and what each of them drew.
 
@@ -122,7 +122,7 @@ class EnsembleDrawing(EnsembleCore):
         """
         size = self._size_of(batch_size)
         with self._locked():
-            if self._pending and self._pending[0].size == size:
+            if self._kept_of(size) is not None:
                 return True
             return self._sampler.can_choose(size, Buffers(self.members, self._generator))
 
@@ -153,8 +153,10 @@ class EnsembleDrawing(EnsembleCore):
         if lent is not None:
             generator = generator if lent.generator is None else lent.generator
             kept = lent.kept  # type: ignore[assignment]
-        elif self._pending and self._pending[0].size == size:
-            kept = self._pending.popleft()  # type: ignore[assignment]
+        else:
+            kept = self._kept_of(size)
+            if kept is not None:
+                self._pending.remove(kept)  # type: ignore[arg-type]
         noted = self._prefetcher is not None if lent is None else lent.noted
         before = random_state(generator)
         ended, was_out = sampler._ended, sampler.ran_out
@@ -193,6 +195,13 @@ class EnsembleDrawing(EnsembleCore):
             ended=ended,
             was_out=was_out,
         )
+
+    def _kept_of(self, size: int) -> EnsembleDrawn | None:
+        """The next draw of that batch size that was made and not delivered. The lock is held."""
+        for kept in self._pending:
+            if kept.size == size:
+                return kept  # type: ignore[return-value]
+        return None
 
     def _part(
         self,
@@ -297,7 +306,7 @@ class EnsembleDrawing(EnsembleCore):
     def _finish(self, drawn: Any) -> tuple[Any, dict[Any, Any]]:
         """Has members make their samples, puts them together, transforms and pins; no lock."""
         pieces: list[tuple[int, Any]] = []
-        infos: list[tuple[int, dict[Any, Any]]] = []
+        infos: list[dict[Any, Any]] = []
         layout, width = Layout.of(self.members), 0
         for part in drawn.parts:
             parts, count = drawn.members.count(part.member), 0
@@ -314,7 +323,7 @@ class EnsembleDrawing(EnsembleCore):
                     f"{rows} of member {part.member}: give members sample units of one length"
                 )
             pieces += [(part.member, data) for data, _ in made]
-            infos += [(part.member, layout.fill(info, rows)) for _, info in made]
+            infos += [layout.fill(info, rows) for _, info in made]
         places = Places(drawn.members, width)
         data = self._together(pieces, places)
         if len(self._chain):
@@ -341,14 +350,13 @@ class EnsembleDrawing(EnsembleCore):
                 data = flat_rows(data)
             info = {key: value.flatten(0, 1) for key, value in info.items()}
             inner = info.pop(INNER, None)
-            ids = info[IDS][:, None]
+            ids = info.pop(IDS)[:, None]
             info[INNER] = ids if inner is None else torch.cat([ids, inner], 1)
-        index = info[INDEX]
-        info[IDS] = torch.full((len(index),), member, device=index.device)
-        if length_of(data) != len(index):
+        rows, made = len(info[INDEX]), length_of(data)
+        if made != rows:
             raise RuntimeError(
-                f"member {member}: its transforms or collate_fn made {length_of(data)} of "
-                f"{len(index)} rows, so that they do not fill their part of the batch"
+                f"member {member}: its transforms or collate_fn made {made} of {rows} rows, so "
+                "that they do not fill their part of the batch"
             )
         if self._keys is not None:
             data = select(data, self._keys, member)

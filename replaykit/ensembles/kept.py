@@ -213,10 +213,10 @@ def state_of_member(
     """
     head, storage = part(name, "storage"), buffer.storage
     if not isinstance(head, Mapping):
-        raise ValueError(f"{name}: expected the state of a storage, got {type(head).__name__}")
+        raise ValueError(f"expected the state of a storage, got {type(head).__name__}")
     content, rows, same = None, None, "identity" in head
     if same:
-        _check_identity(storage.identity, head["identity"], name)
+        _check_identity(storage.identity, head["identity"])
     elif path is None:
         rows = dict(head)
         content = storage.content_of(rows)
@@ -233,10 +233,10 @@ def state_of_member(
     )
 
 
-def _check_identity(own: Any, saved: Any, name: str) -> None:
+def _check_identity(own: Any, saved: Any) -> None:
     """Raises ValueError where a storage does not hold the rows that were not saved."""
     if not isinstance(saved, Mapping):
-        raise ValueError(f"{name}: expected what tells a data set, got {saved!r}")
+        raise ValueError(f"expected what tells a data set, got {saved!r}")
     same = isinstance(own, Mapping) and set(own) == set(saved)
     for key, value in saved.items() if same else ():
         there = own[key]
@@ -251,7 +251,7 @@ def _check_identity(own: Any, saved: Any, name: str) -> None:
             else "another one, or other episodes of it"
         )
         raise ValueError(
-            f"{name}: expected the data set that the ensemble was saved with, whose rows are not "
+            "expected the data set that the ensemble was saved with, whose rows are not "
             f"in the checkpoint; got {found}"
         )
 
@@ -279,13 +279,16 @@ class Loading:
             for buffer, one in leaves_of(ensemble, drawn):
                 self._elsewhere.setdefault(id(buffer), []).append((one, generator))
 
-    def check(self, name: str, buffer: ReplayBuffer, state: BufferState) -> None:
+    def check(
+        self, name: str, buffer: ReplayBuffer, state_of: Callable[[str, ReplayBuffer], BufferState]
+    ) -> None:
         """Checks a state against a buffer, which will take it over; changes nothing.
 
         Raises:
             ValueError: it does not fit; names the member.
         """
         try:
+            state = state_of(name, buffer)
             checked = check_state(buffer, state, stacklevel=7)
             elsewhere = self._elsewhere.get(id(buffer), [])
             check_rows([one for one, _ in elsewhere], state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -337,6 +338,12 @@ class SamplerEnsemble(Sampler):
         self._ended = frozenset()
         for sampler in self.samplers:
             sampler.empty()
+
+    def alone(self) -> SamplerEnsemble:
+        """One like this without members, which ``follow`` then gives it."""
+        other = copy.copy(self)
+        other._samplers, other._buffers = (), ()
+        return other
 
     # -- state ----------------------------------------------------------------------------------
 

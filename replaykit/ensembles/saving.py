@@ -28,6 +28,8 @@ from replaykit.ensembles.kept import (
     saved_draws,
     state_of_member,
 )
+from replaykit.ensembles.storage import StorageEnsemble
+from replaykit.ensembles.writer import WriterEnsemble
 from replaykit.storages.by_value import by_value, from_value
 
 __all__ = ["EnsembleSaving"]
@@ -190,7 +192,7 @@ class EnsembleSaving(EnsembleDrawing):
         def part(name: str, which: str) -> Any:
             state = members[name]
             if not isinstance(state, Mapping) or which not in state:
-                raise ValueError(f"member {name}: expected the entry {which!r} in its state")
+                raise ValueError(f"expected the entry {which!r} in its state")
             return state[which]
 
         self._take(lambda name, buffer: state_of_member(buffer, name, part, None), own)
@@ -210,7 +212,7 @@ class EnsembleSaving(EnsembleDrawing):
                 ]
             )
             for name, buffer in buffers_of(self):
-                loading.check(name, buffer, state_of(name, buffer))
+                loading.check(name, buffer, state_of)
             with contextlib.ExitStack() as taken:
                 for ensemble, state in ensembles:
                     taken.enter_context(ensemble._own_taken(state))
@@ -284,10 +286,24 @@ class EnsembleSaving(EnsembleDrawing):
             state["_pending"] = by_value(
                 [saved_draws(self, draw) for draw in (*ahead, *self._pending)]
             )
+            if queue is not None:
+                # Threads that draw ahead go on while the rest is pickled: what members are now
+                # belongs to the draws that are taken along.
+                state["_members"] = [
+                    _Taken(type(member), member.__getstate__()) for member in self.members
+                ]
+                state["_storage"] = state["_writer"] = None
+                state["_sampler"] = self._sampler.alone()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if isinstance(self._members, list):
+            self._members = tuple(taken.made() for taken in self._members)
+            self._storage = StorageEnsemble(*(member.storage for member in self._members))
+            self._writer = WriterEnsemble(*(member.writer for member in self._members))
+            for part in (self._storage, self._sampler, self._writer):
+                part.follow(self._members)
         self._making = threading.RLock()
         self._generator = saved_generator(from_value(state["_generator"]))
         draws = [checked_draws(self, record) for record in from_value(state["_pending"])]
@@ -297,6 +313,19 @@ class EnsembleSaving(EnsembleDrawing):
         self._pending = deque(draws)  # type: ignore[arg-type]
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+
+
+class _Taken(NamedTuple):
+    """A buffer's state at an instant, to be pickled later."""
+
+    cls: type
+    state: dict[str, Any]
+
+    def made(self) -> Any:
+        """The buffer in that state."""
+        buffer = self.cls.__new__(self.cls)
+        buffer.__setstate__(self.state)
+        return buffer
 
 
 class _Own(NamedTuple):

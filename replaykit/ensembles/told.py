@@ -148,25 +148,32 @@ class Layout:
 
 
 def joined(
-    pieces: Sequence[tuple[int, dict[Any, Any]]], places: Places, device: torch.device | None
+    infos: Sequence[dict[Any, Any]], places: Places, device: torch.device | None
 ) -> dict[Any, torch.Tensor]:
     """Returns what all members of a batch tell of their rows, ``[K, rows, ...]``.
 
     Args:
-        pieces: members and what is known of their rows, as for ``Places.join``.
+        infos: what is known of rows of members, as for ``Places.join``.
         device: where to; None: where that of the first member is.
     """
-    found: dict[Any, torch.Tensor] = {}
-    for key in pieces[0][1]:
-        values: list[tuple[int, Any]] = [(member, info.get(key)) for member, info in pieces]
-        lengths = [len(info[INDEX]) for _, info in pieces]
-        if not all(map(_of_rows, [value for _, value in values], lengths)):
+    home = infos[0][INDEX].device if device is None else device
+    found: dict[Any, torch.Tensor] = {INDEX: places.join(_there(infos, INDEX, home))}
+    found[IDS] = places.ids(home)
+    lengths = [len(info[INDEX]) for info in infos]
+    for key in infos[0]:
+        if key == INDEX:
             continue
-        home = values[0][1].device if device is None else device
-        tensors = [(member, value.to(home)) for member, value in values]
-        if len({(value.dtype, value.shape[1:]) for _, value in tensors}) == 1:
-            found[key] = places.join(tensors)
+        values: list[Any] = [info.get(key) for info in infos]
+        if not all(map(_of_rows, values, lengths)):
+            continue
+        if len({(value.dtype, value.shape[1:]) for value in values}) == 1:
+            found[key] = places.join(_there(infos, key, home))
     return found
+
+
+def _there(infos: Sequence[dict[Any, Any]], key: Any, home: torch.device) -> list[torch.Tensor]:
+    values = [info[key] for info in infos]
+    return [value if value.device == home else value.to(home) for value in values]
 
 
 def _as_wide(numbers: torch.Tensor, width: int) -> torch.Tensor:

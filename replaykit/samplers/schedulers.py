@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from replaykit.samplers.base import Sampler
 
 __all__ = [
@@ -18,7 +20,8 @@ __all__ = [
 
 
 class ParameterScheduler(ABC):
-    """Sets a numeric attribute of a sampler at every ``step``.
+    """Sets a numeric attribute of a sampler at every ``step``: a number, or several, float64
+    ``[n]``, such as the weights ``p`` of an ensemble, of which each changes as one number would.
 
     A scheduler of one's own brings ``value(k, current)``, and names what it is configured by in
     ``configuration`` so that it is saved.
@@ -46,6 +49,9 @@ class ParameterScheduler(ABC):
         >>> sampler.beta
         0.4
     """
+
+    initial: Any
+    """The value at construction."""
 
     configuration: tuple[str, ...] = ()
     """Names of the attributes that belong to the saved state."""
@@ -81,38 +87,67 @@ class ParameterScheduler(ABC):
         return found
 
     @property
-    def current(self) -> float:
+    def current(self) -> Any:
         """What the attribute is now; ValueError where there is none or it is no number."""
         sampler = self.sampler
         try:
-            return float(getattr(sampler, self.param_name))
+            found = getattr(sampler, self.param_name)
+            if isinstance(found, torch.Tensor) and found.ndim == 1:
+                return found.to("cpu", torch.float64, copy=True)
+            return float(found)
         except AttributeError:
             raise ValueError(
                 f"expected an attribute of {type(sampler).__name__}, got {self.param_name!r}"
             ) from None
         except (TypeError, ValueError):
             raise ValueError(
-                f"expected {self.param_name!r} of {type(sampler).__name__} to be a number"
+                f"expected {self.param_name!r} of {type(sampler).__name__} to be a number, or "
+                f"several, got {found!r}"
             ) from None
 
+    def _like(self, name: str, given: Any) -> Any:
+        """An argument that is one number, or as many as the attribute has.
+
+        Raises:
+            ValueError: another number of them.
+        """
+        if isinstance(given, (int, float)):
+            return float(given)
+        count = self.initial.shape[0] if isinstance(self.initial, torch.Tensor) else None
+        found = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
+        if found.ndim == 0:
+            return float(found)
+        if found.shape != (count,):
+            wanted = "a number" if count is None else f"a number or {count}"
+            raise ValueError(f"expected {name} as {wanted}, got shape {list(found.shape)}")
+        return found
+
     @abstractmethod
-    def value(self, step: int, current: float) -> float:
+    def value(self, step: int, current: Any) -> Any:
         """Returns what the attribute is to be after ``step`` steps, before it is clipped."""
 
     def step(self) -> None:
         """Sets the attribute to its next value; where that is refused, nothing has changed."""
         value = self.value(self.steps + 1, self.current)
-        if self.min_value is not None:
-            value = max(value, self.min_value)
-        if self.max_value is not None:
-            value = min(value, self.max_value)
+        if isinstance(value, torch.Tensor):
+            if self.min_value is not None or self.max_value is not None:
+                value = value.clamp(self.min_value, self.max_value)
+        else:
+            if self.min_value is not None:
+                value = max(value, self.min_value)
+            if self.max_value is not None:
+                value = min(value, self.max_value)
         setattr(self.sampler, self.param_name, value)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns step count and configuration, without the sampler and without functions."""
         names = ("param_name", "min_value", "max_value", "initial", "steps", *self.configuration)
-        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in names}}
+        values = {name: getattr(self, name) for name in names}
+        return {
+            "kind": type(self).__name__,
+            **{n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in values.items()},
+        }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError where the state is not that of a scheduler of this class."""
@@ -131,6 +166,12 @@ class ParameterScheduler(ABC):
                 fits = type(found) is str
             elif name in ("min_value", "max_value"):
                 fits = found is None or _is_number(found)
+            elif isinstance(mine, list):
+                fits = _is_number(found) or (
+                    isinstance(found, list)
+                    and len(found) == len(mine)
+                    and all(map(_is_number, found))
+                )
             else:
                 fits = _is_number(found)
             if not fits:
@@ -147,7 +188,8 @@ class ParameterScheduler(ABC):
         self.check_state(state_dict)
         for name, value in state_dict.items():
             if name != "kind":
-                setattr(self, name, value)
+                several = isinstance(value, list)
+                setattr(self, name, torch.tensor(value, dtype=torch.float64) if several else value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.param_name!r}, steps={self.steps})"
@@ -161,7 +203,8 @@ class LambdaScheduler(ParameterScheduler):
     """Sets the value at construction times ``lambda_fn(k)``, k counting steps from 1.
 
     Args:
-        lambda_fn: from the number of the step to a factor; not saved.
+        lambda_fn: from the number of the step to a factor, or one for each of several numbers; not
+            saved.
 
     Example:
         >>> from replaykit import LambdaScheduler, PrioritizedSampler
@@ -179,7 +222,7 @@ class LambdaScheduler(ParameterScheduler):
         self,
         obj: Any,
         param_name: str,
-        lambda_fn: Callable[[int], float],
+        lambda_fn: Callable[[int], Any],
         min_value: float | None = None,
         max_value: float | None = None,
     ) -> None:
@@ -188,15 +231,16 @@ class LambdaScheduler(ParameterScheduler):
         super().__init__(obj, param_name, min_value, max_value)
         self.lambda_fn = lambda_fn
 
-    def value(self, step: int, current: float) -> float:
-        return self.initial * float(self.lambda_fn(step))
+    def value(self, step: int, current: Any) -> Any:
+        return self.initial * self._like("what lambda_fn returns", self.lambda_fn(step))
 
 
 class LinearScheduler(ParameterScheduler):
     """Goes in a straight line to ``final_value``, which it reaches exactly and keeps.
 
     Args:
-        final_value: after ``num_steps`` steps.
+        final_value: after ``num_steps`` steps; of weights those that sum to 1, since it is these
+            that go in a straight line.
         num_steps: at least 1, else ValueError.
 
     Example:
@@ -213,13 +257,13 @@ class LinearScheduler(ParameterScheduler):
 
     configuration = ("final_value", "num_steps")
 
-    def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
+    def __init__(self, obj: Any, param_name: str, final_value: Any, num_steps: int) -> None:
         if type(num_steps) is not int or num_steps < 1:
             raise ValueError(f"expected num_steps as an int of at least 1, got {num_steps!r}")
         super().__init__(obj, param_name)
-        self.final_value, self.num_steps = float(final_value), num_steps
+        self.final_value, self.num_steps = self._like("final_value", final_value), num_steps
 
-    def value(self, step: int, current: float) -> float:
+    def value(self, step: int, current: Any) -> Any:
         if step >= self.num_steps:
             return self.final_value
         return self.initial + (self.final_value - self.initial) * step / self.num_steps
@@ -229,7 +273,7 @@ class StepScheduler(ParameterScheduler):
     """Multiplies by ``gamma``, or adds it, every ``n_steps`` steps.
 
     Args:
-        gamma: factor, or what is added.
+        gamma: factor, or what is added; or one for each of several numbers.
         n_steps: at least 1, else ValueError.
         mode: "multiplicative" or "additive", else ValueError.
 
@@ -249,7 +293,7 @@ class StepScheduler(ParameterScheduler):
         self,
         obj: Any,
         param_name: str,
-        gamma: float = 0.9,
+        gamma: Any = 0.9,
         n_steps: int = 1,
         mode: str = "multiplicative",
         min_value: float | None = None,
@@ -260,9 +304,9 @@ class StepScheduler(ParameterScheduler):
         if mode not in ("multiplicative", "additive"):
             raise ValueError(f"expected mode 'multiplicative' or 'additive', got {mode!r}")
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma, self.n_steps, self.mode = float(gamma), n_steps, mode
+        self.gamma, self.n_steps, self.mode = self._like("gamma", gamma), n_steps, mode
 
-    def value(self, step: int, current: float) -> float:
+    def value(self, step: int, current: Any) -> Any:
         if step % self.n_steps:
             return current
         return current * self.gamma if self.mode == "multiplicative" else current + self.gamma

@@ -1,0 +1,194 @@
+"""What ensembles are made with, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerEnsemble,
+    StorageEnsemble,
+    TensorStorage,
+    WriterEnsemble,
+)
+from tests.ensembles.members import make_ensemble, make_member, rows_of
+
+
+def parts(count: int = 2) -> dict[str, Any]:
+    return {
+        "storages": StorageEnsemble(*(TensorStorage(rows_of(i, 4)) for i in range(count))),
+        "samplers": SamplerEnsemble(*(RandomSampler() for _ in range(count))),
+        "writers": WriterEnsemble(*(RoundRobinWriter() for _ in range(count))),
+    }
+
+
+def test_buffers_or_their_parts() -> None:
+    with pytest.raises(RuntimeError, match="buffers or storages"):
+        ReplayBufferEnsemble(make_member(0), **parts())
+    with pytest.raises(TypeError, match="none of them"):
+        ReplayBufferEnsemble()
+    some = parts()
+    del some["writers"]
+    with pytest.raises(TypeError, match="'storages', 'samplers'"):
+        ReplayBufferEnsemble(**some)
+    some = {**parts(), "writers": WriterEnsemble(RoundRobinWriter())}
+    with pytest.raises(ValueError, match="as many"):
+        ReplayBufferEnsemble(**some)
+    with pytest.raises(TypeError, match="of the SamplerEnsemble"):
+        ReplayBufferEnsemble(**parts(), p=[1, 1])
+    with pytest.raises(TypeError, match="member 1 as a ReplayBuffer, got int"):
+        ReplayBufferEnsemble(make_member(0), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="storages as a StorageEnsemble"):
+        ReplayBufferEnsemble(**{**parts(), "storages": TensorStorage(rows_of(0, 4))})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"p": [1, 1], "sample_from_all": True}, RuntimeError, "both"),
+        ({"counts": "exact", "sample_from_all": True}, RuntimeError, "both"),
+        ({"unready": "skip", "sample_from_all": True}, RuntimeError, "both"),
+        ({"num_buffer_sampled": 3, "sample_from_all": True}, ValueError, "num_buffer_sampled=2"),
+        ({"num_buffer_sampled": 0}, ValueError, "at least 1"),
+        ({"num_buffer_sampled": 2.0}, ValueError, "at least 1"),
+        ({"p": [1]}, ValueError, "2 weights"),
+        ({"counts": "some"}, ValueError, "counts"),
+        ({"unready": "wait"}, ValueError, "unready"),
+        ({"keys": "id"}, TypeError, "list of keys"),
+        ({"keys": []}, TypeError, "list of keys"),
+        ({"collate_fns": [None]}, TypeError, "2 functions"),
+        ({"collate_fns": [1, 2]}, TypeError, "2 functions"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"generator": 3}, TypeError, "Generator"),
+        ({"prefetch": 2}, ValueError, "batch_size"),
+        ({"shared": True}, ValueError, "member 0 is neither"),
+        ({"storage": None}, TypeError, "storage"),
+    ],
+)
+def test_arguments_that_cannot_be(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make_ensemble([3, 3], seed=None, **arguments)
+
+
+def test_parts_refuse_what_they_are_not_made_for() -> None:
+    storages, _, writers = parts().values()
+    for kind in (StorageEnsemble, SamplerEnsemble, WriterEnsemble):
+        with pytest.raises(ValueError, match="at least one"):
+            kind()
+        with pytest.raises(TypeError, match="member 0"):
+            kind(3)
+    with pytest.raises(TypeError, match="2 transforms"):
+        StorageEnsemble(*storages.storages, transforms=[None])
+    for call in (
+        lambda: storages.set(0, rows_of(0, 1)),
+        lambda: storages.__setitem__(0, rows_of(0, 1)),
+        storages.clear,
+        lambda: ReplayBuffer(storage=storages),
+    ):
+        with pytest.raises(RuntimeError, match=r"ensemble|Ensemble"):
+            call()
+    for name, arguments in (
+        ("add", (rows_of(0, 1)[0],)),
+        ("extend", (rows_of(0, 1),)),
+        ("write_at", (0, rows_of(0, 1))),
+        ("write", (rows_of(0, 1),)),
+        ("cut", ()),
+        ("empty", ()),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
+            getattr(writers, name)(*arguments)
+    with pytest.raises(TypeError, match="StorageEnsemble"):
+        writers.register_storage(storages[0])
+    with pytest.raises(ValueError, match="for each of 2"):
+        writers.register_storage(StorageEnsemble(storages[0]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("add", "extend", "flush", "empty", "cut", "mark_update", "update_if_present", "set_"),
+        *("set_at_", "update_", "read_all_in_order", "write_all", "set_storage", "set_sampler"),
+        *("set_writer", "register_save_hook", "register_load_hook"),
+    ],
+)
+def test_what_changes_rows_or_parts_is_for_the_members(name: str) -> None:
+    ensemble = make_ensemble([3, 3])
+    with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
+        getattr(ensemble, name)(rows_of(0, 1))
+    with pytest.raises(RuntimeError):  # what api.md names for writes is one of its kinds
+        getattr(ensemble, name)(rows_of(0, 1))
+
+
+def test_columns_and_episodes_are_those_of_a_member() -> None:
+    ensemble = make_ensemble([3, 3])
+    with pytest.raises(NotImplementedError):
+        ensemble[0:1] = rows_of(0, 1)
+    with pytest.raises(NotImplementedError):
+        _ = ensemble.episodes
+    with pytest.raises(NotImplementedError):
+        _ = ensemble.dim_extend
+    with pytest.raises(TypeError, match="columns are those of a member"):
+        ensemble["id"]
+
+
+def test_description() -> None:
+    ensemble = make_ensemble([3, 5], p=[1, 3], batch_size=4)
+    text = repr(ensemble)
+    assert text.startswith("ReplayBufferEnsemble(")
+    assert "p=tensor([0.2500, 0.7500]" in text
+    assert ensemble.stats() == {
+        "size": 8,
+        "write_count": 8,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+        "capacity": 100,
+        "utilization": 0.08,
+        "num_buffers": 2,
+    }
+    assert (len(ensemble), ensemble.write_count, ensemble.batch_size) == (2, 8, 4)
+    for part in (ensemble.storage, ensemble.sampler, ensemble.writer):
+        assert len(part) == 2
+        assert type(part).__name__ in repr(part)
+
+
+def test_made_at_first_use() -> None:
+    made = []
+
+    def factory() -> Any:
+        made.append(1)
+        return lambda batch: batch.set("twice", batch["id"] * 2)
+
+    ensemble = make_ensemble([3, 3], transform_factory=factory, sample_from_all=True)
+    assert (ensemble.initialized, made) == (False, [])
+    assert "not initialized" in repr(ensemble)
+    assert ensemble.stats()["initialized"] is False
+    batch = ensemble.sample(4)
+    assert ensemble.initialized
+    assert torch.equal(batch["twice"], batch["id"] * 2)
+
+
+def test_members_that_are_made_at_first_use_are_made() -> None:
+    late = ReplayBuffer(storage=lambda: LazyTensorStorage(9), delayed_init=True)
+    ensemble = ReplayBufferEnsemble(late, make_member(1))
+    assert late.initialized
+    late.extend(rows_of(0, 4))
+    assert ensemble.can_sample(4)
+
+
+def test_a_shared_ensemble_has_shared_members_or_data_sets() -> None:
+    shared = ReplayBuffer(storage=LazyTensorStorage(9), shared=True)
+    fixed = ReplayBuffer(storage=TensorStorage(rows_of(1, 5)), writer=ImmutableDatasetWriter())
+    ensemble = ReplayBufferEnsemble(shared, fixed, shared=True)
+    assert ensemble.shared
+    shared.extend(rows_of(0, 5))
+    assert ensemble.sample(4).shape == (2, 2)

@@ -1,0 +1,238 @@
+"""Samples of members put together: what is in them, where they lie, how they are collated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+
+from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from replaykit.ensembles.batches import Places, stacked
+from tests.ensembles.members import check_rows, make_member, rows_of
+
+
+@tensorclass
+class Step:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def buffer(data: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=LazyTensorStorage(20))
+    rb.extend(data)
+    return rb
+
+
+def both(*members: ReplayBuffer, **arguments: Any) -> ReplayBufferEnsemble:
+    return ReplayBufferEnsemble(*members, sample_from_all=True, **arguments)
+
+
+@given(
+    members=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    rows=st.integers(1, 4),
+    width=st.sampled_from([1, 3, 200_000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_go_where_their_part_is(members: list[int], rows: int, width: int) -> None:
+    """Against the plain way: part by part, in the order of the members."""
+    if len(members) * rows * width > 4_000_000:
+        width = 1
+    pieces, queues = [], {}
+    for member in sorted(set(members)):
+        count = members.count(member) * rows
+        data = (torch.arange(count) + 1000 * member)[:, None].expand(-1, width).contiguous()
+        pieces.append(data)
+        queues[member] = list(data.split(rows))
+    plain = torch.stack([queues[member].pop(0) for member in members])
+    places = Places(members, rows)
+    assert torch.equal(places.join(pieces), plain)
+    ids = torch.tensor(members)[:, None].expand(-1, rows)
+    assert torch.equal(places.ids(torch.device("cpu")), ids)
+
+
+def test_a_short_draw_and_its_rest_are_one_piece_of_a_part() -> None:
+    places = Places([1, 0], 4)
+    first, rest, zero = torch.tensor([10, 11, 12]), torch.tensor([13]), torch.arange(4)
+    assert places.join([zero, first, rest]).tolist() == [[10, 11, 12, 13], [0, 1, 2, 3]]
+
+
+@pytest.mark.pitfall("RD7")
+def test_samples_that_differ_are_refused_by_key_and_member() -> None:
+    """RD7: a data set knows more than an online buffer does."""
+    more = buffer(rows_of(0, 9).set("episode", torch.arange(9)))
+    other = rows_of(1, 9)
+    other["observation"] = other["observation"].double()
+    other["next", "reward"] = other["next", "reward"].expand(-1, 2)
+    with pytest.raises(ValueError, match="of members 0 and 1") as caught:
+        both(more, buffer(other)).sample(4)
+    text = str(caught.value)
+    assert "'episode': int64 [] and nothing" in text
+    assert "'observation': float32 [3] and float64 [3]" in text
+    assert "('next', 'reward'): float32 [1] and float32 [2]" in text
+    assert "'id'" not in text
+    assert "keys=" in text
+
+
+@pytest.mark.pitfall("RD7")
+def test_keys_are_what_all_members_have() -> None:
+    more = buffer(rows_of(0, 9).set("episode", torch.arange(9)))
+    ensemble = both(more, make_member(1), keys=["id", ("next", "reward")])
+    batch = ensemble.sample(6)
+    assert set(batch.keys(True, True)) == {
+        "id",
+        ("next", "reward"),
+        ("index", "index"),
+        ("index", "buffer_ids"),
+        "index_generation",
+    }
+    check_rows(batch)
+    assert set(ensemble[:, 0].keys(True, True)) == {"id", ("next", "reward")}
+    with pytest.raises(KeyError, match="member 1: no 'episode'"):
+        both(more, make_member(1), keys=["id", "episode"]).sample(6)
+    with pytest.raises(TypeError, match="member 0: expected a TensorDict"):
+        both(buffer(torch.arange(4)), keys=["id"]).sample(1)
+
+
+def test_transforms_of_members_make_samples_alike() -> None:
+    double = rows_of(1, 9)
+    double["observation"] = double["observation"].double()
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=Cast(torch.float32, ["observation"]))
+    rb.extend(double)
+    assert both(make_member(0), rb).sample(6)["observation"].dtype == torch.float32
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    rows = rows_of(1, 9)
+    turned = TensorDict({key: rows[key] for key in reversed(list(rows.keys()))}, rows.batch_size)
+    check_rows(both(make_member(0), buffer(turned)).sample(6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Step(x=x, y=x * 2.0, batch_size=[len(x)]),
+        lambda x: {"x": x, "y": (x * 2.0, x.double())},
+        lambda x: (x, [x * 2, x * 3]),
+        lambda x: x,
+        lambda x: TensorDict({"x": TensorDict({"z": x}, [len(x)])}, [len(x)]),
+    ],
+    ids=["tensorclass", "mapping", "sequence", "tensor", "nested"],
+)
+def test_containers_of_every_kind(make: Any) -> None:
+    members = [buffer(make(torch.arange(5) + 10 * i)) for i in range(2)]
+    data, info = both(*members).sample(6, return_info=True)
+    expected = info["index", "index"] + 10 * info["index", "buffer_ids"]
+    made = make(expected.reshape(-1))
+    for one, other in zip(_leaves(data), _leaves(made), strict=True):
+        assert torch.equal(one.flatten(0, 1), other)
+    assert type(data) is type(made)
+    nested = both(both(*members), members[0])
+    assert [leaf.shape[:2] for leaf in _leaves(nested.sample(8))] == [(2, 4) for _ in _leaves(made)]
+
+
+def _leaves(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        return [data]
+    if isinstance(data, Step):
+        return [data.x, data.y]
+    if isinstance(data, TensorDict):
+        return [
+            data[key]
+            for key in sorted(data.keys(True, True), key=str)
+            if key[0] != "index" and key != "index_generation"
+        ]
+    items = data.values() if isinstance(data, dict) else data
+    return [leaf for item in items for leaf in _leaves(item)]
+
+
+def test_containers_of_different_kinds_are_refused() -> None:
+    x = torch.arange(5)
+    table, step = TensorDict({"x": x, "y": x}, [5]), Step(x=x, y=x, batch_size=[5])
+    with pytest.raises(ValueError, match="containers of other kinds"):
+        both(buffer(table), buffer(step)).sample(4)
+    with pytest.raises(ValueError, match="of members 0 and 1"):
+        both(buffer(table), buffer(x)).sample(4)
+
+
+def test_rows_that_cannot_be_stacked_ask_for_a_collate_fn() -> None:
+    members = []
+    for number in range(2):
+        rb = ReplayBuffer(storage=LazyStackStorage(9))
+        rb.extend([TensorDict({"x": torch.zeros(length + number)}) for length in (1, 2, 3)])
+        members.append(rb)
+    with pytest.raises(ValueError, match=r"member 0: .*give collate_fn="):
+        both(*members, generator=torch.Generator().manual_seed(0)).sample(6)
+    ensemble = both(*members, collate_fn=LazyStackedTensorDict.lazy_stack)
+    batch = ensemble.sample(6)
+    assert batch.batch_size == (2, 3)
+    assert batch["index", "buffer_ids"].tolist() == [[0] * 3, [1] * 3]
+    lengths = [[row["x"].shape[0] for row in part.unbind(0)] for part in batch.unbind(0)]
+    assert lengths == (batch["index", "index"] + batch["index", "buffer_ids"] + 1).tolist()
+
+
+def test_own_collate_functions() -> None:
+    seen: list[Any] = []
+
+    def collate(samples: list[TensorDict]) -> TensorDict:
+        seen.extend(samples)
+        return torch.stack(samples).set("parts", torch.full((len(samples), 2), len(samples)))
+
+    members = [buffer(rows_of(0, 9).set("episode", torch.arange(9))), make_member(1)]
+    ensemble = ReplayBufferEnsemble(
+        *members,
+        num_buffer_sampled=4,
+        collate_fn=collate,
+        collate_fns=[lambda rows: rows.exclude("episode"), None],
+        generator=torch.Generator().manual_seed(2),
+    )
+    batch = ensemble.sample(8)
+    check_rows(batch)
+    assert [len(sample) for sample in seen] == [2] * 4
+    assert (batch["parts"] == 4).all()
+    assert "episode" in members[0].sample(2)  # the member's own samples are as they were
+
+
+def test_a_batch_is_the_callers() -> None:
+    ensemble = both(make_member(0), make_member(1))
+    batch = ensemble.sample(6)
+    batch["id"].fill_(-1)
+    batch["index", "index"].fill_(-1)
+    assert (ensemble[0][:]["id"] >= 0).all()
+    check_rows(ensemble.sample(6))
+
+
+def test_tensors_in_one_piece() -> None:
+    ensemble = ReplayBufferEnsemble(make_member(0), num_buffer_sampled=2, contiguous=True)
+    batch = ensemble.sample(6)
+    assert all(batch[key].is_contiguous() for key in batch.keys(True, True))
+
+
+def test_a_transform_that_changes_the_number_of_rows_is_named() -> None:
+    shrinking = make_member(1, transform=lambda batch: batch[:1])
+    with pytest.raises(RuntimeError, match=r"member 1: .* made 1 of 3 rows"):
+        both(make_member(0), shrinking).sample(6)
+
+
+def test_stacking_alone() -> None:
+    places = Places([0, 1], 2)
+    assert stacked([(0, torch.arange(2)), (1, torch.arange(2))], places).shape == (2, 2)
+    objects = TensorDict({"x": torch.arange(2), "name": "a"}, [2])
+    with pytest.raises(TypeError, match=r"member 1: .*non-tensor"):
+        stacked([(0, TensorDict({"x": torch.arange(2)}, [2])), (1, objects)], places)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_members_on_several_devices() -> None:
+    there = ReplayBuffer(storage=LazyTensorStorage(20, device="cuda"))
+    there.extend(rows_of(1, 9))
+    with pytest.raises(ValueError, match="give device="):
+        both(make_member(0), there).sample(6)
+    for device in ("cpu", "cuda"):
+        batch = both(make_member(0), there, device=device).sample(6)
+        assert all(batch[key].device.type == device for key in batch.keys(True, True))
+        check_rows(batch)

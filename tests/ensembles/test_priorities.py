@@ -1,0 +1,287 @@
+"""Priorities reach the rows that they were computed for, whichever member these are of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    Sequence,
+)
+from tests.ensembles.members import make_ensemble, make_member, rows_of
+
+
+def by_priority() -> PrioritizedSampler:
+    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
+
+
+def priorities(member: Any) -> list[float]:
+    """Raw priorities of a member's rows, by slot."""
+    table = member.sampler.state_dict()["_priorities"]
+    return [float(value) for value in torch.as_tensor(table)[: len(member)]]
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_against_a_plain_model(data: st.DataObject) -> None:
+    """Any rows of any members, in any batch shape: a dictionary of the last priority of each."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    plain = data.draw(st.integers(0, len(sizes)))  # one without priorities, or none
+    samplers = [RandomSampler if i == plain else by_priority for i in range(len(sizes))]
+    ensemble = make_ensemble(sizes, samplers)
+    model = {(m, r): 1.0 for m, size in enumerate(sizes) for r in range(size) if m != plain}
+    for _ in range(3):
+        count = data.draw(st.sampled_from([1, 2, 4, 6]))
+        members = [data.draw(st.integers(0, len(sizes) - 1)) for _ in range(count)]
+        rows = [data.draw(st.integers(0, sizes[member] - 1)) for member in members]
+        values = [data.draw(st.floats(0, 100, width=32)) for _ in range(count)]
+        shape = data.draw(st.sampled_from([(count,), (count, 1), (1, count)]))
+        index = {
+            "index": torch.tensor(rows).view(shape),
+            "buffer_ids": torch.tensor(members).view(shape),
+        }
+        if data.draw(st.booleans()):
+            ensemble.update_priority(index, torch.tensor(values).view(shape))
+        else:
+            batch = TensorDict(
+                {"index": TensorDict(index, shape), "td_error": torch.tensor(values).view(shape)},
+                shape,
+            )
+            ensemble.update_tensordict_priority(batch)
+        for member, row, value in zip(members, rows, values, strict=True):
+            if member != plain:
+                model[member, row] = value
+    for member, size in enumerate(sizes):
+        if member != plain:
+            found = priorities(ensemble[member])
+            assert found == [model[member, row] for row in range(size)]
+
+
+def test_a_sample_goes_back_with_its_priorities() -> None:
+    ensemble = make_ensemble([6, 6, 6], [by_priority, RandomSampler, by_priority])
+    ensemble.sampler.p = [1, 1, 1]
+    batch = ensemble.sample(12)
+    batch["td_error"] = batch["id"].float() + 1
+    ensemble.update_tensordict_priority(batch)
+    for member in (0, 2):
+        drawn = set(batch["id"][batch["index", "buffer_ids"] == member].tolist())
+        expected = [
+            1000.0 * member + row + 1 if 1000 * member + row in drawn else 1.0 for row in range(6)
+        ]
+        assert priorities(ensemble[member]) == expected
+
+
+@pytest.mark.pitfall("RD6")
+def test_draws_follow_the_priorities_that_were_routed() -> None:
+    ensemble = make_ensemble([4, 4], [by_priority] * 2, num_buffer_sampled=100)
+    index = {
+        "index": torch.arange(4).repeat(2, 1),
+        "buffer_ids": torch.arange(2)[:, None].expand(2, 4),
+    }
+    wanted = torch.tensor([[1.0, 0, 0, 3], [0, 2, 2, 0]])
+    ensemble.update_priority(index, wanted)
+    found = torch.zeros(2, 4)
+    for _ in range(30):
+        batch = ensemble.sample(100)
+        found.index_put_(
+            (batch["index", "buffer_ids"], batch["index", "index"]),
+            torch.ones(100, 1),
+            accumulate=True,
+        )
+    assert (found[wanted == 0] == 0).all()
+    share = (wanted / wanted.sum(1, keepdim=True) * found.sum(1, keepdim=True))[wanted > 0]
+    assert float(((found[wanted > 0] - share) ** 2 / share).sum()) < 13.82
+
+
+def test_rows_that_were_written_since_are_left_alone() -> None:
+    ensemble = make_ensemble([5, 5], [by_priority] * 2, sample_from_all=True)
+    small = ReplayBuffer(storage=LazyTensorStorage(5), sampler=by_priority())
+    small.extend(rows_of(1, 5))
+    ensemble = ReplayBufferEnsemble(make_member(0, 5), small, sample_from_all=True)
+    batch = ensemble.sample(20)
+    small.extend(rows_of(1, 2, start=5))  # slots 0 and 1 hold other rows now
+    batch["td_error"] = torch.full((2, 10), 7.0)
+    ensemble.update_tensordict_priority(batch)
+    drawn = set(batch["index", "index"][1].tolist())
+    assert priorities(small)[:2] == [1.0, 1.0]
+    assert priorities(small)[2:] == [7.0 if row in drawn else 1.0 for row in range(2, 5)]
+    ensemble.update_priority(
+        batch["index"], torch.full((2, 10), 9.0), generation=batch["index_generation"]
+    )
+    assert priorities(small)[:2] == [1.0, 1.0]
+    ensemble.update_priority(batch["index"], 9.0)
+    assert priorities(small)[:2] == [9.0 if row in drawn else 1.0 for row in range(2)]
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_bad_priority_of_one_member_changes_none(value: float) -> None:
+    ensemble = make_ensemble([5, 5], [by_priority] * 2, sample_from_all=True)
+    batch = ensemble.sample(8)
+    batch["td_error"] = torch.full((2, 4), 3.0)
+    batch["td_error"][1, 2] = value
+    with pytest.raises(ValueError, match="member 1"):
+        ensemble.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match="member 1"):
+        ensemble.update_priority(batch["index"], batch["td_error"])
+    assert priorities(ensemble[0]) == priorities(ensemble[1]) == [1.0] * 5
+
+
+def test_rows_and_members_that_are_not_there() -> None:
+    ensemble = make_ensemble([5, 5], [by_priority] * 2)
+    good = {"index": torch.tensor([0, 1]), "buffer_ids": torch.tensor([0, 1])}
+    for name, wrong in (("index", 5), ("index", -2), ("buffer_ids", 2), ("buffer_ids", -1)):
+        index = {key: value.clone() for key, value in good.items()}
+        index[name][1] = wrong
+        with pytest.raises(IndexError):
+            ensemble.update_priority(index, 5.0)
+    assert priorities(ensemble[0]) == priorities(ensemble[1]) == [1.0] * 5
+    ensemble.update_priority({**good, "index": torch.tensor([2, -1])}, 5.0)  # -1: was not stored
+    assert priorities(ensemble[0]) == [1, 1, 5, 1, 1]
+    with pytest.raises(KeyError, match="index and buffer_ids"):
+        ensemble.update_priority({"index": torch.tensor([0])}, 5.0)
+    with pytest.raises(ValueError, match="one a row"):
+        ensemble.update_priority(good, torch.ones(3))
+    batch = ensemble.sample(4)
+    with pytest.raises(KeyError, match="'td_error' in the data for member"):
+        ensemble.update_tensordict_priority(batch)
+    with pytest.raises(KeyError, match="'index'"):
+        ensemble.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
+
+
+def test_members_look_under_keys_of_their_own_or_all_under_one() -> None:
+    members = [
+        make_member(0, 5, sampler=by_priority(), priority_key="a"),
+        make_member(1, 5, sampler=by_priority(), priority_key=("b", "c")),
+    ]
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
+    batch = ensemble.sample(20)
+    batch["a"] = torch.full((2, 10), 2.0)
+    with pytest.raises(KeyError, match="member 1"):
+        ensemble.update_tensordict_priority(batch)
+    assert set(priorities(members[0])) == {1.0}
+    batch["b", "c"] = torch.full((2, 10, 1), 3.0)
+    ensemble.update_tensordict_priority(batch)
+    assert (max(priorities(members[0])), max(priorities(members[1]))) == (2.0, 3.0)
+    one = ReplayBufferEnsemble(*members, sample_from_all=True, priority_key="loss")
+    one.update_tensordict_priority(batch.set("loss", torch.full((2, 10), 8.0)))
+    assert (max(priorities(members[0])), max(priorities(members[1]))) == (8.0, 8.0)
+
+
+def test_without_priorities_nothing_happens() -> None:
+    ensemble = make_ensemble([5, 5])
+    batch = ensemble.sample(4)
+    ensemble.update_tensordict_priority(batch)
+    ensemble.update_priority(batch)
+    ensemble.update_priority(batch["index"], 3.0)
+
+
+def test_members_of_members() -> None:
+    inner = make_ensemble([4, 4], [by_priority] * 2, seed=None, sample_from_all=True)
+    outer = ReplayBufferEnsemble(
+        make_member(5, 4, sampler=by_priority()), inner, sample_from_all=True
+    )
+    batch = outer.sample(16)
+    batch["td_error"] = batch["id"].float() + 2
+    outer.update_tensordict_priority(batch)
+    drawn = set(batch["id"].flatten().tolist())
+    for number, member in ((5, outer[0]), (0, inner[0]), (1, inner[1])):
+        ids = [1000 * number + row for row in range(4)]
+        assert priorities(member) == [i + 2.0 if i in drawn else 1.0 for i in ids]
+    outer.update_priority(batch["index"], 4.0, generation=batch["index_generation"])
+    for number, member in ((5, outer[0]), (0, inner[0]), (1, inner[1])):
+        ids = [1000 * number + row for row in range(4)]
+        assert priorities(member) == [4.0 if i in drawn else 1.0 for i in ids]
+
+
+def test_members_with_lanes() -> None:
+    lanes = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2), sampler=by_priority())
+    lanes.extend(torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)]))
+    plain = make_member(0, 10, sampler=by_priority())
+    ensemble = ReplayBufferEnsemble(plain, lanes, sample_from_all=True)
+    batch = ensemble.sample(40)
+    batch["td_error"] = batch["id"].float() + 2
+    ensemble.update_tensordict_priority(batch)
+    drawn = set(batch["id"].flatten().tolist())
+    assert priorities(plain) == [i + 2.0 if i in drawn else 1.0 for i in range(10)]
+    table = torch.as_tensor(lanes.sampler.state_dict()["_priorities"])[:20]
+    ids = [1000 + 100 * lane + time for time in range(10) for lane in range(2)]
+    assert table.tolist() == [i + 2.0 if i in drawn else 1.0 for i in ids]
+
+
+@pytest.mark.parametrize("unit", ["sequence", "slice", "padded"])
+def test_windows_of_one_member_beside_rows_of_another(unit: str) -> None:
+    """Priorities of rows that only fill a window up do not count, whatever they are."""
+    arguments: dict[str, Any] = {"sampler": by_priority(), "sample_unit": Sequence(length=2)}
+    if unit == "slice":
+        arguments = {
+            "sampler": PrioritizedSliceSampler(
+                alpha=1.0, beta=1.0, eps=0.0, slice_len=2, unit="slice"
+            )
+        }
+    if unit == "padded":
+        arguments = {
+            "sampler": PrioritizedSliceSampler(
+                alpha=1.0, beta=1.0, eps=0.0, slice_len=8, strict_length=False, pad_output=True
+            )
+        }
+    windows = make_member(1, 10, **arguments)
+    width = 16 if unit == "sequence" else 8
+    rows = make_member(0, 10, sampler=by_priority())
+    if unit == "sequence":  # twice as many rows come of what is asked for
+        rows = make_member(0, 10, sampler=by_priority(), sample_unit=Sequence(length=2))
+    ensemble = ReplayBufferEnsemble(rows, windows, sample_from_all=True)
+    batch = ensemble.sample(16)
+    assert batch.shape == (2, width)
+    error = batch["id"].float() + 2
+    for mask in ("validity_mask", ("collector", "mask")):
+        if mask in batch.keys(True):
+            error[~batch[mask]] = math.nan
+    ensemble.update_tensordict_priority(batch.set("td_error", error))
+    alone = make_member(1, 10, **{**arguments, "sampler": _fresh(arguments["sampler"])})
+    own = TensorDict({"td_error": error[1], "index": batch["index", "index"][1]}, [width])
+    for key in ("index_generation", "anchor_index", "anchor_generation", "validity_mask"):
+        if key in set(batch.keys()):
+            own[key] = batch[key][1]
+    if ("collector", "mask") in batch.keys(True):
+        own["collector", "mask"] = batch["collector", "mask"][1]
+    alone.update_tensordict_priority(own)
+    assert priorities(alone) == priorities(windows)
+    assert max(priorities(windows)) > 1000
+
+
+def _fresh(sampler: Any) -> Any:
+    if isinstance(sampler, PrioritizedSliceSampler):
+        return PrioritizedSliceSampler(
+            alpha=1.0,
+            beta=1.0,
+            eps=0.0,
+            slice_len=sampler._slicing.size.slice_len,
+            unit=sampler.unit,
+            **({"strict_length": False, "pad_output": True} if sampler.unit == "step" else {}),
+        )
+    return by_priority()
+
+
+def test_rows_that_are_trajectories_have_one_priority_each() -> None:
+    members = [ReplayBuffer(storage=LazyTensorStorage(4), sampler=by_priority()) for _ in range(2)]
+    for rb in members:
+        rb.extend(TensorDict({"x": torch.arange(4)[:, None].expand(4, 3)}, [4, 3]))
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
+    batch = ensemble.sample(16)
+    batch["td_error"] = batch["x"] + torch.tensor([5.0, 9.0, 7.0])
+    ensemble.update_tensordict_priority(batch)
+    for number, rb in enumerate(members):
+        drawn = set(batch["index", "index"][number, :, 0].tolist())
+        assert priorities(rb) == [row + 9.0 if row in drawn else 1.0 for row in range(4)]

@@ -1,0 +1,105 @@
+"""Members of an ensemble by index, and rows of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replaykit import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, WriterEnsemble
+from tests.ensembles.members import STRIDE, check_rows, make_ensemble, make_member
+
+
+def test_members_and_selections() -> None:
+    ensemble = make_ensemble([5, 6, 7], p=[1, 2, 5], batch_size=6, num_buffer_sampled=3)
+    assert ensemble[1] is ensemble.members[1]
+    assert ensemble[-1] is ensemble.members[2]
+    assert ensemble[:] is ensemble
+    assert ensemble[...] is ensemble
+    for index in (slice(0, 3, 2), [0, 2], torch.tensor([0, 2]), [True, False, True]):
+        picked = ensemble[index]
+        assert isinstance(picked, ReplayBufferEnsemble)
+        assert picked.members == (ensemble[0], ensemble[2])
+        assert torch.allclose(picked.sampler.p, torch.tensor([1, 5]).double() / 6)
+        assert picked.sampler.num_buffer_sampled == 3
+        assert picked.sample().shape == (3, 2)
+    with pytest.raises(IndexError):
+        ensemble[3]
+    with pytest.raises(IndexError, match="at least one"):
+        ensemble[[]]
+    with pytest.raises(RuntimeError, match="dimension"):
+        ensemble[torch.zeros(1, 1, dtype=torch.int64)]
+    with pytest.raises(TypeError):
+        ensemble[1.5]
+
+
+def test_selections_of_those_that_are_all_sampled() -> None:
+    picked = make_ensemble([5, 6, 7], sample_from_all=True)[[2, 0]]
+    batch = picked.sample(4)
+    assert (batch["id"] // STRIDE).tolist() == [[2, 2], [0, 0]]
+    assert batch["index", "buffer_ids"].tolist() == [[0, 0], [1, 1]]
+
+
+def test_rows_of_every_member() -> None:
+    ensemble = make_ensemble([5, 6, 7])
+    assert ensemble[:, 3]["id"].tolist() == [3, STRIDE + 3, 2 * STRIDE + 3]
+    assert ensemble[[2, 0], 1:3]["id"].tolist() == [
+        [2 * STRIDE + 1, 2 * STRIDE + 2],
+        [1, 2],
+    ]
+    assert ensemble[[1, 1], [0, 4]]["id"].tolist() == [[STRIDE, STRIDE + 4]] * 2
+    assert ensemble[..., torch.tensor(2)]["id"].tolist() == [2, STRIDE + 2, 2 * STRIDE + 2]
+    assert int(ensemble[1, 3]["id"]) == STRIDE + 3
+    assert ensemble[:, 0].batch_size == (3,)
+    with pytest.raises(ValueError, match="equally many"):
+        ensemble[:, :]
+    with pytest.raises(IndexError):
+        ensemble[:, 6]
+
+
+def test_rows_of_tensors_and_of_own_collate() -> None:
+    ensemble = make_ensemble([5, 6], collate_fn=lambda samples: torch.stack(samples).select("id"))
+    assert set(ensemble[:, :2].keys()) == {"id"}
+
+
+def test_parts_are_indexed_alike() -> None:
+    ensemble = make_ensemble([5, 6, 7], p=[1, 1, 2])
+    storages, samplers, writers = ensemble.storage, ensemble.sampler, ensemble.writer
+    for number in range(3):
+        assert storages[number] is ensemble[number].storage
+        assert samplers[number] is ensemble[number].sampler
+        assert writers[number] is ensemble[number].writer
+    assert isinstance(storages[1:], StorageEnsemble)
+    assert isinstance(samplers[[0, 2]], SamplerEnsemble)
+    assert isinstance(writers[torch.tensor([1])], WriterEnsemble)
+    assert [len(part[1:]) for part in (storages, samplers, writers)] == [2, 2, 2]
+    assert torch.allclose(samplers[[0, 2]].p, torch.tensor([1, 2]).double() / 3)
+    assert int(storages[1, 4]["id"]) == STRIDE + 4
+    assert [int(row["id"]) for row in storages[:, 4]] == [4, STRIDE + 4, 2 * STRIDE + 4]
+    assert [storage is ensemble[i].storage for i, storage in enumerate(storages)] == [True] * 3
+    assert (2 in storages, 3 in storages) == (True, False)
+    for part in (storages, samplers, writers):
+        with pytest.raises(TypeError):
+            part[0.5]
+        with pytest.raises(RuntimeError):
+            part[torch.zeros(1, 1, dtype=torch.int64)]
+
+
+def test_generations_by_member() -> None:
+    members = [make_member(0), make_member(1, capacity=10)]  # the second has wrapped
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
+    batch = ensemble.sample(8)
+    assert batch["index_generation"].tolist() == [[0] * 4, [1] * 4]
+    untracked = ensemble.writer.generations_of(batch["index"])
+    assert (untracked == -1).all()
+    with pytest.raises(ValueError, match="one shape"):
+        ensemble.writer.generations_of({"index": torch.zeros(3), "buffer_ids": torch.zeros(2)})
+
+
+def test_selection_leaves_the_ensemble_as_it_is() -> None:
+    ensemble = make_ensemble([5, 6, 7], p=[1, 1, 2])
+    picked = ensemble[:2]
+    picked.sampler.p = [0, 1]
+    assert ensemble.sampler.p.tolist() == [0.25, 0.25, 0.5]
+    picked.append_transform(lambda batch: batch.set("new", batch["id"]))
+    assert "new" not in ensemble.sample(6)
+    check_rows(ensemble.sample(6))

@@ -1,0 +1,450 @@
+"""All members and the ensemble in one checkpoint: what it holds, and that it is all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    HindsightGoal,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    LinearScheduler,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
+from replaykit.checkpoint import checkpoint_versions
+from replaykit.errors import CheckpointError
+from tests.ensembles.members import make_ensemble, make_member, rows_of, same
+
+SAMPLERS: dict[str, Any] = {
+    "random": RandomSampler,
+    "without_replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices_without_replacement": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized_slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2),
+}
+
+
+def empty_like(name: str, **arguments: Any) -> ReplayBufferEnsemble:
+    return make_ensemble([0, 0], [SAMPLERS[name]] * 2, seed=9, **arguments)
+
+
+@pytest.mark.pitfall("RD3")
+@pytest.mark.parametrize("way", ["files", "state", "pickle", "copy"])
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_resumed_ensemble_draws_the_same_batches(
+    name: str, way: str, prefetch: int | None, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {
+        "p": [2, 1],
+        "num_buffer_sampled": 4,
+        "batch_size": 8,
+        "prefetch": prefetch,
+    }
+    ensemble = make_ensemble([13, 17], [SAMPLERS[name]] * 2, **arguments)
+    for _ in range(4):
+        batch = ensemble.sample()
+        ensemble.update_tensordict_priority(batch.set("td_error", batch["id"].float() % 5 + 0.5))
+    if way == "files":
+        ensemble.dumps(tmp_path)
+        other = empty_like(name, **arguments)
+        other.loads(tmp_path)
+    elif way == "state":
+        state = ensemble.state_dict()
+        other = empty_like(name, **arguments)
+        other.load_state_dict(state)
+    else:
+        other = pickle.loads(pickle.dumps(ensemble)) if way == "pickle" else copy.deepcopy(ensemble)
+    for _ in range(6):
+        assert same(ensemble.sample(), other.sample())
+    # Else it depends on how far each has drawn ahead by now; and a load severs what was open.
+    if prefetch is None and "slices" not in name:
+        for one in (ensemble, other):
+            one[0].extend(rows_of(0, 3, start=13))
+        assert same(ensemble.sample(16), other.sample(16))
+    for one in (ensemble, other):
+        one.shutdown()
+
+
+def test_a_pass_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    """Rows that were drawn ahead are delivered, none is lost or repeated."""
+    arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 6, "prefetch": 2}
+    ensemble = make_ensemble([12, 12], [SamplerWithoutReplacement] * 2, **arguments)
+    first = [ensemble.sample() for _ in range(2)]
+    ensemble.dumps(tmp_path)
+    other = empty_like("without_replacement", **arguments)
+    other.loads(tmp_path)
+    rest = [other.sample() for _ in range(2)]
+    ids = torch.cat([batch["id"] for batch in (*first, *rest)], 1)
+    assert ids[0].sort().values.tolist() == list(range(12))
+    assert ids[1].sort().values.tolist() == list(range(1000, 1012))
+    for one in (ensemble, other):
+        one.shutdown()
+
+
+def test_relabelling_goes_on_with_the_generator(tmp_path: Path) -> None:
+    """Transforms that draw do it by the ensemble's generator, for draws made ahead too."""
+
+    def made(rows: int, prefetch: int | None, seed: int) -> ReplayBufferEnsemble:
+        members = []
+        for number in range(2):
+            goal = HindsightGoal(0.8, achieved="observation", goal="goal")
+            rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=goal)
+            data = rows_of(number, 20)
+            data["goal"] = data["observation"] * 0
+            data["next", "observation"] = data["observation"] + 1
+            data["next", "goal"] = data["goal"].clone()
+            if rows:
+                rb.extend(data)
+            members.append(rb)
+        return ReplayBufferEnsemble(
+            *members,
+            batch_size=8,
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    ensemble, plain = made(20, 3, 0), made(20, None, 0)
+    for _ in range(3):
+        assert same(ensemble.sample(), plain.sample())
+    ensemble.dumps(tmp_path)
+    other = made(0, None, 5)
+    other.loads(tmp_path)
+    for _ in range(6):
+        expected = ensemble.sample()
+        assert same(expected, other.sample())
+        assert same(expected, plain.sample())
+    ensemble.shutdown()
+
+
+def test_weights_and_transforms_are_saved(tmp_path: Path) -> None:
+    class Counting:
+        seen = 0
+
+        def forward(self, data: Any) -> Any:
+            self.seen += 1
+            return data
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    def made(sizes: list[int]) -> Any:
+        counting = Counting()
+        return make_ensemble(sizes, p=[1, 0], transform=counting, batch_size=4), counting
+
+    ensemble, counting = made([5, 5])
+    LinearScheduler(ensemble, "p", [0, 1], 4).step()
+    ensemble.sample()
+    ensemble.dumps(tmp_path)
+    other, again = made([0, 0])
+    other.loads(tmp_path)
+    assert other.sampler.p.tolist() == [0.75, 0.25]
+    assert again.seen == counting.seen == 1
+
+
+def test_members_and_ensembles_of_members(tmp_path: Path) -> None:
+    def made(size: int) -> ReplayBufferEnsemble:
+        inner = make_ensemble([size, size], seed=None, p=[1, 2], num_buffer_sampled=2)
+        return ReplayBufferEnsemble(
+            make_member(5, size, sampler=SamplerWithoutReplacement()),
+            inner,
+            batch_size=8,
+            prefetch=2,
+            generator=torch.Generator().manual_seed(size),
+        )
+
+    ensemble, other, third = made(11), made(0), made(0)
+    for _ in range(3):
+        ensemble.sample()
+    ensemble.dumps(tmp_path)
+    other.loads(tmp_path)
+    third.load_state_dict(ensemble.state_dict())
+    fourth = pickle.loads(pickle.dumps(ensemble))
+    everyone = [ensemble, other, third, fourth]
+    for _ in range(6):
+        first, *rest = [one.sample() for one in everyone]
+        assert all(same(first, batch) for batch in rest)
+    for one in everyone:
+        one.shutdown()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [member["name"] for member in manifest["members"]] == [
+        "members/0",
+        "members/1/members/0",
+        "members/1/members/1",
+    ]
+
+
+def test_another_capacity(tmp_path: Path) -> None:
+    """Rows of one member move; what was drawn ahead goes back to both."""
+    arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4, "prefetch": 2}
+    ensemble = make_ensemble([12, 12], [SamplerWithoutReplacement] * 2, **arguments)
+    first = [ensemble.sample() for _ in range(2)]
+    ensemble.dumps(tmp_path)
+    members = [
+        make_member(0, 0, capacity=10, sampler=SamplerWithoutReplacement()),
+        make_member(1, 0, sampler=SamplerWithoutReplacement()),
+    ]
+    other = ReplayBufferEnsemble(*members, **{**arguments, "prefetch": None})
+    with pytest.warns(UserWarning, match="2 rows do not fit") as caught:
+        other.loads(tmp_path)
+    assert [warning.filename for warning in caught] == [__file__]
+    rest = [other.sample() for _ in range(4)]
+    ids = torch.cat([batch["id"] for batch in (*first, *rest)], 1)
+    assert ids[1].sort().values.tolist() == list(range(1000, 1012))
+    left = set(range(2, 12)) - set(torch.cat([b["id"] for b in first], 1)[0].tolist())
+    assert set(torch.cat([b["id"] for b in rest], 1)[0].tolist()[: len(left)]) == left
+    ensemble.shutdown()
+
+
+def test_saving_again_writes_what_has_changed(tmp_path: Path) -> None:
+    ensemble = make_ensemble([20_000, 20_000], member={"capacity": 20_000})
+    ensemble.dumps(tmp_path, keep=2)
+    before = {file.name: file.stat().st_size for file in tmp_path.glob("data-*")}
+    ensemble[1].extend(rows_of(1, 10))
+    ensemble.dumps(tmp_path, keep=2)
+    new = {f.name: f.stat().st_size for f in tmp_path.glob("data-*") if f.name not in before}
+    assert sum(new.values()) < sum(before.values()) / 4
+    assert checkpoint_versions(tmp_path) == [1, 2]
+    other = make_ensemble([0, 0], member={"capacity": 20_000})
+    other.loads(tmp_path, version=1)
+    assert other[1][0]["id"] == 1000
+    other.loads(tmp_path)
+    assert torch.equal(other[1][:]["id"], ensemble[1][:]["id"])
+
+
+# -- all or nothing -------------------------------------------------------------------------------
+
+
+def shown(ensemble: ReplayBufferEnsemble) -> Any:
+    """Everything there is to tell of an ensemble, the next batches included."""
+    state = ensemble.state_dict()
+    rows = [member[:].clone() if len(member) else None for member in ensemble.members]
+    clone = copy.deepcopy(ensemble)
+    batches = [clone.sample(8) for _ in range(3)] if ensemble.can_sample(8) else []
+    return str(state), rows, batches
+
+
+def unchanged(before: Any, after: Any) -> bool:
+    def alike(one: Any, other: Any) -> bool:
+        return one is other is None or same(one, other)
+
+    return before[0] == after[0] and all(
+        alike(one, other)
+        for mine, theirs in zip(before[1:], after[1:], strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def test_a_member_that_does_not_fit_changes_no_member(tmp_path: Path) -> None:
+    ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement, RandomSampler])
+    ensemble.dumps(tmp_path)
+    other_rows = ReplayBuffer(storage=LazyTensorStorage(50))
+    other_rows.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+    wrong = {
+        "schema": other_rows,
+        "sampler": make_member(1, 4, sampler=SamplerWithoutReplacement()),
+        "lanes": ReplayBuffer(storage=LazyTensorStorage(50, ndim=2)),
+    }
+    for name, member in wrong.items():
+        target = ReplayBufferEnsemble(
+            make_member(0, 4, sampler=SamplerWithoutReplacement()),
+            member,
+            generator=torch.Generator().manual_seed(1),
+        )
+        before = [str(target.state_dict()), target[0][:].clone()]
+        with pytest.raises(ValueError, match="members/1: "):
+            target.loads(tmp_path)
+        with pytest.raises(ValueError, match="members/1: "):
+            target.load_state_dict(ensemble.state_dict())
+        assert str(target.state_dict()) == before[0], name
+        assert same(target[0][:], before[1])
+
+
+@pytest.mark.parametrize("size", [0, 6])
+def test_a_failure_in_the_last_member_takes_the_others_back(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its storage has no memory; the others, and what samplers had, are as before."""
+    ensemble = make_ensemble([7, 9, 8], [SamplerWithoutReplacement] * 3)
+    ensemble.sample(6)
+    ensemble.dumps(tmp_path)
+    target = make_ensemble([size, size, 5], [SamplerWithoutReplacement] * 3, seed=3)
+    if size:
+        target.sample(6)
+    before = shown(target)
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target[2].storage, "load_content", no_memory)
+        with pytest.raises(MemoryError, match="none left"):
+            target.loads(tmp_path)
+    assert unchanged(before, shown(target))
+    if not size:  # not even the layout of rows is known
+        target[0].extend(TensorDict({"other": torch.arange(3)}, [3]))
+        target[0].set_storage(LazyTensorStorage(50))
+    target.loads(tmp_path)
+    assert same(ensemble.sample(6), target.sample(6), generations=False)
+
+
+def test_files_and_lists_are_taken_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(size: int) -> ReplayBufferEnsemble:
+        members = [
+            ReplayBuffer(storage=LazyMemmapStorage(20)),
+            ReplayBuffer(storage=ListStorage(20)),
+            ReplayBuffer(storage=LazyTensorStorage(20)),
+        ]
+        for number, member in enumerate(members):
+            if size:
+                member.extend(rows_of(number, size))
+        return ReplayBufferEnsemble(*members, batch_size=6)
+
+    ensemble = made(9)
+    ensemble.dumps(tmp_path)
+    for size in (0, 4):
+        target = made(size)
+        rows = [member[:].clone() if size else None for member in target.members]
+
+        def no_memory(*_: Any) -> None:
+            raise MemoryError("none left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(target[2].storage, "load_content", no_memory)
+            with pytest.raises(MemoryError):
+                target.loads(tmp_path)
+        assert [len(member) for member in target.members] == [size] * 3
+        for member, before in zip(target.members, rows, strict=True):
+            assert before is None or same(member[:], before)
+        target.loads(tmp_path)
+        for member, saved in zip(target.members, ensemble.members, strict=True):
+            assert same(member[:], saved[:])
+
+
+def test_own_parts_that_refuse_take_everything_back(tmp_path: Path) -> None:
+    class Refusing(RandomSampler):
+        kind = "random"
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            if state_dict.get("_kind") == "random" and not self.ready:
+                raise RuntimeError("refused")
+
+        ready = False
+
+    ensemble = make_ensemble([7, 9], p=[3, 1])
+    ensemble.dumps(tmp_path)
+    target = make_ensemble([4, 4], [RandomSampler, Refusing], seed=3, p=[1, 1])
+    before = [same_rows[:].clone() for same_rows in target.members]
+    with pytest.raises(RuntimeError, match="refused"):
+        target.loads(tmp_path)
+    assert target.sampler.p.tolist() == [0.5, 0.5]
+    assert all(same(m[:], rows) for m, rows in zip(target.members, before, strict=True))
+
+
+def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    ensemble = make_ensemble([50, 50])
+    ensemble.dumps(tmp_path)
+    target = make_ensemble([4, 4], seed=3)
+    before = shown(target)
+    for file in sorted(tmp_path.glob("data-*")):
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=r"data-.*\.bin is damaged"):
+            target.loads(tmp_path)
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+    assert unchanged(before, shown(target))
+    target.loads(tmp_path, verify=False)
+
+
+def test_what_is_no_such_ensemble_is_refused(tmp_path: Path) -> None:
+    ensemble = make_ensemble([5, 5])
+    with pytest.raises(FileNotFoundError):
+        ensemble.loads(tmp_path)
+    ensemble[0].dumps(tmp_path / "one")
+    with pytest.raises(ValueError, match="got that of one buffer"):
+        ensemble.loads(tmp_path / "one")
+    make_ensemble([5, 5, 5]).dumps(tmp_path / "three")
+    with pytest.raises(ValueError, match="members/2"):
+        ensemble.loads(tmp_path / "three")
+    with pytest.raises(NotImplementedError, match="mmap"):
+        ensemble.loads(tmp_path / "three", mmap=True)
+    for state in ({}, {"_members": {}, "_own": {}}, 3, ensemble[0].state_dict()):
+        with pytest.raises(ValueError, match="expected the state of an ensemble"):
+            ensemble.load_state_dict(state)  # type: ignore[arg-type]
+    good = ensemble.state_dict()
+    for name, wrong in (
+        ("sampler", {"_kind": "random"}),
+        ("prepared", 3),
+        ("prepared", [{"members": [7], "parts": []}]),
+        ("transforms", 3),
+    ):
+        own = {"": {**good["_own"][""], name: wrong}}
+        with pytest.raises(ValueError, match="expected"):
+            ensemble.load_state_dict({**good, "_own": own})
+    ensemble.load_state_dict(good)
+    with pytest.raises(ValueError, match="at least 1"):
+        ensemble.dumps(tmp_path / "none", keep=0)
+
+
+# -- parts by themselves --------------------------------------------------------------------------
+
+
+def test_states_of_the_parts() -> None:
+    ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
+    ensemble.sample(4)
+    other = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 1])
+    other.sampler.load_state_dict(ensemble.sampler.state_dict())
+    other.storage.load_state_dict(ensemble.storage.state_dict())
+    other.writer.load_state_dict(ensemble.writer.state_dict())
+    other.set_rng(torch.Generator().manual_seed(4))
+    ensemble.set_rng(torch.Generator().manual_seed(4))
+    assert same(ensemble.sample(4), other.sample(4), generations=False)
+    for part in (other.sampler, other.storage, other.writer):
+        with pytest.raises(ValueError, match="members"):
+            part.load_state_dict({"0": {}})
+
+
+def test_the_samplers_part_in_files(tmp_path: Path) -> None:
+    ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
+    ensemble.sample(4)
+    ensemble.sampler.dumps(tmp_path)
+    other = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2)
+    other.sampler.loads(tmp_path)
+    assert other.sampler.p.tolist() == [0.25, 0.75]
+
+
+def test_changing_the_generator_returns_what_was_drawn_ahead() -> None:
+    arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4}
+    ensemble = make_ensemble([8, 8], [SamplerWithoutReplacement] * 2, prefetch=3, **arguments)
+    first = ensemble.sample()
+    ensemble.set_rng(torch.Generator().manual_seed(1))
+    rest = [ensemble.sample() for _ in range(3)]
+    ids = torch.cat([batch["id"] for batch in (first, *rest)], 1)
+    assert ids.sort(1).values.tolist() == [list(range(8)), list(range(1000, 1008))]
+    ensemble.shutdown()
+    with pytest.raises(TypeError, match="Generator"):
+        ensemble.set_rng(3)  # type: ignore[arg-type]
