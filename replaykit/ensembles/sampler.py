@@ -384,6 +384,13 @@ class SamplerEnsemble(Sampler):
         check_members(state_dict, len(self))
         self.check_own_state(state_dict)
         for number, sampler in enumerate(self.samplers):
+            state = state_dict[str(number)]
+            if isinstance(state, dict) and "_kind" in state and state["_kind"] != sampler.kind:
+                raise ValueError(
+                    f"member {number}: expected the state of a {sampler.kind!r} sampler, got "
+                    f"{state['_kind']!r}"
+                )
+        for number, sampler in enumerate(self.samplers):
             sampler.load_state_dict(state_dict[str(number)])
         self.load_own_state(state_dict)
 

@@ -318,7 +318,7 @@ class EnsembleSaving(EnsembleDrawing):
 class _Taken(NamedTuple):
     """A buffer's state at an instant, to be pickled later."""
 
-    cls: type
+    cls: Any
     state: dict[str, Any]
 
     def made(self) -> Any:

@@ -170,14 +170,30 @@ class StorageEnsemble(Storage):
         return {str(i): storage.state_dict() for i, storage in enumerate(self.storages)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what each member held, one after another.
+        """Takes over what each member held, after all were checked.
 
         Raises:
-            ValueError: not the state of as many members.
+            ValueError: not the state of as many members, or not one of such a storage; nothing has
+                changed.
         """
         check_members(state_dict, len(self))
         for number, storage in enumerate(self.storages):
+            content = storage.content_of(dict(state_dict[str(number)]))
+            if content is not None:
+                storage.check_content(content)
+        for number, storage in enumerate(self.storages):
             storage.load_state_dict(state_dict[str(number)])
+
+    def dumps(self, path: Any) -> NoReturn:
+        """Always raises RuntimeError: what saves all members is a ReplayBufferEnsemble."""
+        self._refuse("save")
+
+    def loads(self, path: Any, **_: Any) -> NoReturn:
+        """Always raises RuntimeError: what loads all members is a ReplayBufferEnsemble."""
+        self._refuse("load")
+
+    dump = save = dumps
+    load = loads
 
     def __repr__(self) -> str:
         return f"StorageEnsemble(storages={self.storages}, transforms={self.transforms})"

@@ -155,12 +155,14 @@ class WriterEnsemble(Writer):
         return {str(i): writer.state_dict() for i, writer in enumerate(self.writers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the state of each member, one after another.
+        """Takes over the state of each member, after all were checked.
 
         Raises:
-            ValueError: not the state of as many members.
+            ValueError: not the state of as many members of these kinds; nothing has changed.
         """
         check_members(state_dict, len(self))
+        for number, writer in enumerate(self.writers):
+            writer.check_state(state_dict[str(number)])
         for number, writer in enumerate(self.writers):
             writer.load_state_dict(state_dict[str(number)])
 

@@ -1,0 +1,127 @@
+"""Ensembles that others use at the same time: threads, and processes that share the rows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+)
+from tests.ensembles.members import check_rows, make_ensemble, make_member, rows_of, same
+
+
+def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:
+    ensemble = make_ensemble([20, 20], p=[1, 1], num_buffer_sampled=4, batch_size=8, prefetch=2)
+    inner = ReplayBufferEnsemble(ensemble, make_member(0), sample_from_all=True)
+    failed: list[BaseException] = []
+
+    def work(step: Any) -> None:
+        try:
+            for number in range(40):
+                step(number)
+        except BaseException as error:
+            failed.append(error)
+
+    def write(number: int) -> None:
+        member = number % 2
+        ensemble[member].extend(rows_of(member, 10, start=10 * (number % 5)))
+
+    def sample(_: int) -> None:
+        batch = ensemble.sample()
+        ids = batch["index", "buffer_ids"]
+        assert (batch["id"] // 1000 == ids).all()
+        assert (batch["observation"][..., 0] == batch["id"] % 1000).all()  # no row half written
+        ensemble.update_tensordict_priority(batch)
+
+    def save(number: int) -> None:
+        if number % 10 == 0:
+            ensemble.dumps(tmp_path)
+            ensemble.state_dict()
+            inner.sample(16)
+
+    steps = [write, sample, sample, save]
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failed == []
+    ensemble.shutdown()
+
+
+def test_threads_share_one_pass() -> None:
+    """Each row of each member once, whoever draws it."""
+    ensemble = make_ensemble([40, 40], [SamplerWithoutReplacement] * 2, sample_from_all=True)
+    found: list[torch.Tensor] = []
+
+    def draw() -> None:
+        found.extend(ensemble.sample(8)["id"] for _ in range(5))
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    ids = torch.cat(found, 1).sort(1).values
+    assert ids.tolist() == [list(range(40)), list(range(1000, 1040))]
+
+
+def _write_there(ensemble: ReplayBufferEnsemble, answers: Any) -> None:
+    ensemble[0].extend(rows_of(0, 10, start=10))
+    batch = ensemble.sample(8)
+    check_rows(batch)
+    answers.put(int(ensemble[0].stats()["size"]))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_write_and_sample_the_same_rows(method: str) -> None:
+    members = [ReplayBuffer(storage=LazyTensorStorage(50), shared=True) for _ in range(2)]
+    for number, member in enumerate(members):
+        member.extend(rows_of(number, 10))
+    ensemble = ReplayBufferEnsemble(*members, shared=True, sample_from_all=True)
+    context: Any = multiprocessing.get_context(method)
+    answers = context.Queue()
+    process = context.Process(target=_write_there, args=(ensemble, answers))
+    process.start()
+    assert answers.get(timeout=120) == 20
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(ensemble[0]) == 20
+    assert ensemble[0][10:20]["id"].tolist() == list(range(10, 20))
+    check_rows(ensemble.sample(8))
+
+
+def test_members_that_are_not_shared_are_not_handed_over() -> None:
+    ensemble = make_ensemble([5, 5])
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_write_there, args=(ensemble, None))
+    with pytest.raises(RuntimeError, match="spawned process"):
+        process.start()
+
+
+def test_a_forked_process_prepares_batches_of_its_own() -> None:
+    ensemble = make_ensemble([9, 9], batch_size=4, prefetch=2)
+    first = ensemble.sample()
+    context: Any = multiprocessing.get_context("fork")
+    answers = context.Queue()
+
+    def child() -> None:
+        answers.put(int(ensemble.sample()["id"].sum()))
+        ensemble.shutdown()
+
+    process = context.Process(target=child)
+    process.start()
+    there = answers.get(timeout=60)
+    process.join(60)
+    assert there == int(ensemble.sample()["id"].sum())
+    assert not same(first, ensemble.sample())
+    ensemble.shutdown()
