@@ -298,8 +298,8 @@ class EnsembleSaving(EnsembleDrawing):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(self._members, list):
-            self._members = tuple(taken.made() for taken in self._members)
+        if isinstance(state["_members"], list):
+            self._members = tuple(taken.made() for taken in state["_members"])
             self._storage = StorageEnsemble(*(member.storage for member in self._members))
             self._writer = WriterEnsemble(*(member.writer for member in self._members))
             for part in (self._storage, self._sampler, self._writer):

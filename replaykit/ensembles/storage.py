@@ -184,11 +184,11 @@ class StorageEnsemble(Storage):
         for number, storage in enumerate(self.storages):
             storage.load_state_dict(state_dict[str(number)])
 
-    def dumps(self, path: Any) -> NoReturn:
+    def dumps(self, path: Any, *, keep: int = 1) -> NoReturn:
         """Always raises RuntimeError: what saves all members is a ReplayBufferEnsemble."""
         self._refuse("save")
 
-    def loads(self, path: Any, **_: Any) -> NoReturn:
+    def loads(self, path: Any) -> NoReturn:
         """Always raises RuntimeError: what loads all members is a ReplayBufferEnsemble."""
         self._refuse("load")
 
