@@ -94,6 +94,26 @@ def test_include_and_exclude_take_keys_with_all_below(tmp_path):
     assert set(data[:]["next"].keys()) == {"reward", "done", "terminated", "truncated"}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("key", ["observation", "action", ("next", "reward"), "time", "info"])
+def test_what_is_left_out_changes_nothing_else(tmp_path, write_source, key):
+    """Layouts look at values that are not stored: the last action says how a trial was closed."""
+    path = write_source(tmp_path / "a.h5")
+    whole = convert(path, ROBOHIVE, tmp_path / "whole")
+    part = convert(path, ROBOHIVE, tmp_path / "part", policies=Policies(exclude=[key]))
+    columns = part.published.columns
+    gone = (key,) if isinstance(key, str) else key
+    assert whole.published.columns.keys() - columns.keys() == {
+        known for known in whole.published.columns if known[: len(gone)] == gone
+    }
+    for name, column in columns.items():
+        assert column.equal(whole.published.columns[name]), name
+    for name in ("start", "length", "terminated", "truncated", "return"):
+        if name == "return" and gone == ("next", "reward"):
+            continue  # there are no rewards to sum up
+        assert part.episode_table[name].equal(whole.episode_table[name])
+
+
 def test_columns_that_say_nothing_are_dropped_and_recorded(tmp_path):
     """V13, N38: by all episodes, and never what is not an info."""
     logs = {

@@ -86,8 +86,9 @@ class SpanChecks:
             if not leaf.is_successor:
                 self._digest(start, block, leaf.extra)
         elif leaf.role == "action":
-            # What leads nowhere is not stored, and may be anything.
-            self._require_finite(leaf, start, block, "V20", runs)
+            # What leads nowhere is not stored, and may be anything; so may what is left out.
+            if runs is not None:
+                self._require_finite(leaf, start, block, "V20", runs)
             self._digest(start, block, leaf.extra)
         elif leaf.role == "reward":
             self._require_finite(leaf, start, block, "V21", runs)

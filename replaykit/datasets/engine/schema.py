@@ -235,7 +235,10 @@ class SchemaUnion:
                 left_out.append(LeftOut(path, why))
                 continue
             leaf = self._leaf(path, entry, specs)
-            if leaf.targets or entry.is_end or entry.role == "reward":
+            # Ends and rewards are in the table of episodes; the last action tells layouts how an
+            # episode was closed.
+            is_needed = entry.is_end or entry.role in ("reward", "action")
+            if leaf.targets or is_needed:
                 found.append(leaf)
         found.sort(key=lambda leaf: leaf.is_successor)
         return found, left_out
