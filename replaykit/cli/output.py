@@ -111,6 +111,9 @@ class Output:
     @contextmanager
     def progress(self, title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
         """Shows how many bytes were worked off; yields what is told of them."""
+        if not self.shows_progress:
+            yield lambda nbytes: None
+            return
         bar = BarColumn() if total else SpinnerColumn()
         with Progress(
             TextColumn("{task.description}"),
@@ -119,7 +122,6 @@ class Output:
             TimeElapsedColumn(),
             console=self.stderr,
             transient=True,
-            disable=not self.shows_progress,
         ) as shown:
             task = shown.add_task(title, total=total)
             yield lambda nbytes: shown.advance(task, nbytes)
