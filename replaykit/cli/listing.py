@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from replaykit.cli.known_sizes import KNOWN_SIZES
 from replaykit.cli.output import Debug, Json, Output, plain, size
 
 __all__ = ["datasets", "download"]
@@ -64,7 +63,6 @@ def datasets(
     for name in sorted(known) if family is None else [family]:
         kind = known[name]
         ids = [*kind.available_datasets]
-        ids += [each for each in KNOWN_SIZES.get(name, {}) if each not in ids]
         records.append(
             {
                 "family": name,
@@ -84,14 +82,18 @@ def datasets(
             here = Text("yes", "green") if each["path"] else Text("")
             table.add_row(record["family"], f"{record['family']}:{each['id']}", about, here)
         if record["other_ids"]:
-            note = f"{record['family']}:... any id; {record['from']}"
+            own = "" if record["from"].startswith("the Hub") else ", or files of your own"
+            note = f"{record['family']}:... any id; {record['from']}{own if ids else ''}"
             table.add_row(record["family"], Text(note, "dim"), "", "")
     output.console.print(table)
 
 
 def _origin(kind: Any) -> str:
     where = getattr(kind, "repository", None) or getattr(kind, "owner", None)
-    return f"the Hub, {where}" if where else "files of your own"
+    if where:
+        return f"the Hub, {where}"
+    places = {kind.remote(each).place for each in kind.available_datasets[:1]}
+    return next(iter(places), "files of your own")
 
 
 def _record(kind: Any, family: str, dataset_id: str, root: Path | None) -> dict[str, Any]:
@@ -99,11 +101,12 @@ def _record(kind: Any, family: str, dataset_id: str, root: Path | None) -> dict[
 
     home = Path.home() / ".cache" / "replaykit" / kind.corpus if root is None else root
     path = home / dataset_id
+    remote = kind.remote(dataset_id)
     is_here = (path / MANIFEST_NAME).is_file()
     return {
         "id": dataset_id,
         "name": f"{family}:{dataset_id}",
-        "bytes": KNOWN_SIZES.get(family, {}).get(dataset_id),
+        "bytes": None if remote is None else remote.known_bytes,
         "path": str(path) if is_here else None,
     }
 
@@ -116,23 +119,32 @@ def download(
         bool,
         typer.Option("--force", help="Fetch and convert anew, then swap.", show_default=False),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing."),
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Fetch a data set, verify it, and convert it once.
 
-    What was fetched stays in the cache of the Hub's client, so that a download that was cut off
-    goes on where it was.
+    What was fetched stays in the cache of the Hub's client, or in that of plain downloads, so that
+    one that was cut off goes on where it was.
 
     [bold]Examples[/bold]
 
       replaykit download robomimic:lift/ph/low_dim
 
       replaykit download minari:D4RL/door/human-v2 --root data
+
+      replaykit download d4rl:hopper-medium-v2 --dry-run
     """
-    from replaykit.datasets import load_dataset
+    from replaykit.datasets import load_dataset, plan
 
     output: Output = context.obj
+    if dry_run:
+        _tell_plan(output, plan(name, root=root))
+        return
     output.when_interrupted = (
         "what was fetched is kept, and the same command goes on from there; nothing was published"
     )
@@ -140,6 +152,41 @@ def download(
         data = load_dataset(name, 1, root=root, download="force" if force else True)
     published = data.published
     tell_dataset(output, published, name)
+
+
+def _tell_plan(output: Output, found: Any) -> None:
+    record = {
+        "name": found.name,
+        "origin": dict(found.origin),
+        "files": [
+            {"name": file.name, "bytes": file.size, "is_cached": file.is_cached}
+            for file in found.files
+        ],
+        "bytes": found.nbytes,
+        "missing_bytes": found.missing_bytes,
+        "free_bytes": found.free_bytes,
+        "cache": str(found.cache),
+        "path": str(found.target),
+        "is_converted": found.is_converted,
+    }
+    if output.as_json:
+        output.document(record)
+        return
+    table = Table("file", "size", "here", box=None, pad_edge=False, header_style="bold")
+    for file in found.files:
+        about = "-" if file.size is None else size(file.size)
+        table.add_row(Text(plain(file.name)), about, Text("yes" if file.is_cached else "", "green"))
+    output.console.print(table)
+    ending = "is there already" if found.is_converted else "would be made"
+    output.console.print(
+        Text(
+            plain(
+                f"{size(found.missing_bytes)} of {size(found.nbytes)} would be fetched to "
+                f"{found.cache} ({size(found.free_bytes)} free); {found.target} {ending}"
+            )
+        ),
+        soft_wrap=True,
+    )
 
 
 def tell_dataset(output: Output, published: Any, name: str | None = None) -> None:

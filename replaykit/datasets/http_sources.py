@@ -29,6 +29,17 @@ class WebFiles:
     files: tuple[WebFile, ...]
     natural: bool = False
 
+    @property
+    def place(self) -> str:
+        """The servers, for people."""
+        return ", ".join(sorted({urlsplit(file.url).netloc for file in self.files}))
+
+    @property
+    def known_bytes(self) -> int | None:
+        """Bytes of all files, where every size was given."""
+        sizes = [file.size for file in self.files]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
     def sources(self) -> Sources:
         """Fetches and verifies the files.
 

@@ -37,6 +37,16 @@ class HubFiles:
     beside: tuple[str, ...] = ()
     natural: bool = False
 
+    @property
+    def place(self) -> str:
+        """The repository, for people."""
+        return f"the Hub, {self.repo_id}"
+
+    @property
+    def known_bytes(self) -> int | None:
+        """None: a repository must be asked."""
+        return None
+
     def sources(self) -> Sources:
         """Lists, fetches and verifies the files.
 

@@ -72,6 +72,14 @@ class DownloadPlan:
 class Remote(Protocol):
     """Where the files of a data set are fetched from."""
 
+    @property
+    def place(self) -> str:
+        """The repository or server, for people."""
+
+    @property
+    def known_bytes(self) -> int | None:
+        """Bytes of all files where that is known without a request."""
+
     def sources(self) -> Sources:
         """Fetches and verifies the files.
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import replaykit
-from replaykit.cli.known_sizes import KNOWN_SIZES
 from replaykit.cli.listing import families
 from replaykit.cli.output import Output
 from replaykit.testing import Fault
@@ -109,12 +108,14 @@ def test_datasets_lists_every_family_and_id(command, tmp_path):
     assert listed.keys() == families().keys()
     for name, kind in families().items():
         ids = [each["id"] for each in listed[name]["datasets"]]
-        assert set(kind.available_datasets) <= set(ids)
-        assert len(ids) == len(set(ids))
+        assert kind.available_datasets == ids
         assert all(each["path"] is None for each in listed[name]["datasets"])
     hopper = {each["id"]: each["bytes"] for each in listed["d4rl"]["datasets"]}
     assert hopper["hopper-medium-v2"] == 152_756_557
-    assert KNOWN_SIZES["d4rl"]["door-human-v1"] == 3_121_206
+    assert hopper["door-human-v1"] == 3_121_206
+    assert listed["d4rl"]["from"] == "rail.eecs.berkeley.edu"
+    assert listed["roboset"]["from"] == "the Hub, jdvakil/RoboSet_Sim"
+    assert listed["aloha"]["from"] == "files of your own"
     done = command("datasets", "d4rl", "--root", tmp_path)
     (line,) = [line for line in done.out.splitlines() if "d4rl:hopper-medium-v2" in line]
     assert "152.8 MB" in line
@@ -158,6 +159,23 @@ def test_download_fetches_converts_and_is_listed(command, hub, tmp_path):
     assert command("download", f"roboset:{ROBOSET}", "--root", root).code == 0
     assert len(hub.requests) == asked  # what is there is not fetched again
     assert command("validate", root / ROBOSET).code == 0
+
+
+def test_a_dry_run_says_what_would_be_fetched(command, hub, tmp_path):
+    name, root = f"roboset:{ROBOSET}", tmp_path / "root"
+    said = command("download", name, "--root", root, "--dry-run", "--json").json
+    nbytes = (tmp_path / "a.h5").stat().st_size
+    assert [(file["bytes"], file["is_cached"]) for file in said["files"]] == [(nbytes, False)]
+    assert (said["missing_bytes"], said["is_converted"]) == (nbytes, False)
+    assert said["path"] == str(root / ROBOSET)
+    assert not root.exists()
+    command("download", name, "--root", root)
+    done = command("download", name, "--root", root, "--dry-run")
+    assert done.code == 0
+    assert " ".join(done.out.split()).startswith("file size here " + said["files"][0]["name"])
+    assert "0 B of" in done.out
+    assert "is there already" in done.out
+    assert command("download", "aloha:mine", "--dry-run").code == 4
 
 
 def test_download_errors(command, hub, tmp_path):
