@@ -13,7 +13,7 @@ from replaykit.native import crc32
 
 __all__ = ["LEAST_SHARED", "crc32_of_parts", "joined_crc32"]
 
-LEAST_SHARED: Final = 1 << 20
+LEAST_SHARED: Final = 1 << 22
 """Bytes from which on joining two checksums costs less than computing one."""
 _POLYNOMIAL: Final = 0xEDB88320
 

@@ -23,6 +23,7 @@ from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Facts
 from replaykit.datasets.engine.plan import Episode
 from replaykit.datasets.engine.runs import Runs
+from replaykit.datasets.engine.stretch import EpisodeRows
 from replaykit.errors import CorpusError
 
 
@@ -141,12 +142,13 @@ def test_runs_take_each_row_to_its_record():
              else e.base + offset + t)
             for e in episodes for t in range(e.rows)
         ]  # fmt: skip
-        runs = Runs.of(episodes, Target(("k",), offset, is_after))
+        runs = Runs.of(EpisodeRows.of(episodes), Target(("k",), offset, is_after))
         for step in range(1, 13):
             found = [
                 (row + i, record + i)
                 for start in range(0, 12, step)
-                for row, record, count in runs.within(start, start + step)
+                for here in [runs.within(start, start + step)]
+                for row, record, count in zip(here.rows, here.records, here.counts, strict=True)
                 for i in range(count)
             ]
             assert found == expected, (offset, is_after, step)

@@ -1,79 +1,44 @@
-"""What is checked and counted on the way through a span."""
+"""What is checked and counted on the way through a stretch."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import Ends
-from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.engine.plan import Episode, PlannedLeaf
+from replaykit.datasets.engine.plan import PlannedLeaf
 from replaykit.datasets.engine.runs import Runs
-from replaykit.errors import CorpusError
+from replaykit.datasets.engine.stretch import Stretch
 
-__all__ = ["Judge", "SpanChecks"]
+__all__ = ["NEVER", "StretchChecks"]
 
-_NEVER: Final = np.iinfo(np.int64).max
+NEVER: Final = int(np.iinfo(np.int64).max)
+"""The record at which what is never set is set."""
+_SHORT_ROWS: Final = 32
+"""Rows of an episode, on average, up to which rewards are added up for all episodes at once."""
 
 
-class Judge:
-    """Decides what becomes of an episode that breaks a rule; see `Policies.on_invalid`.
+class StretchChecks:
+    """What is seen of the episodes of one stretch, a block of one leaf at a time.
 
     Attributes:
-        bad: why each episode is to be left out, by position.
+        reward: the sum of the rewards of each episode.
+        ends: by field of ends, the first record at which it is set in each episode (`NEVER`
+            where it is not), and whether it is set at the last one.
     """
 
-    def __init__(self, on_invalid: str, notes: Notes) -> None:
-        self.bad: dict[int, str] = {}
-        self.notes = notes
-        self._on_invalid = on_invalid
-
-    @property
-    def skips(self) -> bool:
-        """Whether bad episodes are left out."""
-        return self._on_invalid == "skip"
-
-    def condemn(self, position: int, error: CorpusError) -> None:
-        """Notes that an episode cannot be rows.
-
-        Raises:
-            CorpusError: the one given, unless bad episodes are left out.
-        """
-        if not self.skips:
-            raise error
-        self.bad.setdefault(position, str(error))
-
-    def fail(self, position: int, place: Place, what: str, rule: str) -> None:
-        """Notes that values of an episode break a rule.
-
-        Raises:
-            CorpusError: if that stops the conversion.
-        """
-        if self._on_invalid == "keep":
-            self.notes.add(rule, f"{what}, and is kept", place)
-        else:
-            self.condemn(position, place.error(what, rule))
-
-
-class SpanChecks:
-    """What is seen of the episodes of one span, a block of one leaf at a time."""
-
-    def __init__(
-        self, episodes: Sequence[Episode], first: int, records: int, place: Place, judge: Judge
-    ) -> None:
-        self.reward = [0.0] * len(episodes)
-        self._digests = [hashlib.sha256() for _ in episodes]
-        self._episodes = episodes
-        self._first = first
-        self._records = records
-        self._bases = np.array([episode.base for episode in episodes], np.int64)
-        self._stops = np.array([e.base + e.records for e in episodes], np.int64)
-        self._ends: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
-        self._place = place
+    def __init__(self, stretch: Stretch, judge: Judge) -> None:
+        count = len(stretch.episodes)
+        self.reward = np.zeros(count)
+        self.ends: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
+        self._digests = [hashlib.sha256() for _ in range(count)]
+        self._stretch = stretch
+        self._at = stretch.at
         self._judge = judge
         self._clock: npt.NDArray[Any] | None = None
 
@@ -100,66 +65,57 @@ class SpanChecks:
         elif leaf.role == "time":
             self._require_progress(leaf, start, block)
 
-    def ends(self, position: int, wanted: Mapping[str, int]) -> dict[str, Ends]:
+    def ends_of(self, episode: int, wanted: Mapping[str, int]) -> dict[str, Ends]:
         """Returns where fields of ends were set in an episode, after all of them were taken.
 
         Args:
-            position: of the episode in the span.
+            episode: counted from the first of the stretch.
             wanted: the offsets of the outcomes by field.
         """
-        episode = self._episodes[position]
+        records, rows = int(self._at.records[episode]), int(self._at.rows[episode])
         found = {}
-        for name, (first, last) in self._ends.items():
+        for name, (first, last) in self.ends.items():
             # The record that the last row takes is the last one, unless that row was dropped.
-            if episode.rows + wanted[name] != episode.records:
+            if rows + wanted[name] != records:
                 continue
-            at = int(first[position])
-            first_set = None if at == _NEVER else at - episode.base
-            found[name] = Ends(episode.records, first_set, bool(last[position]))
+            at = int(first[episode])
+            first_set = None if at == NEVER else at - int(self._at.bases[episode])
+            found[name] = Ends(records, first_set, bool(last[episode]))
         return found
 
-    def digest(self, position: int) -> bytes:
-        """Returns the SHA-256 of the observations and actions of an episode."""
-        return self._digests[position].digest()
-
-    def _within(self, start: int, stop: int, extra: int) -> range:
-        first = np.searchsorted(self._stops + extra, start, "right")
-        last = np.searchsorted(self._bases, stop, "left")
-        return range(int(first), int(last))
+    def digests(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Returns the beginnings of the SHA-256 of observations and actions, ``[E, nbytes]``."""
+        joined = b"".join([digest.digest()[:nbytes] for digest in self._digests])
+        return np.frombuffer(joined, np.uint8).reshape(-1, nbytes)
 
     def _digest(self, start: int, block: npt.NDArray[Any], extra: int) -> None:
         stop = start + len(block)
-        for i in self._within(start, stop, extra):
-            begin = max(start, int(self._bases[i]))
-            end = min(stop, int(self._stops[i]) + extra)
-            self._digests[i].update(_bytes(block[begin - start : end - start]))
+        first = int(np.searchsorted(self._at.stops + extra, start, "right"))
+        last = int(np.searchsorted(self._at.bases, stop, "left"))
+        size = block[:1].nbytes
+        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+        begins = (np.maximum(self._at.bases[first:last], start) - start) * size
+        ends = (np.minimum(self._at.stops[first:last] + extra, stop) - start) * size
+        digests = self._digests[first:last]
+        for digest, begin, end in zip(digests, begins.tolist(), ends.tolist(), strict=True):
+            digest.update(content[begin:end])
 
     def _sum(self, start: int, block: npt.NDArray[Any], runs: Runs) -> None:
-        flat = block.reshape(len(block))
-        for row, record, count in runs.within(start, start + len(block)):
-            # A run may go through several episodes, without a gap.
-            while count:
-                i = self._episode_of_row(row)
-                episode = self._episodes[i]
-                part = min(count, episode.start + episode.rows - row)
-                values = flat[record - start : record - start + part]
-                self.reward[i] += float(values.sum(dtype=np.float64))
-                row, record, count = row + part, record + part, count - part
-
-    def _episode_of_row(self, row: int) -> int:
-        if len(self._episodes) == 1:
-            return 0
-        starts = self._starts
-        return int(np.searchsorted(starts, row, "right")) - 1
-
-    @property
-    def _starts(self) -> npt.NDArray[np.int64]:
-        if not hasattr(self, "_known_starts"):
-            self._known_starts = np.array([e.start for e in self._episodes], np.int64)
-        return self._known_starts
-
-    def _episode_of_record(self, record: int) -> int:
-        return min(int(np.searchsorted(self._stops, record, "right")), len(self._stops) - 1)
+        here = runs.within(start, start + len(block))
+        if not len(here):
+            return
+        values = here.take(block.reshape(len(block)), start)
+        # Rows are without a gap, so that an episode begins where the one before it ends.
+        row, stop = int(here.rows[0]), int(here.rows[-1] + here.counts[-1])
+        first, last = self._at.at_row(row), self._at.at_row(stop - 1)
+        begins = np.maximum(self._at.starts[first : last + 1] - row, 0)
+        if len(values) > _SHORT_ROWS * len(begins):
+            # Pair by pair, which loses fewer digits than one after another.
+            parts = np.split(values, begins[1:])
+            sums = np.array([part.sum(dtype=np.float64) for part in parts])
+        else:
+            sums = np.add.reduceat(values, begins, dtype=np.float64)
+        self.reward[first : last + 1] += sums
 
     def _require_finite(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], rule: str, runs: Runs | None
@@ -169,53 +125,54 @@ class SpanChecks:
         good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
         if runs is not None:
             stored = np.zeros(len(block), np.bool_)
-            for _, record, count in runs.within(start, start + len(block)):
-                stored[record - start : record - start + count] = True
+            runs.within(start, start + len(block)).mark(stored, start)
             good |= ~stored
-        seen = -1
-        for at in np.flatnonzero(~good).tolist():
-            i = self._episode_of_record(start + at)
-            # Records of episodes that were left out belong to none of these.
-            inside = self._bases[i] <= start + at < self._stops[i] + leaf.extra
-            if i == seen or not inside:
-                continue
-            seen = i
-            place = self._place.at(key=leaf.path, record=start + at)
-            self._judge.fail(self._first + i, place, f"the {leaf.role} holds NaN or infinity", rule)
+        for i, record in self._first_in_each(start + np.flatnonzero(~good), leaf.extra):
+            place = self._stretch.place_at(record, leaf.path)
+            what = f"the {leaf.role} holds NaN or infinity"
+            self._judge.fail(self._stretch.first + i, place, what, rule)
 
     def _note_ends(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
-        if leaf.path not in self._ends:
-            count = len(self._episodes)
-            self._ends[leaf.path] = (np.full(count, _NEVER), np.zeros(count, np.bool_))
-        first, last = self._ends[leaf.path]
+        if leaf.path not in self.ends:
+            count = len(self._at.bases)
+            self.ends[leaf.path] = (np.full(count, NEVER), np.zeros(count, np.bool_))
+        first, last = self.ends[leaf.path]
         records = start + np.flatnonzero(block.reshape(len(block)))
-        episodes = np.searchsorted(self._stops, records, "right")
-        # Records of episodes that were left out belong to none of these.
-        known = episodes < len(self._stops)
+        episodes = np.searchsorted(self._at.stops, records, "right")
+        known = episodes < len(self._at.stops)
         records, episodes = records[known], episodes[known]
-        inside = records >= self._bases[episodes]
+        inside = records >= self._at.bases[episodes]
         records, episodes = records[inside], episodes[inside]
         np.minimum.at(first, episodes, records)
-        last[episodes[records == self._stops[episodes] - 1]] = True
+        last[episodes[records == self._at.stops[episodes] - 1]] = True
 
     def _require_progress(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
         if block.dtype.kind not in "iuf" or not block.size:
             return
         known = 0 if self._clock is None else 1
         times = block if self._clock is None else np.concatenate([self._clock, block])
-        if len(times) > 1:
-            grows = (times[1:] > times[:-1]).reshape(len(times) - 1, -1).all(axis=1)
-            records = start - known + 1 + np.flatnonzero(~grows)
-            # Time may begin anew where an episode does.
-            for i in np.unique(np.searchsorted(self._stops, records, "right")).tolist():
-                inside = records[np.searchsorted(self._stops, records, "right") == i]
-                inside = inside[inside != self._bases[min(i, len(self._bases) - 1)]]
-                if inside.size:
-                    at = self._place.at(key=leaf.path, record=int(inside[0]))
-                    text = f"{leaf.path} does not increase strictly"
-                    self._judge.notes.add("V27", text, at)
         self._clock = block[-1:]
+        if len(times) < 2:
+            return
+        grows = (times[1:] > times[:-1]).reshape(len(times) - 1, -1).all(axis=1)
+        if grows.all():
+            return
+        # Time may begin anew where an episode does, and is nothing between episodes.
+        records = np.setdiff1d(start - known + 1 + np.flatnonzero(~grows), self._at.bases)
+        for _, record in self._first_in_each(records, leaf.extra):
+            text = f"{leaf.path} does not increase strictly"
+            self._judge.notes.add("V27", text, self._stretch.place_at(record, leaf.path))
 
+    def _first_in_each(
+        self, records: npt.NDArray[np.int64], extra: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the episodes that records belong to, each with the first of its own.
 
-def _bytes(block: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+        Records of episodes that were left out belong to none.
+        """
+        episodes = np.searchsorted(self._at.stops + extra, records, "right")
+        known = episodes < len(self._at.bases)
+        records, episodes = records[known], episodes[known]
+        inside = records >= self._at.bases[episodes]
+        found, at = np.unique(episodes[inside], return_index=True)
+        yield from zip(found.tolist(), records[inside][at].tolist(), strict=True)

@@ -12,25 +12,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
-from replaykit.datasets.engine.checks import Judge
 from replaykit.datasets.engine.joined import open_sources
+from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan, Span
 from replaykit.datasets.engine.statistics import Statistics
-from replaykit.datasets.engine.write import RowWriter
-from replaykit.datasets.episode_table import EPISODE_FIELDS
+from replaykit.datasets.engine.write import RowWriter, empty_table
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.workers import run_in_processes
 from replaykit.ted import Key
 
 __all__ = ["Written", "write_files"]
-
-_DIGEST_BYTES = 16
 
 
 @dataclass
@@ -95,11 +91,7 @@ def write_files(
         OSError: there is no room.
         RuntimeError: a worker died.
     """
-    table = {
-        name: np.zeros((len(plan.episodes), _DIGEST_BYTES) if name == "digest" else
-                       len(plan.episodes), dtype)
-        for name, (dtype, _) in EPISODE_FIELDS.items()
-    }  # fmt: skip
+    table = empty_table(len(plan.episodes))
     found = Written(table, {key: Statistics() for key in columns}, [{} for _ in sources.files], {})
     spans: dict[int, list[Span]] = {}
     for span in plan.spans:
@@ -184,8 +176,7 @@ def _write_file(
     try:
         unit = [sources.files[position] for position in plan.units.get(index, (index,))]
         with open_sources(unit, plan.layout.clock) as file:
-            for span in spans:
-                writer.write(file, source, span, memory)
+            writer.write(file, source, spans, memory)
         writer.finish()
     except DropLeaves as drop:
         # Handed over as it is: the way back from a worker is for errors.

@@ -8,6 +8,7 @@ costs more than the reading. h5py is imported by the first call that needs it.
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from replaykit.errors import CorpusError
 __all__ = ["H5File", "Leaf", "Member", "open_h5"]
 
 _NUMBERS: Final = frozenset(
-    f"{kind}{bits}"
+    np.dtype(f"{kind}{bits}")
     for kind, sizes in {
         "int": (8, 16, 32, 64),
         "uint": (8, 16, 32, 64),
@@ -32,8 +33,8 @@ _NUMBERS: Final = frozenset(
         "complex": (64, 128),
     }.items()
     for bits in sizes
-) | {"bool"}
-"""Names of the dtypes that NumPy and torch share."""
+) | {np.dtype("bool")}
+"""The dtypes that NumPy and torch share."""
 _NO_DATA: Final = "it is neither an array nor a group"
 _MAX_DEPTH: Final = 16
 """Groups nested deeper than any corpus has them: a cycle of links."""
@@ -112,6 +113,9 @@ class H5File:
         self.path = path
         self._root = handle.id
         self._is_verified = is_verified
+        # Asking HDF5 for a dtype costs several times what reading a small array does.
+        self._dtypes: dict[bytes, np.dtype[Any]] = {}
+        self._memory_types: dict[np.dtype[Any], Any] = {}
 
     def place(self, name: str) -> Place:
         """Returns the place of the file, whose path in the corpus is ``name``."""
@@ -187,10 +191,15 @@ class H5File:
 
         return h5py.h5o.open(self._root, group.encode() or b"/")
 
-    def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(
+        self, dataset: str, start: int, stop: int, into: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
         """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
 
         A dataset without dimensions has one entry.
+
+        Args:
+            into: takes them and is returned: contiguous, of their size and of the native dtype.
 
         Raises:
             CorpusError: they cannot be read in full; names file, dataset and cause (rule V03).
@@ -201,16 +210,22 @@ class H5File:
             node = h5py.h5d.open(self._root, dataset.encode())
             space = node.get_space()
             shape = space.get_simple_extent_dims()
-            array = np.empty((stop - start, *shape[1:]), _native(node.dtype))
-            if array.size == 0:
-                return array
+            block = (stop - start, *shape[1:])
+            if into is None:
+                into = np.empty(block, self._dtype(node))
+            elif into.size != math.prod(block):
+                raise CorpusError(f"has shape {list(block)}, expected {list(into.shape)}")
+            if into.size == 0:
+                return into
+            kind = self._memory_types.get(into.dtype)
+            if kind is None:
+                kind = self._memory_types[into.dtype] = h5py.h5t.py_create(into.dtype)
             if not shape or stop - start == shape[0]:
-                node.read(h5py.h5s.ALL, h5py.h5s.ALL, array)
+                node.read(h5py.h5s.ALL, h5py.h5s.ALL, into, kind)
             else:
-                block = array.shape
                 space.select_hyperslab((start, *(0 for _ in shape[1:])), block)
-                node.read(h5py.h5s.create_simple(block), space, array)
-            return array
+                node.read(h5py.h5s.create_simple(block), space, into, kind)
+            return into
 
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns entries of a dataset of text or values of varying length, as Python objects."""
@@ -245,6 +260,18 @@ class H5File:
                 return 1
             return int(properties.get_chunk()[0])
 
+    def _dtype(self, node: Any) -> np.dtype[Any]:
+        """Returns the native dtype of a dataset."""
+        kind = node.get_type()
+        try:
+            said = kind.encode()
+        except Exception:  # some types cannot be said in bytes
+            return _native(kind.dtype)
+        found = self._dtypes.get(said)
+        if found is None:
+            found = self._dtypes[said] = _native(kind.dtype)
+        return found
+
     def _naming(self, where: str) -> AbstractContextManager[None]:
         return _naming(self.path, where, self._is_verified)
 
@@ -270,12 +297,36 @@ class H5File:
             if isinstance(child, h5py.h5g.GroupID):
                 self._walk(child, f"{path}/", (*above, address), found)
             elif isinstance(child, h5py.h5d.DatasetID):
-                found.append(_leaf(path, child))
+                found.append(self._leaf(path, child))
             else:
                 why = child if isinstance(child, str) else _NO_DATA
                 found.append(Leaf(path, (), np.uint8, why))
             if len(found) > _MAX_LEAVES:
                 raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
+
+    def _leaf(self, path: str, node: Any) -> Leaf:
+        import h5py
+
+        space = node.get_space()
+        kind = space.get_simple_extent_type()
+        if kind == h5py.h5s.NULL:
+            return Leaf(path, (), np.uint8, "it has no values at all")
+        shape = tuple(int(n) for n in space.get_simple_extent_dims())
+        try:
+            dtype = self._dtype(node)
+        except (TypeError, ValueError) as error:
+            return Leaf(path, shape, np.uint8, f"its type is not supported ({error})")
+        problem = None
+        if dtype not in _NUMBERS:
+            problem = f"it holds {_kind(dtype)}, which cannot be a column of numbers"
+        elif 0 not in shape and node.get_storage_size() == 0 and node.get_offset() is None:
+            properties = node.get_create_plist()
+            layout = properties.get_layout()
+            if layout == h5py.h5d.VIRTUAL or properties.get_external_count():
+                problem = "its values lie in another file"
+            elif layout != h5py.h5d.COMPACT:
+                problem = "its values were never written"
+        return Leaf(path, shape, dtype, problem)
 
 
 def _links(node: Any) -> list[tuple[bytes, str | None]]:
@@ -305,31 +356,6 @@ def _entries(node: Any) -> Iterator[tuple[bytes, Any]]:
 
     for name, why in _links(node):
         yield name, h5py.h5o.open(node, name) if why is None else why
-
-
-def _leaf(path: str, node: Any) -> Leaf:
-    import h5py
-
-    space = node.get_space()
-    kind = space.get_simple_extent_type()
-    if kind == h5py.h5s.NULL:
-        return Leaf(path, (), np.uint8, "it has no values at all")
-    shape = tuple(int(n) for n in space.get_simple_extent_dims())
-    try:
-        dtype = _native(node.dtype)
-    except (TypeError, ValueError) as error:
-        return Leaf(path, shape, np.uint8, f"its type is not supported ({error})")
-    problem = None
-    if dtype.name not in _NUMBERS:
-        problem = f"it holds {_kind(dtype)}, which cannot be a column of numbers"
-    elif 0 not in shape and node.get_storage_size() == 0 and node.get_offset() is None:
-        properties = node.get_create_plist()
-        layout = properties.get_layout()
-        if layout == h5py.h5d.VIRTUAL or properties.get_external_count():
-            problem = "its values lie in another file"
-        elif layout != h5py.h5d.COMPACT:
-            problem = "its values were never written"
-    return Leaf(path, shape, dtype, problem)
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

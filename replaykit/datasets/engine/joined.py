@@ -71,8 +71,12 @@ class JoinedFile(H5File):
             found.append(replace(leaf, shape=shape, problem=problem))
         return found
 
-    def read(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(
+        self, dataset: str, start: int, stop: int, into: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
         parts = [file.read(dataset, a, b) for file, a, b in self._within(dataset, start, stop)]
+        if into is not None:
+            return np.concatenate(parts, out=into)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.plan import Episode, Span
+from replaykit.datasets.engine.stretch import Stretch
 from replaykit.ted import Key
 
 __all__ = ["Put", "store_constant", "store_flag"]
@@ -18,16 +18,16 @@ Put = Callable[[Key, int, npt.NDArray[Any]], None]
 
 
 def store_flag(
-    span: Span, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
+    stretch: Stretch, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
 ) -> None:
-    """Writes a flag that is one way at some rows of a span and the other way elsewhere.
+    """Writes a flag that is one way at some rows of a stretch and the other way elsewhere.
 
     Args:
         rows: where it is ``is_set``.
         block: how many rows are written at a time.
     """
-    stop = span.start + span.rows
-    for begin in range(span.start, stop, block):
+    stop = stretch.start + stretch.rows
+    for begin in range(stretch.start, stop, block):
         end = min(begin + block, stop)
         values = np.full((end - begin, 1), not is_set)
         values[rows[(rows >= begin) & (rows < end)] - begin] = is_set
@@ -35,8 +35,7 @@ def store_flag(
 
 
 def store_constant(
-    span: Span,
-    episodes: Sequence[Episode],
+    stretch: Stretch,
     key: Key,
     each: npt.NDArray[Any],
     *,
@@ -49,12 +48,12 @@ def store_constant(
         each: the value of each episode.
         block: how many rows are written at a time.
     """
-    starts = np.cumsum([0, *(episode.rows for episode in episodes)])
-    for begin in range(0, span.rows, block):
-        end = min(begin + block, span.rows)
+    starts = np.append(stretch.at.starts - stretch.start, stretch.rows)
+    for begin in range(0, stretch.rows, block):
+        end = min(begin + block, stretch.rows)
         first = int(np.searchsorted(starts, begin, "right")) - 1
         last = int(np.searchsorted(starts, end, "left"))
         counts = np.minimum(starts[first + 1 : last + 1], end) - np.maximum(
             starts[first:last], begin
         )
-        put(key, span.start + begin, np.repeat(each[first:last], counts))
+        put(key, stretch.start + begin, np.repeat(each[first:last], counts))

@@ -67,6 +67,7 @@ class Span:
         start: the first row.
         rows: how many rows they give.
         leaves: which leaves are there.
+        form: spans that declare the same leaves with the same shapes and dtypes have one number.
     """
 
     file: int
@@ -77,6 +78,7 @@ class Span:
     start: int
     rows: int
     leaves: frozenset[str]
+    form: int
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The records of one span, a block of one leaf at a time."""
+"""The records of one stretch, a block of one leaf at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,35 +10,91 @@ import numpy.typing as npt
 
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.plan import PlannedLeaf, Span
+from replaykit.datasets.engine.stretch import Stretch
+from replaykit.errors import CorpusError
 
-__all__ = ["SpanReader"]
+__all__ = ["StretchReader"]
 
 
-class SpanReader:
-    """Reads the leaves of a span.
+class StretchReader:
+    """Reads the leaves of a stretch.
 
     Args:
-        file: the file that the span is in.
-        span: the arrays.
+        file: the file that it is in.
+        stretch: the arrays.
         block_bytes: how much of one leaf is read at a time.
+        give_up: told which of several spans cannot be read, by position, with the error; where
+            it returns, the records of the span are zero from then on.
     """
 
-    def __init__(self, file: H5File, span: Span, block_bytes: int) -> None:
+    def __init__(
+        self,
+        file: H5File,
+        stretch: Stretch,
+        block_bytes: int,
+        give_up: Callable[[int, CorpusError], None],
+    ) -> None:
         self._file = file
-        self._span = span
+        self._stretch = stretch
         self._block_bytes = block_bytes
+        self._give_up = give_up
+        self._dead: set[int] = set()
 
     def read(self, leaf: PlannedLeaf, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns records ``start .. stop - 1`` of a leaf, decoded, parts side by side.
 
+        Of several spans all records are read at once.
+
         Raises:
-            CorpusError: they cannot be read in full, or not decoded.
+            CorpusError: those of a single span cannot be read in full, or not decoded.
         """
+        stretch = self._stretch
+        if stretch.is_single:
+            return self._read(stretch.spans[0], leaf, start, stop)
+        block: npt.NDArray[Any] | None = None
+        offsets = stretch.offsets.tolist()
+        is_plain = leaf.decoder is None and len(leaf.paths) == 1 and not leaf.is_once
+        for i, span in enumerate(stretch.spans):
+            records = span.records + leaf.extra
+            place = slice(offsets[i], offsets[i] + records)
+            into = block[place] if block is not None and is_plain else None
+            part = self._tried(i, leaf, 1 if leaf.is_once else records, into)
+            if part is None or part is into:
+                continue
+            if block is None:
+                # All spans of a stretch declare the same, so that this is the dtype of all.
+                block = np.zeros((stretch.records, *part.shape[1:]), part.dtype)
+            block[place] = part
+        if block is None:
+            return np.zeros((stretch.records, *leaf.shape), leaf.dtype)
+        return block
+
+    def _tried(
+        self, position: int, leaf: PlannedLeaf, stop: int, into: npt.NDArray[Any] | None
+    ) -> npt.NDArray[Any] | None:
+        """Returns the first records of one of several spans; ``None`` if they cannot be read."""
+        if position in self._dead:
+            return None
+        try:
+            return self._read(self._stretch.spans[position], leaf, 0, stop, into)
+        except CorpusError as error:
+            self._dead.add(position)
+            self._give_up(position, error)
+            return None
+
+    def _read(
+        self,
+        span: Span,
+        leaf: PlannedLeaf,
+        start: int,
+        stop: int,
+        into: npt.NDArray[Any] | None = None,
+    ) -> npt.NDArray[Any]:
         if leaf.decoder is not None:
-            return leaf.decoder.read(self._file, self._path(leaf.path), start, stop)
-        parts = [self._file.read(self._path(path), start, stop) for path in leaf.paths]
-        if len(parts) == 1:
-            return parts[0]
+            return leaf.decoder.read(self._file, _path(span, leaf.path), start, stop)
+        if len(leaf.paths) == 1:
+            return self._file.read(_path(span, leaf.path), start, stop, into)
+        parts = [self._file.read(_path(span, path), start, stop) for path in leaf.paths]
         flat = [part.reshape(stop - start, -1) for part in parts]
         return np.concatenate(flat, axis=1, dtype=leaf.dtype)
 
@@ -49,10 +105,14 @@ class SpanReader:
 
         ``loaded`` has leaves that were read whole already.
         """
-        records = self._span.records + leaf.extra
+        stretch = self._stretch
         if leaf.path in loaded:
             yield 0, loaded[leaf.path]
             return
+        if not stretch.is_single:
+            yield 0, self.read(leaf, 0, stretch.records)
+            return
+        records = stretch.records + leaf.extra
         step = records
         if leaf.is_once:
             value = self.read(leaf, 0, 1)
@@ -63,10 +123,12 @@ class SpanReader:
             return
         if leaf.record_bytes * records > self._block_bytes:
             # Whole stripes of chunks, so that none is decompressed twice.
-            stripe = max(self._file.chunk_rows(self._path(path)) for path in leaf.paths)
+            span = stretch.spans[0]
+            stripe = max(self._file.chunk_rows(_path(span, path)) for path in leaf.paths)
             step = stripe * max(1, self._block_bytes // (stripe * leaf.record_bytes))
         for start in range(0, records, step):
             yield start, self.read(leaf, start, min(start + step, records))
 
-    def _path(self, path: str) -> str:
-        return f"{self._span.group}/{path}" if self._span.group else path
+
+def _path(span: Span, path: str) -> str:
+    return f"{span.group}/{path}" if span.group else path

@@ -205,7 +205,7 @@ class _Scan:
         found = list(self._episodes(index, file, refs, leaves, records, facts, is_flat))
         if not found:
             return
-        specs = self.schema.add(leaves, records, place, count=len(found))
+        specs, form = self.schema.add(leaves, records, place, count=len(found))
         for path, spec in specs.items():
             if self.schema.is_in_question(path, spec):
                 count = 1 if spec.is_once else records + spec.extra
@@ -216,7 +216,7 @@ class _Scan:
         self.episodes.extend(found)
         stop = first + len(found)
         self.spans.append(
-            Span(index, group, records, first, stop, self.rows, rows, frozenset(specs))
+            Span(index, group, records, first, stop, self.rows, rows, frozenset(specs), form)
         )
         self.rows += rows
 
@@ -245,11 +245,12 @@ class _Scan:
     ) -> Iterator[Episode]:
         assert self.schema is not None
         layout, start, unit = self.schema.layout, self.rows, self.units[index]
-        known = facts
+        known = {said: replace(facts, terminated=said) for said in (True, False)}
+        variants = {None: facts, **known}
         for ref in refs:
             begins = unit[ref.part]
             within = file.parts[ref.part].start if file.parts else 0
-            facts = known if ref.terminated is None else replace(known, terminated=ref.terminated)
+            facts = variants[ref.terminated]
             records = total if ref.records is None else ref.records
             is_open = layout.is_open and self._is_kept(file, ref, leaves, records, facts)
             rows = records - layout.lost + is_open

@@ -53,6 +53,7 @@ class _Signature:
 
     specs: dict[str, Spec]
     first: Place
+    number: int
     count: int = 0
 
 
@@ -125,8 +126,8 @@ class SchemaUnion:
 
     def add(
         self, leaves: Mapping[str, Leaf], records: int, place: Place, *, count: int
-    ) -> dict[str, Spec]:
-        """Notes what episodes declare; returns the leaves of fields.
+    ) -> tuple[dict[str, Spec], int]:
+        """Notes what episodes declare; returns the leaves of fields, and the number of the form.
 
         Raises:
             CorpusError: a required leaf differs from that of the first episode.
@@ -144,12 +145,12 @@ class SchemaUnion:
         known = tuple(specs.items())
         signature = self._signatures.get(known)
         if signature is None:
-            signature = _Signature(specs, place)
+            signature = _Signature(specs, place, len(self._signatures))
             self._compare(signature)
             self._signatures[known] = signature
         signature.count += count
         self._episodes += count
-        return specs
+        return specs, signature.number
 
     def field_of(self, path: str) -> Field | None:
         """Returns the field of a leaf. Remembered: asked for every leaf of every episode."""

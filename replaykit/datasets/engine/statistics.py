@@ -96,11 +96,12 @@ class Statistics:
 
 
 def _of_bytes(block: npt.NDArray[Any]) -> tuple[float, float]:
-    """Mean and sum of squared distances from how often each of 256 values occurs: one pass."""
-    times = np.bincount(block.reshape(-1).view(np.uint8), minlength=256).astype(np.float64)
-    values = np.arange(256, dtype=np.uint8).view(block.dtype).astype(np.float64)
-    mean = float(values @ times) / block.size
-    return mean, float(np.square(values - mean) @ times)
+    """Mean and sum of squared distances from it, of `_PIECE` numbers of one byte at the most."""
+    # As whole numbers, which are exact: 255 ** 2 * _PIECE is less than 2 ** 32.
+    wide = block.astype(np.int32 if block.dtype.kind == "i" else np.uint32)
+    total = int(np.add.reduce(wide, axis=None, dtype=wide.dtype))
+    squares = int(np.add.reduce(np.square(wide, out=wide), axis=None, dtype=wide.dtype))
+    return total / block.size, (squares * block.size - total * total) / block.size
 
 
 def _finite(value: Any) -> Any:
