@@ -10,6 +10,7 @@ from benchmarks.report import Line, Target, missing_lines
 from benchmarks.setting import Setting
 from benchmarks.works import (
     checkpoints,
+    corpora,
     images,
     memmap_cold,
     memmap_warm,
@@ -47,6 +48,7 @@ WORKS = {
         sequences,
         checkpoints,
         sharing,
+        corpora,
     )
 }
 

@@ -18,6 +18,7 @@ from benchmarks.harness import ready
 from benchmarks.holders import RawTorch, Replaykit
 from benchmarks.machine import fingerprint
 from benchmarks.rows import make_transitions, row_bytes
+from benchmarks.works import WORKS
 from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
 from benchmarks.works.transitions import Sampling
 from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
@@ -61,7 +62,9 @@ def no_cpprb(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_cpprb")
 @pytest.mark.filterwarnings("ignore")
 def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, record = run(tmp_path)
+    # Conversions take a minute: they are for those who have it.
+    works = [name for name in WORKS if name != "corpora"]
+    status, record = run(tmp_path, "--only", *works)
     assert status == 0
     assert record["machine"]["processor"] == fingerprint()["processor"]
     assert record["others"] is None or 0 <= record["others"] <= 1
@@ -89,6 +92,22 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"left out: {cpprb}: " in text
     assert "what is asked, is asked of 1,000,000 rows" in text
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "scratch files are gone"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_corpora_are_converted_beside_h5py_and_torchrl(tmp_path: Path) -> None:
+    status, record = run(tmp_path, "corpora", "--rounds", "1")
+    assert status == 0
+    lines = {(line["work"], line["name"]): line for line in record["lines"]}
+    for title in ("flat steps, gzip", "demonstrations, images, gzip", "RoboSet trials, gzip"):
+        assert lines[title, "plain h5py"]["at_most"] == 2.0
+        assert lines[title, "plain h5py"]["ratio"] > 0
+        assert lines[f"{title}: 2 at once", "replaykit"]["at_most"] == 0.625
+        assert lines[f"{title}: 2 at once", "replaykit"]["ratio"] > 0
+    assert lines["one RoboSet file of 2 trials", "TorchRL"]["at_most"] == pytest.approx(1 / 15)
+    for title in ("images, 340 MB", "10 steps an episode, 300 MB"):
+        assert 0 < lines[f"peak memory, {title}", "replaykit"]["value"] < 256
 
 
 @pytest.mark.usefixtures("no_cpprb")
