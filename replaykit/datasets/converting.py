@@ -96,7 +96,7 @@ def convert(
         (tensor([2, 1]), tensor([ True, False,  True]))
     """
     options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
-    sources = local_sources(files, natural=layout.natural_files)
+    sources = local_sources(files, natural=layout.natural_files, threads=workers)
     listed = "".join(f"{file.name}\0{file.sha256}\n" for file in sources.files)
     identity: dict[str, Any] = {
         "files": hashlib.sha256(listed.encode()).hexdigest(),
@@ -127,7 +127,7 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
     return CorpusExperienceReplay(dest, batch_size, **kwargs)
 
 
-def local_sources(files: Files, *, natural: bool = False) -> Sources:
+def local_sources(files: Files, *, natural: bool = False, threads: int = 1) -> Sources:
     """Describes the H5 files that a caller gives, and fetches those that are URLs of the web.
 
     Raises:
@@ -138,7 +138,7 @@ def local_sources(files: Files, *, natural: bool = False) -> Sources:
     web = _web_files(files)
     if web:
         return WebFiles(web, natural).sources()
-    sources = Sources.local(_paths(files), natural=natural)
+    sources = Sources.local(_paths(files), natural=natural, threads=threads)
     if isinstance(files, Mapping):
         wanted = {os.path.abspath(_path(name)): sha256 for name, sha256 in files.items()}
         for file in sources.files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,12 @@ class Sources:
         *,
         origin: Mapping[str, Any] | None = None,
         natural: bool = False,
+        threads: int = 1,
     ) -> Sources:
         """Describes files of this machine; nothing is ever written beside them.
 
         Names are the paths below the deepest directory that holds all of them. Cost: reads every
-        file once, for its checksum.
+        file once, for its checksum, ``threads`` at a time.
 
         Raises:
             CorpusError: a file is not HDF5.
@@ -82,11 +84,14 @@ class Sources:
             base = absolute[0].parent
         elif absolute:
             base = Path(os.path.commonpath([path.parent for path in absolute]))
-        files = []
         for path in absolute:
             check_signature(path)
-            size = path.stat().st_size
-            files.append(SourceFile(path, path.relative_to(base).as_posix(), size, sha256_of(path)))
+        with ThreadPoolExecutor(threads) as pool:
+            digests = list(pool.map(sha256_of, absolute))
+        files = [
+            SourceFile(path, path.relative_to(base).as_posix(), path.stat().st_size, sha256)
+            for path, sha256 in zip(absolute, digests, strict=True)
+        ]
         return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
 
     def check(self) -> None:

@@ -175,6 +175,7 @@ def _convert(
             excluded=excluded,
             block_bytes=options.block_bytes,
             notes=notes,
+            workers=options.workers,
         )
         columns = create_columns(directory, column_specs(plan), (plan.rows,))
         hold_back(directory)

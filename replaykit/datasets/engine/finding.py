@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,7 @@ _LISTED: Final = 20
 """How many names of a strange file a message lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeRef:
+class EpisodeRef(NamedTuple):
     """An episode as a file has it.
 
     Attributes:

@@ -7,19 +7,20 @@ costs more than the reading. h5py is imported by the first call that needs it.
 
 from __future__ import annotations
 
-import errno
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.h5_errors import naming
 from replaykit.datasets.engine.places import Part, Place
-from replaykit.datasets.engine.signature import AT_SOURCE, check_signature
+from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
 __all__ = ["H5File", "Leaf", "Member", "open_h5"]
@@ -63,7 +64,7 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
             "reading H5 corpora needs h5py, which is not installed: `pip install h5py`"
         ) from error
     check_signature(path, is_verified=is_verified)
-    with _naming(path, None, is_verified):
+    with naming(path, None, is_verified):
         # best-effort: file systems without locks, such as some network mounts, still work.
         handle = h5py.File(path, "r", locking="best-effort")
     try:
@@ -105,9 +106,11 @@ class H5File:
     Attributes:
         path: where it lies.
         parts: the files that are read as this one; none for a file that stands for itself.
+        listed: what `leaves` would return for some groups, where that is known already.
     """
 
     parts: tuple[Part, ...] = ()
+    listed: Mapping[str, list[Leaf]] = MappingProxyType({})
 
     def __init__(self, path: Path, handle: Any, is_verified: bool = False) -> None:
         self.path = path
@@ -163,6 +166,8 @@ class H5File:
             group: the group; ``""`` for the root.
             without: entries of the group that are not looked at.
         """
+        if not without and group in self.listed:
+            return self.listed[group]
         found: list[Leaf] = []
         with self._naming(group or "/"):
             self._walk(self._node(group), "", (), found, without)
@@ -273,7 +278,7 @@ class H5File:
         return found
 
     def _naming(self, where: str) -> AbstractContextManager[None]:
-        return _naming(self.path, where, self._is_verified)
+        return naming(self.path, where, self._is_verified)
 
     def _walk(
         self,
@@ -372,31 +377,3 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8")
-
-
-@contextmanager
-def _naming(path: Path, where: str | None, is_verified: bool) -> Iterator[None]:
-    """Turns whatever the HDF5 library raises into an error that names the file and the place."""
-    place = str(path) if where is None else f"{path}: {where}"
-    try:
-        yield
-    except CorpusError as error:
-        raise CorpusError(f"{place}: {error} [V03]") from error
-    except MemoryError as error:
-        raise CorpusError(f"{place}: too large to read in one piece ({error}) [V03]") from error
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        cause = str(error.args[-1] if error.args else error)
-        remedy = _remedy(cause, is_verified)
-        raise CorpusError(f"{place}: cannot be read ({cause}); {remedy} [V03]") from error
-
-
-def _remedy(cause: str, is_verified: bool) -> str:
-    if "lock file" in cause or "already open for write" in cause:
-        return "it is open for writing: close it there first"
-    if "plugin" in cause or "required filter" in cause:
-        return "install the HDF5 plugin for its compression, for example `pip install hdf5plugin`"
-    if is_verified:
-        return f"the file is cut short or damaged: {AT_SOURCE}"
-    return "the file is cut short or damaged: fetch it again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from replaykit.datasets.engine.layout import Facts, Layout
 __all__ = ["Episode", "LeftOut", "Plan", "PlannedLeaf", "Skipped", "Span"]
 
 
-@dataclass(frozen=True, slots=True)
-class Episode:
+class Episode(NamedTuple):
     """An episode that gives rows ``start .. start + rows - 1``.
 
     Attributes:

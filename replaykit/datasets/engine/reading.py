@@ -103,12 +103,14 @@ class StretchReader:
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yields the records of a leaf in blocks, each with the index of its first record.
 
-        ``loaded`` has leaves that were read whole already.
+        ``loaded`` has the first records of leaves that were read already.
         """
-        stretch = self._stretch
+        stretch, begin = self._stretch, 0
         if leaf.path in loaded:
+            begin = len(loaded[leaf.path])
             yield 0, loaded[leaf.path]
-            return
+            if begin == stretch.records + leaf.extra * stretch.is_single:
+                return
         if not stretch.is_single:
             yield 0, self.read(leaf, 0, stretch.records)
             return
@@ -126,8 +128,12 @@ class StretchReader:
             span = stretch.spans[0]
             stripe = max(self._file.chunk_rows(_path(span, path)) for path in leaf.paths)
             step = stripe * max(1, self._block_bytes // (stripe * leaf.record_bytes))
-        for start in range(0, records, step):
-            yield start, self.read(leaf, start, min(start + step, records))
+        start = begin
+        while start < records:
+            # To the end of a stripe, wherever this begins.
+            stop = min((start // step + 1) * step, records)
+            yield start, self.read(leaf, start, stop)
+            start = stop
 
 
 def _path(span: Span, path: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
@@ -20,6 +21,7 @@ from replaykit.datasets.engine.finding import EpisodeRef, Segments
 from replaykit.datasets.engine.h5 import H5File, Leaf
 from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.listing import Listing, listings
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Episode, Plan, Skipped, Span
 from replaykit.datasets.engine.policies import Policies
@@ -45,6 +47,7 @@ def scan(
     excluded: Excluded,
     block_bytes: int,
     notes: Notes,
+    workers: int = 1,
 ) -> Plan:
     """Reads the declarations of every file and returns what is to be written.
 
@@ -56,14 +59,17 @@ def scan(
         excluded: episodes that are to be left out.
         block_bytes: how many bytes may be read in one piece.
         notes: takes findings that stop nothing.
+        workers: how many processes look at files ahead of the scan.
 
     Raises:
         CorpusError: a file breaks a rule of the layout; names file, episode and key.
         OSError: a file cannot be opened.
     """
     state = _Scan(layout, policies, without, excluded, block_bytes, notes)
-    for unit in units_of(sources, layout, state.fail):
-        state.unit(unit, sources)
+    with closing(listings(sources, layout, workers)) as ahead:
+        for unit in units_of(sources, layout, state.fail):
+            listed = [next(ahead) for _ in unit]
+            state.unit(unit, sources, listed[0])
     if not state.episodes:
         names = ", ".join(str(source.path) for source in sources.files[:5])
         skipped = "; ".join(f"{entry.name}: {entry.why}" for entry in state.skipped[:5])
@@ -102,8 +108,8 @@ class _Scan:
         self.failed.add(index)
         self.skipped.append(Skipped(index, WHOLE_FILE, str(error)))
 
-    def unit(self, unit: tuple[int, ...], sources: Sources) -> None:
-        """Takes a file, or several that are read as one."""
+    def unit(self, unit: tuple[int, ...], sources: Sources, listed: Listing) -> None:
+        """Takes a file, or several that are read as one; ``listed`` is known of it already."""
         if unit[0] in self.failed:
             for index in unit[1:]:
                 why = f"it goes on in an episode that begins in {sources.files[unit[0]].name}"
@@ -113,6 +119,7 @@ class _Scan:
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
         try:
             with open_sources(files, self.layout.clock) as file:
+                file.listed = listed
                 self.units[unit[0]] = unit
                 self.file(unit[0], file, file.place(files[0].name))
         except (ValueError, OSError) as error:
@@ -245,8 +252,8 @@ class _Scan:
     ) -> Iterator[Episode]:
         assert self.schema is not None
         layout, start, unit = self.schema.layout, self.rows, self.units[index]
-        known = {said: replace(facts, terminated=said) for said in (True, False)}
-        variants = {None: facts, **known}
+        variants: dict[bool | None, Facts] = {None: facts}
+        variants |= {said: replace(facts, terminated=said) for said in (True, False)}
         for ref in refs:
             begins = unit[ref.part]
             within = file.parts[ref.part].start if file.parts else 0
@@ -254,12 +261,12 @@ class _Scan:
             records = total if ref.records is None else ref.records
             is_open = layout.is_open and self._is_kept(file, ref, leaves, records, facts)
             rows = records - layout.lost + is_open
-            first = ref.base - within
-            name = ref.group if not is_flat else f"{ref.group}[{first}:{first + records}]"
-            why = self.excluded.get((begins, ref.group, ref.base))
+            why = self.excluded.get((begins, ref.group, ref.base)) if self.excluded else None
             if why is None and rows < 1:
                 why = f"it has {records} record{'s' * (records != 1)}, so it gives no row"
             if why is not None:
+                first = ref.base - within
+                name = ref.group if not is_flat else f"{ref.group}[{first}:{first + records}]"
                 self.skipped.append(Skipped(begins, name, why))
                 continue
             yield Episode(

@@ -76,6 +76,7 @@ class SchemaUnion:
         self._without = without
         self._notes = notes
         self._fields: dict[str, Field | None] = {}
+        self._specs: dict[tuple[Any, ...], Spec] = {}
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._foreign: dict[str, Place] = {}
         self._episodes = 0
@@ -136,13 +137,14 @@ class SchemaUnion:
         for path, leaf in leaves.items():
             entry = self.field_of(path)
             if entry is not None:
-                specs[path] = self._spec(leaf, entry, records)
+                specs[path] = self._known_spec(path, leaf, entry, records)
             elif self._policies.extra == "error" and not self._why_without(path):
                 at = place.at(key=path)
                 raise at.error(f"it is no part of the layout {self.layout.name!r}", "V10")
             else:
                 self._foreign.setdefault(path, place)
-        known = tuple(specs.items())
+        # Equal ones are one object.
+        known = tuple((path, id(spec)) for path, spec in specs.items())
         signature = self._signatures.get(known)
         if signature is None:
             signature = _Signature(specs, place, len(self._signatures))
@@ -201,6 +203,16 @@ class SchemaUnion:
             same = spec.stored == expected.stored or entry.is_end
             if spec.shape != expected.shape or not same or spec.is_once != expected.is_once:
                 raise at.error(f"has {spec}, but {first.first} has {expected}", "V10")
+
+    def _known_spec(self, path: str, leaf: Leaf, entry: Field, records: int) -> Spec:
+        is_full = leaf.shape[:1] == (records + entry.extra(self.layout.alignment),)
+        kind = (path, leaf.shape[1:], leaf.dtype, leaf.problem, is_full)
+        found = self._specs.get(kind)
+        if found is None:
+            spec = self._spec(leaf, entry, records)
+            found = next((known for known in self._specs.values() if known == spec), spec)
+            self._specs[kind] = found
+        return found
 
     def _spec(self, leaf: Leaf, entry: Field, records: int) -> Spec:
         extra = entry.extra(self.layout.alignment)

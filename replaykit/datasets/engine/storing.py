@@ -49,7 +49,8 @@ class Storing:
         # The last one is arbitrary, but the same every time.
         mixed = at.starts.astype(np.uint64) * np.uint64(2654435761) + np.uint64(97)
         within = (mixed % at.rows.astype(np.uint64)).astype(np.int64)
-        self._samples = np.unique(np.concatenate([at.starts, at.finals, at.starts + within]))
+        samples = np.sort(np.concatenate([at.starts, at.finals, at.starts + within]))
+        self._samples = samples[np.diff(samples, prepend=-1) > 0]
 
     def store(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Sequence[Runs]

@@ -45,7 +45,7 @@ def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
 class RowWriter:
     """Writes the spans of one file and keeps the table of their episodes.
 
-    Memory: one block of one leaf and the first block of the witnesses, however long an episode is;
+    Memory: one block of one leaf and one of all witnesses together, however long an episode is;
     some 100 bytes for each episode of a span.
 
     Args:
@@ -179,7 +179,7 @@ class _StretchWriter:
         return self._known_runs[kind]
 
     def _examine(self, memory: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
-        """Lets the layout compare leaves; returns those that were read whole on the way."""
+        """Lets the layout compare leaves; returns what was read of them on the way."""
         writer, stretch = self._writer, self._stretch
         witnesses = [leaf for leaf in writer._witnesses if stretch.leaves.issuperset(leaf.paths)]
         if not witnesses:
@@ -202,7 +202,7 @@ class _StretchWriter:
         }
         notes = writer._judge.notes
         writer._layout.examine(Window(arrays, records, stretch.place_of(0), notes, memory))
-        return arrays if is_whole else {}
+        return arrays
 
     def _windows(
         self, arrays: Mapping[str, npt.NDArray[Any]], memory: dict[str, Any]

@@ -127,9 +127,9 @@ class D4RLLayout(Layout):
             if name in arrays:
                 ends |= arrays[name][:, 0] != 0
         inside = np.flatnonzero(~ends[:-1])
-        moves = _steps(arrays["observations"])[inside].any()
+        moves = _moves(arrays["observations"], inside)
         for path in _STATE:
-            if path in arrays and moves and inside.size and not _steps(arrays[path])[inside].any():
+            if path in arrays and moves and not _moves(arrays[path], inside):
                 raise DropLeaves(
                     path,
                     f"in {window.place.brief} it stays the same throughout episodes in which the "
@@ -155,6 +155,15 @@ class D4RLLayout(Layout):
 
 
 D4RL: Final = D4RLLayout()
+
+
+def _moves(array: npt.NDArray[Any], inside: npt.NDArray[np.int64]) -> bool:
+    """Whether some of these records is another one than the next. Looks no further than it must."""
+    for first in range(0, len(inside), _LOOKED_AT):
+        at = inside[first : first + _LOOKED_AT]
+        if np.nan_to_num(array[at + 1].astype(np.float64) - array[at]).any():
+            return True
+    return False
 
 
 def _steps(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
