@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from replaykit import filesystem
 from replaykit.datasets import checksum
 from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
-from replaykit.datasets.engine import write as write_module
+from replaykit.datasets.engine import storing, stretch
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import verify_published
@@ -50,7 +50,9 @@ def test_checksum_goes_on_over_a_block_of_which_a_part_is_known(block, start, da
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
 def test_columns_that_share_a_checksum_have_the_right_ones(tmp_path, monkeypatch, block_bytes):
     """All of their bytes, whatever the blocks: as a reading of the files finds them."""
-    monkeypatch.setattr(write_module, "LEAST_SHARED", 1)
+    monkeypatch.setattr(storing, "LEAST_SHARED", 1)
+    monkeypatch.setattr(storing, "_LEAST_COMMON", 1)
+    monkeypatch.setattr(stretch, "_TOGETHER_BYTES", 0)  # each trial by itself
     joined = []
     monkeypatch.setattr(checksum, "joined_crc32", lambda *a: joined.append(a) or joined_crc32(*a))
     with RoboHiveWriter(tmp_path / "a.h5") as writer:

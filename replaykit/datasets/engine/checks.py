@@ -20,7 +20,7 @@ __all__ = ["NEVER", "StretchChecks"]
 NEVER: Final = int(np.iinfo(np.int64).max)
 """The record at which what is never set is set."""
 _SHORT_ROWS: Final = 32
-"""Rows of an episode, on average, up to which rewards are added up for all episodes at once."""
+"""Rows of an episode up to which rewards are added up for many episodes at once."""
 
 
 class StretchChecks:
@@ -109,12 +109,12 @@ class StretchChecks:
         row, stop = int(here.rows[0]), int(here.rows[-1] + here.counts[-1])
         first, last = self._at.at_row(row), self._at.at_row(stop - 1)
         begins = np.maximum(self._at.starts[first : last + 1] - row, 0)
-        if len(values) > _SHORT_ROWS * len(begins):
+        sums = np.add.reduceat(values, begins, dtype=np.float64)
+        counts = np.diff(begins, append=len(values))
+        for i in np.flatnonzero(counts > _SHORT_ROWS).tolist():
             # Pair by pair, which loses fewer digits than one after another.
-            parts = np.split(values, begins[1:])
-            sums = np.array([part.sum(dtype=np.float64) for part in parts])
-        else:
-            sums = np.add.reduceat(values, begins, dtype=np.float64)
+            part = values[begins[i] : begins[i] + counts[i]]
+            sums[i] = part.sum(dtype=np.float64)
         self.reward[first : last + 1] += sums
 
     def _require_finite(
