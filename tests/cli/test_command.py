@@ -194,6 +194,7 @@ def test_download_errors(command, hub, tmp_path):
 # -- processes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # the interrupted ones run it too
 def test_the_module_runs_as_a_program(demos):
     done = child("inspect", demos, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -292,7 +293,7 @@ def test_damaged_files_are_told_of_and_never_a_fault_of_the_package(command, dem
     draw = np.random.default_rng(5)
     whole = demos.read_bytes()
     codes = []
-    for number in range(36):
+    for number in range(24):
         content = bytearray(whole)
         if number % 6 == 0:
             content = content[: int(draw.integers(1, len(whole)))]
