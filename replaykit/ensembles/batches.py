@@ -156,7 +156,7 @@ def _plain(samples: list[Any], places: Places, batch: torch.Size) -> Any:
             for one in values[1:]
         ):
             return None
-        if value.requires_grad or value.layout is not torch.strided:
+        if value.layout is not torch.strided:
             return None
         fields[name] = places.join(values)
     return new_tensordict(fields, batch + size, first.device)

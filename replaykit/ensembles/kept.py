@@ -30,6 +30,7 @@ from replaykit.buffer.state import (
 from replaykit.ensembles.core import EnsembleCore
 from replaykit.ensembles.drawing import EnsembleDrawn, Part
 from replaykit.ensembles.pairs import naming_member
+from replaykit.ensembles.told import depth
 from replaykit.errors import CheckpointError
 from replaykit.storages.content import Content
 from replaykit.storages.saved import content_after_load
@@ -94,7 +95,9 @@ class JointLock:
 def members_locked(ensemble: EnsembleCore) -> Iterator[JointLock]:
     """Holds the locks of an ensemble and of everything in it; gives that of the storages."""
     with contextlib.ExitStack() as held:
-        for _, one in ensembles_of(ensemble):
+        # Above before below, as draws take them; beside one another in the order of all others.
+        ensembles = {id(one): one for _, one in ensembles_of(ensemble)}.values()
+        for one in sorted(ensembles, key=lambda one: (-depth(one), id(one))):
             held.enter_context(one._locked())
         buffers = [buffer for _, buffer in buffers_of(ensemble)]
         while True:

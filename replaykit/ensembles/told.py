@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import is_tensordict, lookup
 from replaykit.ensembles.batches import Places
+from replaykit.ensembles.core import EnsembleCore
 from replaykit.samplers.markers import MASK
 
 __all__ = ["IDS", "INDEX", "INNER", "PLACES", "Layout", "joined", "put_back_marks"]
@@ -30,9 +31,8 @@ _GENERATION = "index_generation"
 
 def tells(member: Any) -> frozenset[Any]:
     """Keys of what a member always tells of its rows, but for the index and marks of ends."""
-    inner = getattr(member, "members", None)
-    if inner is not None:
-        return frozenset().union(*(tells(one) for one in inner))
+    if isinstance(member, EnsembleCore):
+        return frozenset().union(*(tells(one) for one in member.members))
     return frozenset((*member.sampler.tells, *member._sample_unit.tells))
 
 
@@ -77,24 +77,24 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
 
 def index_width(member: Any) -> int:
     """How many numbers say where a row lies in a member: more than one where it has lanes."""
-    inner = getattr(member, "members", None)
-    return max(map(index_width, inner)) if inner is not None else int(member.storage.ndim)
+    if isinstance(member, EnsembleCore):
+        return max(map(index_width, member.members))
+    return int(member.storage.ndim)
 
 
 def depth(member: Any) -> int:
     """How many members one has to go down in a member to a buffer: none in a buffer."""
-    inner = getattr(member, "members", None)
-    return 1 + max(map(depth, inner)) if inner is not None else 0
+    return 1 + max(map(depth, member.members)) if isinstance(member, EnsembleCore) else 0
 
 
 def weight_dtype(members: Iterable[Any]) -> torch.dtype:
     """The dtype of ``priority_weight`` in a batch of these members."""
     found = torch.float32
     for member in members:
-        inner = getattr(member, "members", None)
-        known = (
-            weight_dtype(inner) if inner is not None else getattr(member.sampler, "dtype", found)
-        )
+        if isinstance(member, EnsembleCore):
+            known = weight_dtype(member.members)
+        else:
+            known = getattr(member.sampler, "dtype", found)
         found = torch.promote_types(found, known)
     return found
 

@@ -225,6 +225,21 @@ def test_stacking_alone() -> None:
         stacked([(0, TensorDict({"x": torch.arange(2)}, [2])), (1, objects)], places)
 
 
+def test_what_transforms_compute_keeps_its_gradient() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def encode(batch: Any) -> Any:
+        return batch.set("code", batch["observation"] * weight)
+
+    members = [make_member(i, transform=encode) for i in range(2)]
+    for arguments in ({"sample_from_all": True}, {"num_buffer_sampled": 6}):
+        batch = ReplayBufferEnsemble(*members, **arguments).sample(6)
+        weight.grad = None
+        batch["code"].sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, batch["observation"].sum((0, 1)))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_members_on_several_devices() -> None:

@@ -75,6 +75,47 @@ def test_threads_share_one_pass() -> None:
     assert ids.tolist() == [list(range(40)), list(range(1000, 1040))]
 
 
+def test_ensembles_over_the_same_ones_are_saved_at_the_same_time() -> None:
+    """In whatever order they name them: locks are taken in one order."""
+    below = [make_ensemble([5, 5], seed=None, sample_from_all=True) for _ in range(3)]
+    above = [
+        ReplayBufferEnsemble(*below, sample_from_all=True),
+        ReplayBufferEnsemble(*reversed(below), sample_from_all=True),
+    ]
+
+    def work(ensemble: ReplayBufferEnsemble) -> None:
+        for _ in range(30):
+            ensemble.state_dict()
+            ensemble.sample(12)
+
+    threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in (*above, *below)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_what_fails_in_a_thread_reaches_the_caller_and_comes_again() -> None:
+    failing = True
+
+    def sometimes(batch: Any) -> Any:
+        if failing:
+            raise ValueError("not now")
+        return batch
+
+    arguments: dict[str, Any] = {"batch_size": 8, "sample_from_all": True}
+    samplers: list[Any] = [SamplerWithoutReplacement] * 2
+    ensemble = make_ensemble([20, 20], samplers, prefetch=2, transform=sometimes, **arguments)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="not now"):
+            ensemble.sample()
+    failing = False
+    ids = torch.cat([ensemble.sample()["id"] for _ in range(5)], 1).sort(1).values
+    assert ids.tolist() == [list(range(20)), list(range(1000, 1020))]
+    ensemble.shutdown()
+
+
 def _write_there(ensemble: ReplayBufferEnsemble, answers: Any) -> None:
     ensemble[0].extend(rows_of(0, 10, start=10))
     batch = ensemble.sample(8)
