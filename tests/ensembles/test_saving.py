@@ -83,6 +83,21 @@ def test_a_resumed_ensemble_draws_the_same_batches(
         one.shutdown()
 
 
+def test_what_is_pickled_late_belongs_to_the_draws_that_are_taken_along() -> None:
+    """Threads draw ahead, and others sample, while the rest of the ensemble is pickled."""
+    arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4, "prefetch": 2}
+    ensemble = make_ensemble([24, 24], [SamplerWithoutReplacement] * 2, **arguments)
+    ensemble.sample()
+    state = ensemble.__getstate__()
+    expected = [ensemble.sample() for _ in range(6)]
+    other = ReplayBufferEnsemble.__new__(ReplayBufferEnsemble)
+    other.__setstate__(pickle.loads(pickle.dumps(state)))
+    assert all(same(other.sample(), batch) for batch in expected)
+    assert other.sampler[1] is other[1].sampler
+    for one in (ensemble, other):
+        one.shutdown()
+
+
 def test_a_pass_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     """Rows that were drawn ahead are delivered, none is lost or repeated."""
     arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 6, "prefetch": 2}

@@ -76,10 +76,11 @@ def test_multinomial_draws_have_the_law_of_the_weights(weights: list[float] | No
     assert chi_square(pairs[law > 0], law[law > 0]) < 45
 
 
-def test_a_last_member_without_weight_is_never_drawn() -> None:
+def test_members_without_weight_at_either_end_are_never_drawn() -> None:
     weights = np.array([0.1, 0.2, 0.0])
     for point in (0.0, 0.5, np.nextafter(1.0, 0.0), 1.0):
         assert _at(weights, np.array([point]))[0] in (0, 1)
+    assert _at(np.array([0.0, 0.0, 1.0]), np.array([0.0]))[0] == 2
 
 
 @given(
@@ -108,6 +109,7 @@ def test_exact_counts_are_the_quota_rounded_down_or_up(
         ([1 / 3, 2 / 3], 6, [2, 4]),
         ([0.7, 0.2, 0.1], 10, [7, 2, 1]),
         ([0.0, 1.0], 3, [0, 3]),
+        ([29, 71], 100, [29, 71]),  # 0.29 * 100 is 28.999999999999996
         (None, 8, [2, 2, 2, 2]),
     ],
 )
