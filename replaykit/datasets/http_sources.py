@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from replaykit.datasets.http_cache import DownloadCache, WebFile, default_downloads
 from replaykit.datasets.http_fetch import fetch_files, sizes_of
+from replaykit.datasets.hub_cache import is_offline
 from replaykit.datasets.planning import PlannedFile
 from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 
@@ -61,13 +62,12 @@ class WebFiles:
         return Sources(found, self._origin(), self.natural)
 
     def look(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Returns origin, files and cache; asks for the sizes that are not known."""
+        """Returns origin, files and cache; asks for sizes that are not known, unless offline."""
         cache = DownloadCache(default_downloads())
+        sizes = [file.size for file in self.files] if is_offline() else sizes_of(self.files, cache)
         files = tuple(
             PlannedFile(name, size, cache.entry(file).is_file())
-            for file, name, size in zip(
-                self.files, self._names(), sizes_of(self.files, cache), strict=True
-            )
+            for file, name, size in zip(self.files, self._names(), sizes, strict=True)
         )
         return self._origin(), files, cache.root
 

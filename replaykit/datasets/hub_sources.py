@@ -72,7 +72,7 @@ class HubFiles:
         listing = self._listing()
         cache = HubCache(cache_root(), listing.repo_id, listing.commit)
         files = tuple(
-            PlannedFile(file.path, file.size, not cache.missing_bytes([file]) and file.size > 0)
+            PlannedFile(file.path, file.size, not cache.missing_bytes([file]))
             for file in listing.files
         )
         return _origin(listing), files, cache.root

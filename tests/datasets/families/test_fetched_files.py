@@ -233,7 +233,9 @@ def test_a_plan_of_a_hub_says_what_is_missing_and_fetches_nothing(
     assert (found.is_converted, found.missing_bytes) == (True, 0)
 
 
-def test_a_plan_of_the_web_asks_for_sizes_only(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_a_plan_of_the_web_asks_for_sizes_only(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = steps(tmp_path / "steps.hdf5")
     hub.commit("me/d4rl", {"maze2d/maze2d-umaze-sparse-v1.hdf5": file})
     found = plan("d4rl:maze2d-umaze-v1", root=tmp_path / "root")
@@ -243,6 +245,8 @@ def test_a_plan_of_the_web_asks_for_sizes_only(hub: LoopbackHub, tmp_path: Path)
     assert [request.method for request in hub.requests] == ["HEAD"]
     hub.clear_log()
     assert plan("d4rl:hopper-medium-v2").nbytes == 152_756_557
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert plan("d4rl:maze2d-umaze-v1").files[0].size is None
     assert hub.requests == []
 
 
