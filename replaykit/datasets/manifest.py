@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -96,7 +95,7 @@ class Manifest:
         source: where the rows come from: origin and files with size and SHA-256.
         report: decisions, warnings and what was left out or skipped; for people.
         options: how the conversion was asked for.
-        made: when, where and by which version; the only part that differs between two
+        made: when and by which version; the only part that differs between two
             conversions of the same files.
     """
 
@@ -181,13 +180,12 @@ class Manifest:
 
 
 def provenance() -> dict[str, Any]:
-    """Returns when, where and by what a data set is made, as JSON values."""
+    """Returns when and by what a data set is made, as JSON values: nothing about the machine."""
     return {
         "library": "replaykit",
         "version": __version__,
         "torch": torch.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "host": platform.node(),
     }
 
 
