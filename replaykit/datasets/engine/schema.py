@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -229,7 +229,11 @@ class SchemaUnion:
     # -- all of them ----------------------------------------------------------------------------
 
     def leaves(self) -> tuple[list[PlannedLeaf], list[LeftOut]]:
-        """Returns the leaves that become columns, successors last, and those that do not."""
+        """Returns the leaves that become columns, successors last, and those that do not.
+
+        Raises:
+            CorpusError: the states that rows arrive at are not like those they start from.
+        """
         left_out = [
             LeftOut(path, self._why_foreign(path, place))
             for path, place in sorted(self._foreign.items())
@@ -254,7 +258,22 @@ class SchemaUnion:
             if leaf.targets or is_needed:
                 found.append(leaf)
         found.sort(key=lambda leaf: leaf.is_successor)
+        self._compare_successors(found)
         return found, left_out
+
+    def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
+        """Checks that successors have the shape and dtype of the states (rule V10)."""
+        states = {target.key: leaf for leaf in leaves for target in leaf.targets}
+        for leaf in leaves:
+            for target in leaf.targets if leaf.is_successor else ():
+                state = states.get(target.key[1:], leaf)
+                if (state.shape, state.stored) != (leaf.shape, leaf.stored):
+                    first = next(iter(self._signatures.values())).first
+                    raise first.at(key=leaf.path).error(
+                        f"has shape {list(leaf.shape)} and dtype {leaf.stored}, but {state.path} "
+                        f"has {list(state.shape)} and {state.stored}",
+                        "V10",
+                    )
 
     def _leaf(self, path: str, entry: Field, specs: Mapping[str, Spec]) -> PlannedLeaf:
         spec = specs[path]
@@ -305,7 +324,7 @@ class SchemaUnion:
         lacking = [known for known in self._signatures.values() if path not in known.specs]
         if lacking:
             others, where = lacking[0].specs, lacking[0].first.brief
-            below = any(other.startswith(f"{path}/") for other in others)
+            below = any(o.startswith(f"{path}/") for o in (*others, *self._foreign))
             above = any(path.startswith(f"{other}/") for other in others)
             if below or above:
                 return f"it is an array in some episodes and a group in others ({where})"

@@ -344,6 +344,15 @@ def test_file_of_another_layout_is_named(tmp_path, quietly, lacking):
         quietly(path, D4RL)
 
 
+@pytest.mark.parametrize("change", [lambda x: x[:, :2], lambda x: x.astype(np.float64)])
+def test_next_observation_of_another_shape_or_type_is_named(tmp_path, quietly, change):
+    values = arrays(4, 3)
+    values["next_observations"] = change(values["next_observations"])
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=r"a\.hdf5: next_observations: has shape .*observ.*V10"):
+        quietly(path, D4RL)
+
+
 @pytest.mark.parametrize("name", ["rewards", "timeouts", "next_observations", "infos/x"])
 def test_array_of_another_length_is_named(tmp_path, quietly, name):
     values = arrays(4, 3) | {"infos/x": np.zeros(7)}
