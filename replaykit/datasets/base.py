@@ -46,7 +46,9 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
             ``traj_ids``.
         split: only a part of the episodes: a name that the corpus gives, such as robomimic's
-            ``"train"``, or a range of positions such as ``"0:100"``.
+            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
+            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
+            behind an ``@``, as in ``"0%:80%@7"``.
         episodes: only these: positions in ``episode_table``, a slice of it, or a function that
             gets the table and returns bool ``[E]``. With ``split``: those of both.
         source: files to convert instead of those of the corpus, as for `convert`: paths, folders,

@@ -29,7 +29,9 @@ class CorpusExperienceReplay(ReplayBuffer):
         path: directory of the data set, as `convert` and the corpus classes make it.
         batch_size: default number of rows of a sample.
         split: only a part of the episodes: a name that the corpus gives, such as robomimic's
-            ``"train"``, or a range of positions such as ``"0:100"``.
+            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
+            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
+            behind an ``@``, as in ``"0%:80%@7"``.
         episodes: only these: positions in the episode table, a slice of it, or a function that
             gets the table and returns bool ``[E]``. With ``split``: those of both.
         kwargs: other keywords of ReplayBuffer, such as ``sampler``, ``transform``,

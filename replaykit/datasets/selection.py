@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from fractions import Fraction
+from typing import Any, Final
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
 from replaykit.datasets.opened import Published
 
 __all__ = ["Episodes", "chosen_episodes", "rows_of"]
+
+_PERCENT: Final = r"(?:([0-9]+(?:\.[0-9]+)?)%)?"
+_FRACTION: Final = re.compile(rf"(?=.*%){_PERCENT}:{_PERCENT}(?:@([0-9]{{1,9}}))?")
 
 Episodes = slice | Iterable[int] | torch.Tensor | Callable[[TensorDict], torch.Tensor]
 """Positions in the episode table, a slice of it, or a function that gets it and returns which."""
@@ -24,8 +29,9 @@ def chosen_episodes(
 
     Args:
         published: the data set.
-        split: a part that the corpus names, such as ``"train"``, or a range of positions such as
-            ``"0:100"``.
+        split: a part that the corpus names, such as ``"train"``; a range of positions such as
+            ``"0:100"``; or a range of hundredths of all episodes in a random order, ``"0%:80%"``,
+            with a seed for the order behind an ``@``.
         episodes: see `Episodes`.
 
     Raises:
@@ -53,11 +59,28 @@ def _of_split(published: Published, split: str, count: int) -> torch.Tensor:
     if split in known:
         return torch.tensor(known[split], dtype=torch.int64)
     match = re.fullmatch(r"([0-9]*):([0-9]*)", split) if isinstance(split, str) else None
-    if match is None:
-        names = f"one of {sorted(known)} or " if known else ""
-        raise ValueError(f"expected split as {names}a range such as '0:100', got {split!r}")
-    first, stop = (int(part) if part else None for part in match.groups())
-    return torch.arange(count)[first:stop]
+    if match is not None:
+        first, stop = (int(part) if part else None for part in match.groups())
+        return torch.arange(count)[first:stop]
+    fraction = _FRACTION.fullmatch(split) if isinstance(split, str) else None
+    if fraction is not None:
+        return _of_fraction(fraction, split, count)
+    names = f"one of {sorted(known)} or " if known else ""
+    raise ValueError(f"expected split as {names}a range such as '0:100' or '0%:80%', got {split!r}")
+
+
+def _of_fraction(match: re.Match[str], split: str, count: int) -> torch.Tensor:
+    """Returns the positions between two hundredths of the episodes in a random order.
+
+    Ranges that meet are disjoint, and together have every episode: both ends are rounded alike.
+    """
+    first, stop = Fraction(match[1] or "0"), Fraction(match[2] or "100")
+    if not 0 <= first <= stop <= 100:
+        raise ValueError(f"expected split as a range within '0%:100%', got {split!r}")
+    # A generator whose numbers NumPy has promised never to change.
+    order = np.random.RandomState(int(match[3] or 0)).permutation(count)
+    begin, end = (round(count * part / 100) for part in (first, stop))
+    return torch.from_numpy(order[begin:end].astype(np.int64))
 
 
 def _of_episodes(published: Published, episodes: Episodes, count: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import h5py
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from replaykit.datasets import (
     Layout,
     Segments,
 )
-from replaykit.datasets.engine.decoding import Preceded, Text
+from replaykit.datasets.engine.decoding import Preceded, Text, image_module
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Facts
@@ -152,3 +154,9 @@ def test_runs_take_each_row_to_its_record():
                 for i in range(count)
             ]
             assert found == expected, (offset, is_after, step)
+
+
+def test_missing_pillow_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"needs Pillow.*pip install 'replaykit\[images\]'"):
+        image_module()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from replaykit import SliceSampler
 from replaykit.datasets import RobosetExperienceReplay, convert
 from replaykit.datasets import open as open_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.selection import chosen_episodes
 from replaykit.testing.robohive import make_trial
 
 ID = "DAPG(human)/pen_v2d-v1"
@@ -27,6 +30,7 @@ def data(tmp_path, write):
 
 CHOICES = {
     "range": ({"split": "1:3"}, [1, 2]),
+    "fraction": ({"split": "25%:75%"}, [1, 3]),
     "open range": ({"split": "2:"}, [2, 3]),
     "slice": ({"episodes": slice(0, 2)}, [0, 1]),
     "steps": ({"episodes": slice(None, None, 2)}, [0, 2]),
@@ -56,6 +60,35 @@ def test_rows_are_those_of_the_chosen_episodes(tmp_path, data, name):
     assert again.episode_table["start"].tolist() == starts.tolist()
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+@pytest.mark.parametrize("cuts", [(50,), (80,), (33.3, 66.6), (10, 20, 90), (0,), (100,)])
+@pytest.mark.parametrize("seed", ["", "@0", "@7"])
+def test_fractions_are_disjoint_and_cover_all_episodes(count, cuts, seed):
+    """S3: and are the same every time."""
+    published = SimpleNamespace(manifest=SimpleNamespace(episodes=count, report={}))
+
+    def chosen(first: float, stop: float) -> list[int]:
+        try:
+            return chosen_episodes(published, f"{first}%:{stop}%{seed}", None).tolist()
+        except ValueError:
+            return []
+
+    parts = [chosen(a, b) for a, b in itertools.pairwise((0, *cuts, 100))]
+    assert sorted(itertools.chain(*parts)) == list(range(count))
+    assert parts == [chosen(a, b) for a, b in itertools.pairwise((0, *cuts, 100))]
+    for part, (a, b) in zip(parts, itertools.pairwise((0, *cuts, 100)), strict=True):
+        assert abs(len(part) - count * (b - a) / 100) <= 1
+
+
+def test_fractions_are_of_a_random_order_that_the_seed_decides():
+    """The numbers are those of NumPy's MT19937, which never change."""
+    published = SimpleNamespace(manifest=SimpleNamespace(episodes=10, report={}))
+    found = {s: chosen_episodes(published, f":30%@{s}", None).tolist() for s in (0, 1, 2)}
+    wanted = {s: sorted(np.random.RandomState(s).permutation(10)[:3].tolist()) for s in (0, 1, 2)}
+    assert found == wanted
+    assert chosen_episodes(published, "0%:30%", None).tolist() == found[0] == [2, 4, 8]
+
+
 def test_episodes_that_follow_one_another_are_mapped(tmp_path, data):
     """S4: no copy; what is chosen lies inside the mapped column."""
     some = open_dataset(tmp_path / "data", split="1:3")
@@ -67,7 +100,11 @@ def test_episodes_that_follow_one_another_are_mapped(tmp_path, data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"split": "train"}, "split as a range such as '0:100', got 'train'"),
+        ({"split": "train"}, "split as a range such as '0:100' or '0%:80%', got 'train'"),
+        ({"split": "0%:101%"}, "split as a range within '0%:100%', got '0%:101%'"),
+        ({"split": "80%:20%"}, "split as a range within '0%:100%', got '80%:20%'"),
+        ({"split": "0%:80%@x"}, "split as a range such as '0:100' or '0%:80%', got '0%:80%@x'"),
+        ({"split": "50%:50%"}, "to choose some of 4 episodes, got none"),
         ({"split": "4:"}, "to choose some of 4 episodes, got none"),
         ({"episodes": [4]}, "episodes as positions below 4, got 4"),
         ({"episodes": [-1]}, "episodes as positions below 4, got -1"),

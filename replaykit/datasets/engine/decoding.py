@@ -12,7 +12,7 @@ import numpy.typing as npt
 from replaykit.datasets.engine.h5 import H5File, Leaf
 from replaykit.errors import CorpusError
 
-__all__ = ["Decoder", "Images", "Preceded", "Text"]
+__all__ = ["Decoder", "Images", "Preceded", "Text", "image_module"]
 
 
 class Decoder(Protocol):
@@ -27,6 +27,22 @@ class Decoder(Protocol):
         Raises:
             CorpusError: an entry cannot be decoded; names file, dataset and entry.
         """
+
+
+def image_module() -> Any:
+    """Returns ``PIL.Image``.
+
+    Raises:
+        ImportError: Pillow is not installed; says how to.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "reading encoded images needs Pillow, which is not installed: "
+            "`pip install 'replaykit[images]'`"
+        ) from error
+    return Image
 
 
 @dataclass(frozen=True)
@@ -45,12 +61,7 @@ class Images:
         return replace(leaf, shape=(*leaf.shape[:1], *self.shape), dtype=np.uint8, problem=None)
 
     def read(self, file: H5File, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError(
-                "reading encoded images needs Pillow, which is not installed: `pip install pillow`"
-            ) from error
+        Image = image_module()
         found = np.empty((stop - start, *self.shape), np.uint8)
         for at, entry in enumerate(file.entries(dataset, start, stop)):
             try:

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from replaykit.datasets.engine.decoding import Decoder, Images
+from replaykit.datasets.engine.decoding import Decoder, Images, image_module
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, WholeFile
 from replaykit.datasets.engine.h5 import H5File
@@ -86,8 +86,7 @@ ALOHA: Final = AlohaLayout()
 
 
 def _size(file: H5File, path: str, place: Place) -> tuple[int, ...]:
-    from PIL import Image
-
+    Image = image_module()
     entry = np.asarray(file.entries(path, 0, 1)[0], np.uint8).tobytes()
     try:
         with Image.open(io.BytesIO(entry)) as image:
