@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.converting import Files, listing_of, local_sources
+from replaykit.datasets.converting import Files, digest_of, known_digest, local_sources
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
 from replaykit.datasets.mapped import MappedStorage
@@ -113,6 +113,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         self.split_trajs = split_trajs
         self.download = _download(download)
         self.source = source
+        self._own: Sources | None = None
         self._choice = (split, episodes)
         # The storage is given as a function: all other arguments are checked before anything
         # is fetched.
@@ -184,7 +185,9 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         if self.source is None:
             found = self.sources()
             return replace(found, origin={**found.origin, "license": self.license})
-        return local_sources(self.source, natural=self.layout.natural_files)
+        if self._own is None:
+            self._own = local_sources(self.source, natural=self.layout.natural_files)
+        return self._own
 
     # -- where it lies ------------------------------------------------------------------------
 
@@ -229,9 +232,12 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def _identity(self) -> dict[str, Any]:
         found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
-        # Files of one's own are told apart from those of the corpus, and from others, by names
-        # and sizes: reading them all each time would make opening slow.
-        found["source"] = None if self.source is None else listing_of(self.source)
+        found["source"] = None
+        if self.source is not None:
+            # Files of one's own are told apart from those of the corpus, and from others, by what
+            # is in them; they are only read where they have been touched since.
+            known = known_digest(self.source, self.layout, self.data_path_root)
+            found["source"] = known or digest_of(self._sources(), self.layout)
         return found
 
     def _flat(self) -> Published:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from replaykit.datasets.corpus import CorpusExperienceReplay
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.http_cache import WebFile
 from replaykit.datasets.http_sources import WebFiles
-from replaykit.datasets.sources import Sources
+from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
+from replaykit.datasets.sources import Sources, names_of, sha256_of
 from replaykit.errors import CorpusError
 
-__all__ = ["Files", "convert", "listing_of", "local_sources", "open"]
+__all__ = ["Files", "convert", "digest_of", "known_digest", "local_sources", "open"]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 _WEB: Final = ("http://", "https://")
@@ -96,10 +98,14 @@ def convert(
         (tensor([2, 1]), tensor([ True, False,  True]))
     """
     options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
-    sources = local_sources(files, natural=layout.natural_files, threads=workers)
-    listed = "".join(f"{file.name}\0{file.sha256}\n" for file in sources.files)
+    sources = local_sources(
+        files,
+        natural=layout.natural_files,
+        threads=workers,
+        checked=options.policies.on_invalid != "skip",
+    )
     identity: dict[str, Any] = {
-        "files": hashlib.sha256(listed.encode()).hexdigest(),
+        "files": digest_of(sources, layout),
         "policies": options.policies.to_json(),
         "rules": _digest(layout),
     }
@@ -127,18 +133,20 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
     return CorpusExperienceReplay(dest, batch_size, **kwargs)
 
 
-def local_sources(files: Files, *, natural: bool = False, threads: int = 1) -> Sources:
+def local_sources(
+    files: Files, *, natural: bool = False, threads: int = 1, checked: bool = True
+) -> Sources:
     """Describes the H5 files that a caller gives, and fetches those that are URLs of the web.
 
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
-        CorpusError: a file is not HDF5, or not the one of its SHA-256.
+        CorpusError: a file is not that of its SHA-256, or, where ``checked``, not HDF5.
         ValueError: URLs of the web and paths are given together.
     """
     web = _web_files(files)
     if web:
         return WebFiles(web, natural).sources()
-    sources = Sources.local(_paths(files), natural=natural, threads=threads)
+    sources = Sources.local(_paths(files), natural=natural, threads=threads, checked=checked)
     if isinstance(files, Mapping):
         wanted = {os.path.abspath(_path(name)): sha256 for name, sha256 in files.items()}
         for file in sources.files:
@@ -158,22 +166,56 @@ def _digest(layout: Layout) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def listing_of(files: Files) -> str:
-    """Returns a digest of the names and sizes of files; reads none of them.
+def digest_of(sources: Sources, layout: Layout) -> str:
+    """Returns a digest of the content of files, and of the files beside that describe them."""
+    digest = hashlib.sha256()
+    for file in sources.files:
+        digest.update(f"{file.name}\0{file.sha256}\n".encode())
+        for beside in layout.described_by(file.path):
+            if beside.is_file():
+                digest.update(f"{beside.name}\0{sha256_of(beside)}\n".encode())
+    return digest.hexdigest()
+
+
+def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
+    """Returns the digest of files that a data set was made from, as its manifest has it.
+
+    ``None`` where there is none, or where a file has another name, size or time of change than
+    when it was made: then only its content can tell. Cost: reads the manifest and no file.
+
+    Args:
+        files: those that are asked about.
+        layout: how they are laid out.
+        path: the directory of the data set.
 
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
     """
-    found: list[tuple[str, Any]] = [(file.url, file.sha256) for file in _web_files(files)]
-    if not found:
-        found = [(path.name, path.stat().st_size) for path in _paths(files)]
-    found.sort(key=repr)
+    web = _web_files(files)
+    if web:
+        return _listing(web)
+    stamps = stamps_of(names_of(_paths(files)), layout)
+    try:
+        manifest = Manifest.parse((path / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if manifest.made.get("source_stamps") != stamps:
+        return None
+    found = manifest.identity.get("source")
+    return found if isinstance(found, str) else None
+
+
+def _listing(files: Sequence[WebFile]) -> str:
+    """Returns a digest of the URLs of files, and of what is known of their content."""
+    found = sorted(((file.url, file.sha256) for file in files), key=repr)
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _paths(files: Files) -> list[Path]:
     paths: list[Path] = []
     for path in map(_path, _given(files)):
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if not path.is_dir():
             paths.append(path)
             continue

@@ -14,7 +14,7 @@ from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
-__all__ = ["SourceFile", "Sources", "sha256_of"]
+__all__ = ["SourceFile", "Sources", "names_of", "sha256_of"]
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,28 @@ class Sources:
         origin: Mapping[str, Any] | None = None,
         natural: bool = False,
         threads: int = 1,
+        checked: bool = True,
     ) -> Sources:
         """Describes files of this machine; nothing is ever written beside them.
 
         Names are the paths below the deepest directory that holds all of them. Cost: reads every
-        file once, for its checksum, ``threads`` at a time.
+        file once, for its checksum, ``threads`` at a time. Files that are not HDF5 are only taken
+        where ``checked`` is False, for a conversion that skips and reports them.
 
         Raises:
             CorpusError: a file is not HDF5.
             FileNotFoundError, PermissionError, IsADirectoryError: a file cannot be opened.
             ValueError: a file is given twice.
         """
-        absolute = [Path(os.path.abspath(path)) for path in paths]
-        if len(absolute) == 1:
-            base = absolute[0].parent
-        elif absolute:
-            base = Path(os.path.commonpath([path.parent for path in absolute]))
-        for path in absolute:
-            check_signature(path)
+        named = names_of(paths)
+        for path, _ in named:
+            if checked:
+                check_signature(path)
         with ThreadPoolExecutor(threads) as pool:
-            digests = list(pool.map(sha256_of, absolute))
+            digests = list(pool.map(sha256_of, [path for path, _ in named]))
         files = [
-            SourceFile(path, path.relative_to(base).as_posix(), path.stat().st_size, sha256)
-            for path, sha256 in zip(absolute, digests, strict=True)
+            SourceFile(path, name, path.stat().st_size, sha256)
+            for (path, name), sha256 in zip(named, digests, strict=True)
         ]
         return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
 
@@ -110,6 +109,15 @@ class Sources:
                 raise CorpusError(
                     f"{file.path}: has {size:,} bytes, expected {file.size:,}; fetch it again [V02]"
                 )
+
+
+def names_of(paths: Iterable[str | Path]) -> list[tuple[Path, str]]:
+    """Returns files with their paths below the deepest directory that holds all of them."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    if not absolute:
+        return []
+    base = Path(os.path.commonpath([path.parent for path in absolute]))
+    return [(path, path.relative_to(base).as_posix()) for path in absolute]
 
 
 def sha256_of(path: Path) -> str:

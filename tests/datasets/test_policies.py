@@ -240,6 +240,31 @@ def test_folder_is_searched_and_an_empty_one_is_refused(tmp_path):
     assert data.episode_table["length"].tolist() == [2, 3]
 
 
+def test_files_that_cannot_be_opened_are_skipped_by_name(tmp_path, write):
+    """C10: not HDF5, cut short, of another layout, not to be read."""
+    (tmp_path / "in").mkdir()
+    good = [write(tmp_path / f"in/{k}.h5", make_trial(4, seed=k)) for k in (0, 5)]
+    (tmp_path / "in/1.h5").write_text("<html>no such file</html>")
+    (tmp_path / "in/2.h5").write_bytes(good[0].read_bytes()[:2000])
+    with h5py.File(tmp_path / "in/3.h5", "w") as file:
+        file["observations"] = np.zeros(3)
+    with pytest.raises(CorpusError, match=r"1\.h5: not an HDF5 file but an HTML page"):
+        convert(tmp_path / "in", ROBOHIVE, tmp_path / "data")
+    with pytest.warns(UserWarning, match=r"skipped: 1\.h5: the whole file: .*HTML.*2\.h5.*3\.h5"):
+        data = convert(
+            tmp_path / "in", ROBOHIVE, tmp_path / "data", policies=Policies(on_invalid="skip")
+        )
+    skipped = {e["file"]: e for e in data.published.manifest.report["skipped"]}
+    assert {entry["name"] for entry in skipped.values()} == {"the whole file"}
+    assert "cannot be read" in skipped["2.h5"]["why"]
+    assert "[V04]" in skipped["3.h5"]["why"]
+    assert data.episode_table["seed"].tolist() == [0, 4]
+    assert len(data) == 6
+    bad = [tmp_path / f"in/{k}.h5" for k in (1, 2, 3)]
+    with pytest.raises(CorpusError, match=r"no episode gives a row \(3 skipped\).*V38"):
+        convert(bad, ROBOHIVE, tmp_path / "none", policies=Policies(on_invalid="skip"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.frames import Frames, is_image
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import Ends
 from replaykit.datasets.engine.plan import PlannedLeaf
@@ -41,6 +42,7 @@ class StretchChecks:
         self._at = stretch.at
         self._judge = judge
         self._clock: npt.NDArray[Any] | None = None
+        self._frames: dict[str, Frames] = {}
 
     def take(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs | None
@@ -48,12 +50,15 @@ class StretchChecks:
         """Checks one block of one leaf by its role; ``runs`` are the records that are stored."""
         if leaf.role == "observation":
             self._require_finite(leaf, start, block, "V21", None)
+            if is_image(leaf) and not leaf.is_successor:
+                self._look(leaf, start, block)
             if not leaf.is_successor:
                 self._digest(start, block, leaf.extra)
         elif leaf.role == "action":
             # What leads nowhere is not stored, and may be anything; so may what is left out.
             if runs is not None:
                 self._require_finite(leaf, start, block, "V20", runs)
+                self._require_bounds(leaf, start, block, runs)
             self._digest(start, block, leaf.extra)
         elif leaf.role == "reward":
             self._require_finite(leaf, start, block, "V21", runs)
@@ -99,6 +104,37 @@ class StretchChecks:
         digests = self._digests[first:last]
         for digest, begin, end in zip(digests, begins.tolist(), ends.tolist(), strict=True):
             digest.update(content[begin:end])
+
+    def _look(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+        frames = self._frames.setdefault(leaf.path, Frames(leaf.path, self._judge.notes))
+        stop = start + len(block)
+        first = int(np.searchsorted(self._at.stops + leaf.extra, start, "right"))
+        last = int(np.searchsorted(self._at.bases, stop, "left"))
+        for i in range(first, last):
+            begin, end = int(self._at.bases[i]), int(self._at.stops[i]) + leaf.extra
+            part = block[max(start, begin) - start : min(stop, end) - start]
+            episode = self._stretch.episodes[i]
+            place = self._stretch.place.at(
+                group=episode.group or None,
+                key=leaf.path,
+                record=None if episode.is_whole else episode.base,
+            )
+            frames.take(part, is_end=stop >= end, place=place)
+
+    def _require_bounds(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs
+    ) -> None:
+        """Notes actions outside of the bounds that the source states (rule V25)."""
+        if leaf.bounds is None or block.dtype.kind not in "iuf":
+            return
+        flat = block.reshape(len(block), -1)
+        with np.errstate(invalid="ignore"):
+            outside = ((flat < leaf.bounds[0]) | (flat > leaf.bounds[1])).any(axis=1)
+        stored = np.zeros(len(block), np.bool_)
+        runs.within(start, start + len(block)).mark(stored, start)
+        for record in (start + np.flatnonzero(outside & stored)).tolist():
+            text = f"{leaf.path} is outside of the bounds that the source states"
+            self._judge.notes.add("V25", text, self._stretch.place_at(record, leaf.path))
 
     def _sum(self, start: int, block: npt.NDArray[Any], runs: Runs) -> None:
         here = runs.within(start, start + len(block))

@@ -7,9 +7,10 @@ one leaf, whatever the size of the corpus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
@@ -19,11 +20,12 @@ from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.engine.report import make_report, summary, warn_caller
+from replaykit.datasets.engine.removing import kept_episodes, without_episodes
+from replaykit.datasets.engine.report import duplicates, make_report, summary, warn_caller
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.engine.specs import column_specs
 from replaykit.datasets.episode_table import write_episode_table
-from replaykit.datasets.manifest import Array, Manifest
+from replaykit.datasets.manifest import Array, Manifest, provenance
 from replaykit.datasets.opened import Published
 from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back
@@ -32,7 +34,7 @@ from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
 
-__all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity"]
+__all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity", "stamps_of"]
 
 FLAT_FORM: Final = {"form": None}
 """What the identity of a flat data set must not have: the split one of the same files has it."""
@@ -107,7 +109,7 @@ def ensure_dataset(
 
     Example:
         >>> import tempfile, numpy as np
-        >>> from pathlib import Path
+        >>> from pathlib import Path, PurePosixPath
         >>> from replaykit.datasets.engine.conversion import ensure_dataset
         >>> from replaykit.datasets.families.robohive import ROBOHIVE
         >>> from replaykit.datasets.sources import Sources
@@ -162,11 +164,12 @@ def _convert(
 ) -> tuple[Manifest, str | None]:
     """Fills a directory with columns and episode table; returns manifest and warning."""
     sources.check()
-    before = _fingerprint(sources)
+    before = stamps_of(((file.path, file.name) for file in sources.files), layout)
     without: dict[str, str] = {}
     excluded: dict[tuple[int, str, int], str] = {}
+    made: _Made | None = None
     while True:
-        notes = Notes()
+        notes, found = Notes(), Notes()
         plan = scan(
             sources,
             layout,
@@ -177,6 +180,15 @@ def _convert(
             notes=notes,
             workers=options.workers,
         )
+        kept = None if made is None else kept_episodes(made.plan, plan)
+        if made is not None and kept is not None:
+            columns, written = without_episodes(
+                directory, made.columns, made.written, made.plan, plan, kept
+            )
+            notes.extend(made.notes)
+            break
+        for path in directory.iterdir():
+            remove_tree(path)
         columns = create_columns(directory, column_specs(plan), (plan.rows,))
         hold_back(directory)
         try:
@@ -191,22 +203,24 @@ def _convert(
                     block_bytes=options.block_bytes,
                     on_invalid=options.policies.on_invalid,
                     workers=options.workers,
-                    notes=notes,
+                    notes=found,
                     advance=advance,
                 )
-            if not written.bad:
-                break
-            for position, why in written.bad.items():
-                episode = plan.episodes[position]
-                excluded[episode.file, episode.group, episode.base] = why
         except DropLeaves as drop:
             # Rare, so it is not looked for in advance: that would read every file twice.
             if drop.source in without:
                 raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
             without[drop.source] = drop.why
-        for path in directory.iterdir():
-            remove_tree(path)
-    if _fingerprint(sources) != before:
+            continue
+        bad = {**written.bad, **_copies(plan, written, sources, options.policies)}
+        if not bad:
+            notes.extend(found)
+            break
+        for position, why in bad.items():
+            episode = plan.episodes[position]
+            excluded[episode.file, episode.group, episode.base] = why
+        made = _Made(plan, columns, written, found)
+    if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
     removed = condense(directory, plan, columns, written.statistics, options.policies)
     groups = [episode.name for episode in plan.episodes]
@@ -235,8 +249,44 @@ def _convert(
         },
         report=report,
         options=options.to_json(),
+        made={**provenance(), "source_stamps": before},
     )
     return manifest, summary(report, notes)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What was written before it was known which episodes are to be left out."""
+
+    plan: Plan
+    columns: Mapping[Key, ColumnFile]
+    written: Written
+    notes: Notes
+
+
+def _copies(plan: Plan, written: Written, sources: Sources, policies: Policies) -> dict[int, str]:
+    """Returns the episodes that are to be left out as copies of others, and why (rule V36).
+
+    Raises:
+        CorpusError: there is one, and the caller wants an error.
+    """
+    choice = plan.layout.copies if policies.copies == "layout" else policies.copies
+    if choice == "keep":
+        return {}
+    found = {}
+    for later, first in duplicates(written.table["digest"]):
+        if later in written.bad or first in written.bad:
+            continue
+        names = [f"{sources.files[e.file].name}: {e.name}" for e in
+                 (plan.episodes[later], plan.episodes[first])]  # fmt: skip
+        if choice == "error":
+            path = sources.files[plan.episodes[later].file].path
+            name = plan.episodes[later].name
+            raise CorpusError(
+                f"{path}: {name}: it has the observations and actions of {names[1]} [V36]"
+            )
+        found[later] = f"it has the observations and actions of {names[1]} [V36]"
+    return found
 
 
 def _arrays(
@@ -260,6 +310,16 @@ def _arrays(
     )
 
 
-def _fingerprint(sources: Sources) -> list[tuple[int, int]]:
-    status = [file.path.stat() for file in sources.files]
-    return [(found.st_size, found.st_mtime_ns) for found in status]
+def stamps_of(files: Iterable[tuple[Path, str]], layout: Layout) -> dict[str, list[int]]:
+    """Returns size and time of change of files, and of those that describe them, by their names.
+
+    Two that are equal are taken for the same content; none is read.
+    """
+    found = {}
+    for path, name in files:
+        for each in (path, *layout.described_by(path)):
+            with suppress(FileNotFoundError):
+                status = each.stat()
+                key = PurePosixPath(name).with_name(each.name).as_posix()
+                found[key] = [status.st_size, status.st_mtime_ns]
+    return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -20,7 +21,11 @@ from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.places import Notes, Place
 
-__all__ = ["DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window"]
+__all__ = ["Bounds", "DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window"]
+
+
+Bounds = tuple[tuple[float, ...], tuple[float, ...]]
+"""Smallest and largest value, each one number or one for each value of a record."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,14 @@ class Layout:
         count: the attribute that must be the length of the clock, if any (rule V15).
         about: a group and the attributes of it that describe the whole file; the manifest has
             those that are there.
+        bounds: source paths of actions, and the smallest and largest value that they should have
+            (rule V25).
         decoders: source paths whose values are not numbers, and what makes numbers of them;
             `Images`, `Text` or `Preceded`.
         natural_files: whether numbers in the names of files order them as numbers, so that
             ``episode_9`` comes before ``episode_10``.
+        copies: what becomes of episodes with the observations and actions of an earlier one,
+            where `Policies` leaves that to the layout.
         joined: whether an episode may go on in the next file, see `goes_on`; for flat arrays.
 
     Example:
@@ -157,8 +166,10 @@ class Layout:
     attributes: tuple[str, ...] = ()
     count: str | None = None
     about: tuple[str, tuple[str, ...]] | None = None
+    bounds: tuple[tuple[str, Bounds], ...] = ()
     decoders: tuple[tuple[str, Decoder], ...] = ()
     natural_files: bool = False
+    copies: Literal["keep", "drop"] = "keep"
     joined: bool = False
 
     # -- what follows from the declaration ------------------------------------------------------
@@ -242,6 +253,13 @@ class Layout:
     def beside(self, place: Place) -> dict[str, Any]:
         """Returns what files beside a source file say of it, for the manifest; JSON values."""
         return {}
+
+    def described_by(self, path: Path) -> tuple[Path, ...]:
+        """Returns the files beside a source file that say what is in it, if they are there.
+
+        A data set that was made with others of them is not served as one made with these.
+        """
+        return ()
 
     def totals(self, place: Place) -> dict[str, int]:
         """Returns how many ``episodes`` and ``records`` a file should hold, where that is said."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from replaykit.datasets.engine.decoding import Decoder
 from replaykit.datasets.engine.fields import Role, Target
-from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.layout import Bounds, Facts, Layout
 
 __all__ = ["Episode", "LeftOut", "Plan", "PlannedLeaf", "Skipped", "Span"]
 
@@ -97,6 +97,7 @@ class PlannedLeaf:
         is_padded: some episodes lack it.
         is_successor: it has the states that rows arrive at.
         decoder: makes numbers of what the dataset stores.
+        bounds: smallest and largest value, each one number or one for each value of a record.
     """
 
     path: str
@@ -111,6 +112,7 @@ class PlannedLeaf:
     is_padded: bool = False
     is_successor: bool = False
     decoder: Decoder | None = None
+    bounds: Bounds | None = None
 
     @property
     def record_bytes(self) -> int:

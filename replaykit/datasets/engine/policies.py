@@ -43,8 +43,11 @@ class Policies:
             ``"terminated"``: kept if the episode terminated there, since the state is then of no
             use; ``"drop"``: never kept; ``"keep"``: always kept. A kept one has its own
             observation as the next one and ``("next", "observed")`` False.
+        copies: episodes with the observations and actions of an earlier one. ``"layout"``: as the
+            layout says; ``"keep"`` reports them; ``"drop"`` leaves them out and reports them;
+            ``"error"`` refuses them.
         on_invalid: episodes that break a rule. ``"error"`` stops at the first; ``"skip"`` leaves
-            them out and reports them (the corpus is read again without them); ``"keep"`` keeps
+            them out and reports them, and files that cannot be read at all; ``"keep"`` keeps
             values that break a rule and reports them, while what cannot be rows at all is an
             error.
 
@@ -69,6 +72,7 @@ class Policies:
     include: Sequence[str | Key] | None = None
     exclude: Sequence[str | Key] = ()
     unrecorded: Literal["terminated", "drop", "keep"] = "terminated"
+    copies: Literal["layout", "keep", "drop", "error"] = "layout"
     on_invalid: Literal["error", "skip", "keep"] = "error"
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class Policies:
             "all_nan": get_args(_Choice),
             "duplicate": get_args(_Choice),
             "unrecorded": ("terminated", "drop", "keep"),
+            "copies": ("layout", "keep", "drop", "error"),
             "on_invalid": ("error", "skip", "keep"),
         }
         for name, known in choices.items():

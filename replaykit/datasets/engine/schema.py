@@ -12,7 +12,7 @@ import numpy as np
 from replaykit.datasets.columns import torch_dtype, unstorable
 from replaykit.datasets.engine.fields import Field
 from replaykit.datasets.engine.h5 import Leaf
-from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.layout import Bounds, Layout
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
@@ -304,7 +304,14 @@ class SchemaUnion:
             is_padded=any(path not in known.specs for known in self._signatures.values()),
             is_successor=entry.describes == "successor",
             decoder=dict(self.layout.decoders).get(path),
+            bounds=self._bounds(path, spec.shape),
         )
+
+    def _bounds(self, path: str, shape: tuple[int, ...]) -> Bounds | None:
+        """Returns the bounds of a leaf; ``None`` also where they are those of another shape."""
+        found = dict(self.layout.bounds).get(path)
+        fits = found is not None and all(len(side) in (1, math.prod(shape)) for side in found)
+        return found if fits else None
 
     def _is_without(self, entry: Field) -> bool:
         return any(self._why_without(path) for path in entry.sources)

@@ -81,6 +81,9 @@ class ManiSkillLayout(Layout):
         named = environment.get("env_id") if isinstance(environment, dict) else None
         return {**found.facts("source_type", "source_desc"), "env_id": named}
 
+    def described_by(self, path: Path) -> tuple[Path, ...]:
+        return (path.with_suffix(".json"),)
+
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
     ) -> Facts:

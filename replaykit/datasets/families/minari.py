@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from replaykit.datasets.engine.decoding import Decoder, Images, Text
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.layout import Bounds, Facts, Layout
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.families.sidecars import Sidecar, read_sidecar
 
@@ -60,18 +64,30 @@ class MinariLayout(Layout):
         decoders: list[tuple[str, Decoder]] = []
         for root, name in (("observations", "observation_space"), ("actions", "action_space")):
             space = _parsed(said.get(name, "null"), place)
-            decoders.extend(_decoders(root, space, bool(said.get("jpeg_encoding"))))
-        return replace(self, decoders=tuple(decoders))
+            try:
+                decoders.extend(_decoders(root, space, bool(said.get("jpeg_encoding"))))
+            except (KeyError, TypeError, ValueError) as error:
+                text = f"the {name} in {_METADATA} is not one that Minari writes ({error!r})"
+                raise place.error(text, "V04") from error
+        bounds = tuple(_bounds("actions", _parsed(said.get("action_space", "null"), place)))
+        return replace(self, decoders=tuple(decoders), bounds=bounds)
 
     def beside(self, place: Place) -> dict[str, Any]:
         """Returns the names that the metadata gives the data set, and the hash of it."""
         return _metadata(place).facts("dataset_id", "minari_version", "algorithm_name")
 
+    def described_by(self, path: Path) -> tuple[Path, ...]:
+        return (path.with_name(_METADATA),)
+
     def totals(self, place: Place) -> dict[str, int]:
         """Returns the counts of the metadata; an interrupted writer leaves fewer."""
         said = _metadata(place).content
         known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
-        return {name: int(count) for name, count in known.items() if count is not None}
+        for name, count in known.items():
+            if count is not None and not isinstance(count, int):
+                text = f"{_METADATA} says that it has {count!r:.40} {name}, expected a number"
+                raise place.error(text, "V15")
+        return {name: count for name, count in known.items() if count is not None}
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
@@ -98,22 +114,45 @@ def _parsed(text: Any, place: Place) -> Any:
         raise place.error(f"a space in {_METADATA} cannot be read ({error})", "V04") from error
 
 
-def _decoders(path: str, space: Any, jpeg: bool) -> Iterator[tuple[str, Decoder]]:
-    """Yields what decodes each dataset below a path whose values are not plain numbers."""
+def _parts(path: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the spaces below one that are no Dict or Tuple, by the paths of their datasets."""
     if not isinstance(space, dict):
         return
     kind, parts = space.get("type"), space.get("subspaces")
     if kind == "Dict" and isinstance(parts, dict):
         for name, part in parts.items():
-            yield from _decoders(f"{path}/{name}", part, jpeg)
+            yield from _parts(f"{path}/{name}", part)
     elif kind == "Tuple" and isinstance(parts, list):
         for index, part in enumerate(parts):
-            yield from _decoders(f"{path}/_index_{index}", part, jpeg)
-    elif kind == "Text":
-        longest = max((len(char.encode()) for char in space.get("charset", "")), default=4)
-        yield path, Text(int(space["max_length"]) * longest)
-    elif jpeg and kind == "Box" and _is_image(space):
-        yield path, Images(tuple(space["shape"]))
+            yield from _parts(f"{path}/_index_{index}", part)
+    else:
+        yield path, space
+
+
+def _bounds(path: str, space: Any) -> Iterator[tuple[str, Bounds]]:
+    """Yields what bounds each dataset below a path, where its space says so."""
+    for name, part in _parts(path, space):
+        # Bounds in another form are none that could be compared with.
+        with suppress(KeyError, TypeError, ValueError):
+            if part.get("type") == "Box":
+                yield name, (_numbers(part["low"]), _numbers(part["high"]))
+            elif part.get("type") == "Discrete":
+                start = float(part.get("start", 0))
+                yield name, ((start,), (start + float(part["n"]) - 1,))
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    return tuple(np.asarray(values, np.float64).reshape(-1).tolist())
+
+
+def _decoders(path: str, space: Any, jpeg: bool) -> Iterator[tuple[str, Decoder]]:
+    """Yields what decodes each dataset below a path whose values are not plain numbers."""
+    for name, part in _parts(path, space):
+        if part.get("type") == "Text":
+            longest = max((len(char.encode()) for char in part.get("charset", "")), default=4)
+            yield name, Text(int(part["max_length"]) * longest)
+        elif jpeg and part.get("type") == "Box" and _is_image(part):
+            yield name, Images(tuple(part["shape"]))
 
 
 def _is_image(space: Mapping[str, Any]) -> bool:

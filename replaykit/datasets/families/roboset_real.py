@@ -7,7 +7,7 @@ reward nor flag, so that T - 1 rows end truncated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
@@ -25,8 +25,9 @@ class RobosetRealLayout(Layout):
 
     The action is the command of the arm with that of the gripper behind. Joints, gripper and
     cameras are below ``observation``; what is derived from them, and ``solved``, below ``info``.
-    In published files trials are copies of one another, which the report lists (rule V36), and
-    some have holes of NaN: leave these out with ``Policies(on_invalid="skip")``.
+    In published files trials are copies of one another: the first is kept, and the report lists
+    the others (rule V36); ``Policies(copies="keep")`` keeps all. Some have holes of NaN: leave
+    these out with ``Policies(on_invalid="skip")``.
     """
 
     name: str = "roboset-real"
@@ -34,6 +35,7 @@ class RobosetRealLayout(Layout):
     episodes: Finder = _TRIALS
     alignment: Alignment = STEPS
     clock: str = "data/ctrl_arm"
+    copies: Literal["keep", "drop"] = "drop"
     fields: tuple[Field, ...] = (
         Field(_COMMAND, "action", before=("action",), column=True),
         Field("data/time", "time", before=("time",), required=False),

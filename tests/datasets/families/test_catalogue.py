@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import h5py
@@ -16,8 +17,10 @@ from replaykit.datasets import (
     ManiSkillExperienceReplay,
     MinariExperienceReplay,
     RobomimicExperienceReplay,
+    convert,
     load_dataset,
 )
+from replaykit.datasets.families import MINARI
 from replaykit.testing import LoopbackHub
 
 
@@ -161,6 +164,52 @@ def test_data_set_of_ones_own_files_is_opened_again_by_its_id(tmp_path):
     with pytest.raises(FileNotFoundError, match="cannot be fetched"):
         D4RLExperienceReplay("other", 2, **options)
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [".mine.lock", "mine"]
+
+
+def flat(path: Path, reward: float = 1.0) -> Path:
+    with h5py.File(path, "w") as file:
+        file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
+        file["rewards"], file["terminals"] = np.full(3, reward), np.arange(3) == 2
+    return path
+
+
+def test_files_of_ones_own_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
+    path = flat(tmp_path / "a.hdf5")
+    options = {"root": tmp_path / "root", "source": path}
+    made = D4RLExperienceReplay("mine", 2, **options).published.manifest.made
+    with monkeypatch.context() as patch:  # as they were: nothing is read
+        patch.setattr("replaykit.datasets.sources.sha256_of", lambda path: pytest.fail("read"))
+        assert D4RLExperienceReplay("mine", 2, **options).published.manifest.made == made
+    os.utime(path)  # touched, and the same
+    assert D4RLExperienceReplay("mine", 2, **options).published.manifest.made == made
+    size = path.stat().st_size
+    flat(path, reward=2.0)
+    assert path.stat().st_size == size
+    with pytest.raises(RuntimeError, match="whose source is"):
+        D4RLExperienceReplay("mine", 2, **options)
+    data = D4RLExperienceReplay("mine", 2, download="force", **options)
+    assert data[:]["next", "reward"].flatten().tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("through", ["convert", "class"])
+def test_files_that_describe_others_are_part_of_what_a_data_set_is_made_of(tmp_path, through):
+    path = minari(tmp_path / "cart")
+
+    def made(force: bool = False) -> str:
+        if through == "convert":
+            data = convert(path, MINARI, tmp_path / "data", force=force)
+        else:
+            options = {"root": tmp_path / "root", "download": "force" if force else True}
+            data = MinariExperienceReplay("a/b", 2, source=path, **options)
+        return data.published.manifest.report["files"][0]["described_by"]["sha256"]
+
+    first = made()
+    assert made() == first
+    metadata = path.with_name("metadata.json")
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "dataset_id": "other"}))
+    with pytest.raises(RuntimeError, match=r"whose (files|source) is"):
+        made()
+    assert made(force=True) != first
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,8 @@ def test_infos_of_text_are_left_out_and_reported(tmp_path, quietly):
         ({"total_episodes": 3}, r"has 2 episodes, but what describes it says 3: .*V15"),
         ({"data_format": "arrow"}, r"stored as 'arrow', expected 'hdf5' .*V04"),
         ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*V04"),
+        ({"observation_space": '{"type": "Text"}'}, r"the observation_space .*'max_length'.*V04"),
+        ({"total_steps": "seven"}, r"has 'seven' records, expected a number.*V15"),
     ],
 )
 def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, message):
@@ -241,3 +243,43 @@ def test_episode_that_breaks_a_rule_is_named(tmp_path, quietly, change, message)
     path = write(tmp_path / "a", episode(4, **change))
     with pytest.raises(CorpusError, match=message):
         quietly(path, MINARI)
+
+
+BOUNDED = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, 0], "high": [1, 5]}
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "outside"),
+    [
+        (BOUNDED, [[1, 5], [-1, 0], [0.5, 2]], []),
+        (BOUNDED, [[1, 5], [-1, -0.1], [1.5, 2]], [1, 2]),
+        ({"type": "Discrete", "start": 1, "n": 3}, [1, 4, 3], [1]),
+        ({"type": "Discrete", "start": 1, "n": 3}, [0, 1, 3], [0]),
+        ({**BOUNDED, "low": [-1]}, [[-1, -1], [-2, 5], [0, 0]], [1]),
+        ({**BOUNDED, "low": [None, 0]}, [[-9, 5]] * 3, []),
+        ({**BOUNDED, "low": [0, 0, 0]}, [[-9, 9]] * 3, []),
+    ],
+)
+def test_actions_outside_of_their_space_are_reported(tmp_path, quietly, space, action, outside):
+    """V25: the bounds are those of the metadata."""
+    values = episode(3, actions=np.array(action))
+    path = write(tmp_path / "a", values, action_space=json.dumps(space))
+    notes = quietly(path, MINARI).published.manifest.report["warnings"]
+    assert [(n["rule"], n["count"], n["first"]) for n in notes] == [
+        ("V25", len(outside), f"main_data.hdf5: episode_0/actions, record {at}")
+        for at in outside[:1]
+    ]
+
+
+def test_bounds_of_parts_of_an_action(tmp_path, quietly):
+    nested = {"type": "Tuple", "subspaces": [{"type": "Discrete", "n": 2}]}
+    space = {"type": "Dict", "subspaces": {"a": BOUNDED, "b": nested}}
+    values = episode(3)
+    del values["actions"]
+    values |= {"actions/a": np.full((3, 2), 7.0), "actions/b/_index_0": np.array([0, 1, 2])}
+    path = write(tmp_path / "a", values, action_space=json.dumps(space))
+    notes = quietly(path, MINARI).published.manifest.report["warnings"]
+    assert {(note["text"].split()[0], note["count"]) for note in notes} == {
+        ("actions/a", 3),
+        ("actions/b/_index_0", 1),
+    }

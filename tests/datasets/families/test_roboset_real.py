@@ -77,10 +77,25 @@ def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
 
 def test_copies_are_reported(tmp_path, quietly):
     """The splitter of the published sets gave all even trials of a file the same content."""
-    data = quietly(write(tmp_path / "a.h5", trial(4), trial(4, seed=1), trial(4)), ROBOSET_REAL)
+    path = write(tmp_path / "a.h5", trial(4), trial(4, seed=1), trial(4), trial(3, seed=2))
+    data = quietly(path, ROBOSET_REAL)
+    report = data.published.manifest.report
+    assert report["skipped"] == [
+        {
+            "file": "a.h5",
+            "name": "Trial2",
+            "why": "it has the observations and actions of a.h5: Trial0 [V36]",
+        }
+    ]
+    assert report["duplicates"] == []
+    assert data.episode_table["episode"].tolist() == [0, 1, 3]
+    data = quietly(path, ROBOSET_REAL, "all", policies=Policies(copies="keep"))
     assert data.published.manifest.report["duplicates"] == [
         {"episode": ["a.h5", "Trial2"], "same_as": ["a.h5", "Trial0"]}
     ]
+    assert data.episode_table["episode"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(CorpusError, match=r"a\.h5: Trial2: it has .* of a\.h5: Trial0 \[V36\]"):
+        quietly(path, ROBOSET_REAL, "none", policies=Policies(copies="error"))
 
 
 @pytest.mark.parametrize("name", ["qp_arm", "ctrl_arm"])

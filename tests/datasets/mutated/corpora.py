@@ -158,7 +158,17 @@ def minari(folder: Path) -> Path:
             group["terminations"] = np.arange(steps) == steps - 1 + number
             group["truncations"] = np.arange(steps) == steps - number
             group["infos/k"] = draw.normal(size=steps + 1)
-    said = {"total_episodes": 2, "total_steps": 7, "data_format": "hdf5"}
+    box = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-9, -9], "high": [9, 9]}
+    part = {"type": "Tuple", "subspaces": [{"type": "Discrete", "dtype": "int64", "n": 9}]}
+    space = {"type": "Dict", "subspaces": {"x": box, "tup": part}}
+    said = {
+        "total_episodes": 2,
+        "total_steps": 7,
+        "data_format": "hdf5",
+        "jpeg_encoding": True,
+        "observation_space": json.dumps(space),
+        "action_space": json.dumps({"type": "Discrete", "dtype": "int64", "n": 3}),
+    }
     (folder / "metadata.json").write_text(json.dumps(said))
     return folder / "main_data.hdf5"
 

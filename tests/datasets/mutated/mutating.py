@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -142,7 +143,50 @@ def change(path: Path, draw: random.Random) -> None:
             node[...] = values
 
 
-MUTATIONS = (flip, flip, flip, cut, drop, drop, reshape, reshape, retype, retype, change)
+def redescribe(path: Path, draw: random.Random) -> None:
+    """The JSON file beside lacks an entry, says something else, or is none; for others `flip`."""
+    beside = [other for other in path.parent.iterdir() if other.suffix == ".json"]
+    if not beside:
+        flip(path, draw)
+        return
+    text = beside[0].read_text()
+    said: Any = json.loads(text)
+    how = draw.randrange(4)
+    if how == 0:
+        text = text[: draw.randrange(len(text))]
+    elif how == 1:
+        text = text.replace(draw.choice('{}[]:"1234567'), draw.choice(["", "0", "x", "null"]), 1)
+    else:
+        node = said
+        while draw.random() < 0.6:
+            inner = [v for v in (node.values() if isinstance(node, dict) else node) if v]
+            inner = [v for v in inner if isinstance(v, (dict, list))]
+            if not inner:
+                break
+            node = draw.choice(inner)
+        key: Any = draw.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        if how == 2:
+            del node[key]
+        else:
+            node[key] = draw.choice([None, -1, 10**30, "x", [], {}, True, 1.5, "{", "[1]"])
+        text = json.dumps(said)
+    beside[0].write_text(text)
+
+
+MUTATIONS = (
+    flip,
+    flip,
+    flip,
+    cut,
+    drop,
+    drop,
+    reshape,
+    reshape,
+    retype,
+    retype,
+    change,
+    redescribe,
+)
 
 
 def mutate(good: Path, folder: Path, seed: int) -> tuple[Path, str]:
