@@ -129,7 +129,8 @@ class StretchChecks:
             return
         flat = block.reshape(len(block), -1)
         with np.errstate(invalid="ignore"):
-            outside = ((flat < leaf.bounds[0]) | (flat > leaf.bounds[1])).any(axis=1)
+            least, most = (np.asarray(side) for side in leaf.bounds)
+            outside = np.asarray(((flat < least) | (flat > most)).any(axis=1))
         stored = np.zeros(len(block), np.bool_)
         runs.within(start, start + len(block)).mark(stored, start)
         for record in (start + np.flatnonzero(outside & stored)).tolist():
