@@ -24,7 +24,9 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Array", "Manifest", "provenance"]
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "replaykit-dataset"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+_WITHOUT_FINALS: Final = 1
+"""Version of data sets all of whose columns are stored."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Manifest:
         source: where the rows come from: origin and files with size and SHA-256.
         report: decisions, warnings and what was left out or skipped; for people.
         options: how the conversion was asked for.
-        made: when and by which version; the only part that differs between two
+        finals: what episodes end with, ``[E, ...]``, of columns under ``next`` that otherwise
+            repeat the following row and are not stored.
+        made: when and by which version, and how old the sources are; all that differs between two
             conversions of the same files.
     """
 
@@ -110,11 +114,12 @@ class Manifest:
     source: Mapping[str, Any]
     report: Mapping[str, Any]
     options: Mapping[str, Any]
+    finals: tuple[Array, ...] = ()
     made: Mapping[str, Any] = field(default_factory=lambda: provenance())
 
     def files(self) -> Iterable[tuple[str, int, int]]:
         """Yields path, size and CRC-32 of every file of the data set but this one."""
-        for array in (*self.arrays, *self.episode_arrays):
+        for array in (*self.arrays, *self.episode_arrays, *self.finals):
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
         group = self.group_file
@@ -132,7 +137,8 @@ class Manifest:
     def _json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            # Who does not know of finals must not take what is left for all.
+            "format_version": FORMAT_VERSION if self.finals else _WITHOUT_FINALS,
             "made": dict(self.made),
             "converter": dict(self.converter),
             "identity": dict(self.identity),
@@ -145,6 +151,7 @@ class Manifest:
             "arrays": [array.to_json() for array in self.arrays],
             "episode_arrays": [array.to_json() for array in self.episode_arrays],
             "group_file": dict(self.group_file),
+            **({"finals": [array.to_json() for array in self.finals]} if self.finals else {}),
         }
 
     @classmethod
@@ -161,7 +168,7 @@ class Manifest:
             raise ValueError(f"is not JSON ({error})") from error
         if not isinstance(entry, dict) or entry.get("format") != FORMAT:
             raise ValueError("is not one of a replaykit data set")
-        if entry.get("format_version") != FORMAT_VERSION:
+        if entry.get("format_version") not in (_WITHOUT_FINALS, FORMAT_VERSION):
             raise ValueError(
                 f"has format version {entry.get('format_version')!r:.20}, this version of "
                 f"replaykit reads {FORMAT_VERSION}"
@@ -173,7 +180,7 @@ class Manifest:
         for array in manifest.arrays:
             if array.shape[: len(manifest.batch)] != manifest.batch:
                 raise ValueError(f"is damaged ({array.key} has not the batch {manifest.batch})")
-        for array in manifest.episode_arrays:
+        for array in (*manifest.episode_arrays, *manifest.finals):
             if array.shape[:1] != (manifest.episodes,):
                 raise ValueError(f"is damaged ({array.key} has not {manifest.episodes} entries)")
         return manifest
@@ -211,6 +218,7 @@ def _from_json(entry: dict[str, Any]) -> Manifest:
         arrays=tuple(Array.from_json(array) for array in entry["arrays"]),
         episode_arrays=tuple(Array.from_json(array) for array in entry["episode_arrays"]),
         group_file=group,
+        finals=tuple(Array.from_json(array) for array in entry.get("finals", [])),
         **mappings,
     )
 

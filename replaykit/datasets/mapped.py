@@ -11,11 +11,33 @@ from tensordict import TensorDict
 
 from replaykit.datasets.opened import Published, open_directory
 from replaykit.datasets.selection import rows_of
-from replaykit.schema import Rows
+from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages import TensorStorage
+from replaykit.storages.beside import grow_in_memory
+from replaykit.storages.columns import Columns
+from replaykit.storages.once import OnceColumns
+from replaykit.storages.pairs import pairs_of
 from replaykit.structure import Path
 
 __all__ = ["MappedStorage"]
+
+
+def _following(stored: Columns, published: Published, episodes: torch.Tensor | None) -> OnceColumns:
+    """Returns columns that take what follows a row from the row after it, and at ends of episodes
+    from what the data set has of these."""
+    lengths, finals = published.episodes["length"], published.finals
+    if episodes is not None:
+        lengths = lengths[episodes]
+        finals = {key: value[episodes] for key, value in finals.items()}
+    leaves = {**stored.tensors, **{key: stored.tensors[key[1:]] for key in finals}}
+    all_of_them = TensorDict({}, batch_size=[stored.slots])
+    for key, value in leaves.items():
+        all_of_them.set(key, value)
+    pairs = pairs_of(Schema(take_apart(all_of_them, 1).root), tuple(key[1:] for key in finals))
+    rows = Columns(pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes)
+    found = OnceColumns(pairs, rows, grow_in_memory(rows.device))
+    found.adopt(lengths.cumsum(0) - 1, Columns(pairs.beside, finals, 1))
+    return found
 
 
 class MappedStorage(TensorStorage):
@@ -31,10 +53,16 @@ class MappedStorage(TensorStorage):
     """
 
     def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
-        data = published.tensordict()
         rows = None if episodes is None else rows_of(published, episodes)
+        data = TensorDict({}, batch_size=published.batch_size)
+        for key, value in published.columns.items():
+            data.set(key, value)
         super().__init__(data if rows is None else data[rows])
-        self.require().advise = not isinstance(rows, torch.Tensor)
+        stored = self.require()
+        stored.advise = not isinstance(rows, torch.Tensor)
+        if published.finals and isinstance(stored, Columns):
+            self._columns = _following(stored, published, episodes)
+            self._adopt(self._columns)
         self.published = published
         self.chosen = episodes
         self._edited = False

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -38,12 +39,15 @@ class Published:
         columns: key to tensor ``[*batch, ...]``; private to the process, edits never reach the
             disk.
         episodes: the episode table, a TensorDict ``[E]``, see `EPISODE_FIELDS`.
+        finals: what episodes end with, ``[E, ...]``, of columns under ``next`` that are not
+            stored: their other rows are those of the following row, see `following`.
     """
 
     path: Path
     manifest: Manifest
     columns: dict[Key, torch.Tensor]
     episodes: TensorDict
+    finals: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -58,12 +62,27 @@ class Published:
     def tensordict(self) -> TensorDict:
         """Returns the columns as one TensorDict; nested ones have the batch size of the root.
 
-        No value is copied: the tensors are those of `columns`.
+        No value is copied: the tensors are those of `columns`. Those that are not stored are put
+        together, which takes memory for them.
         """
         data = TensorDict({}, batch_size=self.batch_size)
         for key, value in self.columns.items():
             data.set(key, value)
+        for key in self.finals:
+            data.set(key, self.following(key, 0, self.rows))
         return data
+
+    def following(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """Returns rows ``start .. stop - 1`` of a column that is not stored, in fresh memory."""
+        # In NumPy: torch cannot index all dtypes, such as uint16.
+        root, finals = self.columns[key[1:]].numpy(), self.finals[key].numpy()
+        found = np.empty((stop - start, *root.shape[1:]), root.dtype)
+        inside = root[start + 1 : stop + 1]
+        found[: len(inside)] = inside
+        lasts = (self.episodes["start"] + self.episodes["length"] - 1).numpy()
+        first, end = np.searchsorted(lasts, (start, stop))
+        found[lasts[first:end] - start] = finals[first:end]
+        return torch.from_numpy(found)
 
     def groups(self) -> list[str]:
         """Returns the name of the source group of each episode. Cost: O(E), on each call."""
@@ -150,7 +169,11 @@ def _open_at(directory: int, path: Path) -> Published:
     group = manifest.group_file
     os.close(_open_sized(directory, group["file"], group["nbytes"]))
     table = TensorDict(episodes, batch_size=[manifest.episodes])
-    return Published(path, manifest, columns, table)
+    finals = {array.key: _map(directory, path, array) for array in manifest.finals}
+    for key in finals:
+        if key[1:] not in columns:
+            raise _refusal(path, f"its {MANIFEST_NAME} is damaged ({key} repeats no column)")
+    return Published(path, manifest, columns, table, finals)
 
 
 def _open_sized(directory: int, file: str, nbytes: int) -> int:

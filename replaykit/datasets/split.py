@@ -98,7 +98,8 @@ def _split(
             raise ValueError(f"{flat.path} has a key {format_key(key)} of its own")
     lengths = flat.episodes["length"].numpy()
     batch = (len(lengths), int(lengths.max(initial=0)))
-    specs = [ColumnSpec(array.key, array.shape[1:], array.dtype) for array in manifest.arrays]
+    arrays = [*manifest.arrays, *manifest.finals]
+    specs = [ColumnSpec(array.key, array.shape[1:], array.dtype) for array in arrays]
     added = [ColumnSpec(MASK_KEY, (), torch.bool), ColumnSpec(TRAJ_IDS_KEY, (), torch.int64)]
     columns = create_columns(directory, [*specs, *added], batch)
     hold_back(directory)
@@ -106,10 +107,12 @@ def _split(
     with progress_bar("splitting", total, progress) as advance, synced_early(columns):
         for array in manifest.arrays:
             _split_column(flat.path, array, columns[array.key], lengths, options, advance)
+        for array in manifest.finals:
+            _split_following(flat, array.key, columns[array.key], lengths, options)
     _write_ids(columns, lengths, batch[1], options)
     table = {name: values.numpy() for name, values in flat.episodes.items()}
     episode_arrays, group_file = write_episode_table(directory, table, flat.groups())
-    facts: dict[Key, Mapping[str, Any]] = {array.key: array.facts for array in manifest.arrays}
+    facts: dict[Key, Mapping[str, Any]] = {array.key: array.facts for array in arrays}
     return Manifest(
         rows=batch[0],
         batch=batch,
@@ -154,6 +157,29 @@ def _split_column(
                 block[_mask(counts, width)] = rows
                 column.write(first * width, block.reshape(-1, size))
             advance(int(counts.sum()) * size)
+
+
+def _split_following(
+    flat: Published,
+    key: Key,
+    column: ColumnFile,
+    lengths: npt.NDArray[np.int64],
+    options: ConvertOptions,
+) -> None:
+    """Copies a column that is not stored: its rows are those of the following row."""
+    width, size = column.shape[1], column.spec.entry_bytes
+    if not size:
+        return
+    step = max(1, options.block_bytes // size)
+    row = 0
+    for episode, count in enumerate(lengths.tolist()):
+        for done in range(0, count, step):
+            stop = row + min(done + step, count)
+            block = flat.following(key, row + done, stop)
+            values = block.flatten().view(torch.uint8).numpy().reshape(-1, size)
+            column.write(episode * width + done, values)
+        column.skip(width - count)
+        row += count
 
 
 def _copy_long(file: Any, column: ColumnFile, start: int, count: int, block_bytes: int) -> None:

@@ -208,6 +208,12 @@ class Beside:
         else:
             self._map[elements] = (numbers + 1).to(self._map.dtype)
 
+    def adopt(self, elements: torch.Tensor, table: Columns) -> None:
+        """Takes a table that is there: entry ``i`` is of element ``elements[i]``."""
+        self._table = table
+        self._stack, self._free = torch.zeros(len(elements), dtype=torch.int64), 0
+        self.assign(elements, torch.arange(len(elements)))
+
     def clear(self, stop: int) -> None:
         """Gives back all entries; elements from ``stop`` on have none."""
         self._map[:stop].zero_()

@@ -78,6 +78,11 @@ class OnceColumns(FollowedRows):
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
 
+    def adopt(self, elements: torch.Tensor, table: Columns) -> None:
+        """Takes rows that are there, all of them: which have counterparts beside, and those."""
+        self._beside.adopt(elements, table)
+        self._stored = self.slots
+
     # -- at the cursor ------------------------------------------------------------------------
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:

@@ -177,7 +177,7 @@ class FollowedRows:
         elements = numbers.reshape(-1)
         for found in (self._at_root(elements, True), self._following(elements, True)):
             for path, leaf in found.items():
-                leaves[path] = leaf.view(*numbers.shape, *leaf.shape[1:])
+                leaves[path] = leaf.view(numbers.shape + leaf.shape[1:])
         return {path: leaves[path] for path in self.schema.leaves}
 
     def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:

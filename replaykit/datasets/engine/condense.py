@@ -19,7 +19,7 @@ from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.statistics import Statistics
 from replaykit.ted import Key
 
-__all__ = ["condense"]
+__all__ = ["condense", "remove_column"]
 
 _BLOCK_BYTES: Final = 1 << 20
 _MOST_VALUES: Final = 64
@@ -69,7 +69,7 @@ def condense(
             else:
                 found.append(key)
     for entry in removed:
-        _remove(directory, columns.pop(tuple(entry["key"])))
+        remove_column(directory, columns.pop(tuple(entry["key"])))
     return removed
 
 
@@ -101,7 +101,7 @@ def _is_equal(one: ColumnFile, other: ColumnFile) -> bool:
     )
 
 
-def _remove(directory: Path, column: ColumnFile) -> None:
+def remove_column(directory: Path, column: ColumnFile) -> None:
     """Takes a column out of its directory, and out of tensordict's description of it."""
     assert column.path is not None
     column.path.unlink()

@@ -17,6 +17,7 @@ from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
 from replaykit.datasets.engine.condense import condense
 from replaykit.datasets.engine.filework import Written, write_files
 from replaykit.datasets.engine.layout import DropLeaves, Layout
+from replaykit.datasets.engine.once import store_once
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
@@ -223,6 +224,7 @@ def _convert(
     if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
     removed = condense(directory, plan, columns, written.statistics, options.policies)
+    finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
     groups = [episode.name for episode in plan.episodes]
     episode_arrays, group_file = write_episode_table(directory, written.table, groups)
     report = {
@@ -236,6 +238,7 @@ def _convert(
         batch=(plan.rows,),
         episodes=len(plan.episodes),
         arrays=_arrays(directory, plan, columns, written),
+        finals=_arrays(directory, plan, finals, written),
         episode_arrays=episode_arrays,
         group_file=group_file,
         converter={"name": layout.name, "version": layout.version},

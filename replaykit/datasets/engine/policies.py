@@ -36,6 +36,10 @@ class Policies:
         all_nan: infos that are NaN throughout.
         duplicate: columns of infos that are another one bit for bit: ``"drop"`` keeps the first
             and notes the other name in the manifest.
+        repeated: columns under ``next`` that repeat those of the following row, such as next
+            observations. ``"once"`` stores of them only what the last row of each episode arrives
+            at: half of what observations take. Rows are the same, and put together when they are
+            read; `TensorDict.load_memmap` of the folder does not know of it.
         include: the keys to keep, with all below them; ``None`` for all. Flags, ``episode`` and
             ``seed`` are always there.
         exclude: keys to leave out, with all below them.
@@ -69,6 +73,7 @@ class Policies:
     constant: _Choice = "keep"
     all_nan: _Choice = "drop"
     duplicate: _Choice = "keep"
+    repeated: Literal["keep", "once"] = "keep"
     include: Sequence[str | Key] | None = None
     exclude: Sequence[str | Key] = ()
     unrecorded: Literal["terminated", "drop", "keep"] = "terminated"
@@ -82,6 +87,7 @@ class Policies:
             "constant": get_args(_Choice),
             "all_nan": get_args(_Choice),
             "duplicate": get_args(_Choice),
+            "repeated": ("keep", "once"),
             "unrecorded": ("terminated", "drop", "keep"),
             "copies": ("layout", "keep", "drop", "error"),
             "on_invalid": ("error", "skip", "keep"),

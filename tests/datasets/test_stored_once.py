@@ -1,0 +1,166 @@
+"""Next observations that are not stored: the same rows as where they are, from half the bytes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from replaykit import SliceSampler
+from replaykit.datasets import Policies, convert
+from replaykit.datasets import open as open_dataset
+from replaykit.datasets.families import D4RL, ROBOHIVE
+from replaykit.datasets.publish import verify_published
+from replaykit.datasets.split import ensure_split
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from tests.datasets.mutated.corpora import CORPORA
+
+
+def made(path: Path, layout: Any, target: Path, **policies: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return convert(path, layout, target, policies=Policies(**policies))
+
+
+def same(one: Any, other: Any) -> None:
+    """The same keys, shapes, dtypes and bits."""
+    keys = set(one.keys(True, True))
+    assert keys == set(other.keys(True, True))
+    for key in keys:
+        ours, theirs = one[key], other[key]
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), key
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes(), key
+
+
+@pytest.fixture(params=["roboset", "d4rl-v0", "maniskill", "isaaclab"])
+def both(request, tmp_path):
+    """A corpus of a family as it is by default, and with repeated columns stored once."""
+    corpus = CORPORA[request.param]
+    (tmp_path / "files").mkdir()
+    path = corpus.write(tmp_path / "files")
+    return [
+        made(path, corpus.layout, tmp_path / repeated, repeated=repeated)
+        for repeated in ("keep", "once")
+    ]
+
+
+def test_rows_are_the_same(tmp_path, both):
+    keep, once = both
+    finals = once.published.finals
+    assert finals
+    assert not finals.keys() & once.published.columns.keys()
+    assert finals.keys() | once.published.columns.keys() == keep.published.columns.keys()
+    same(once[:], keep[:])
+    same(once.published.tensordict(), keep.published.tensordict())
+    for index in (0, len(keep) - 1, slice(1, 5), torch.tensor([3, 0, 3, 1]), [2, 1]):
+        same(once[index], keep[index])
+    verify_published(tmp_path / "once")
+    statistics = {array.key: array.facts for array in keep.published.manifest.arrays}
+    manifest = once.published.manifest
+    for array in (*manifest.arrays, *manifest.finals):
+        assert array.facts == statistics[array.key]
+
+
+@pytest.mark.parametrize("episodes", [[0], slice(1, None), [0, -1]])
+def test_rows_of_chosen_episodes_are_the_same(tmp_path, both, episodes):
+    count = len(both[0].episode_table["start"])
+    if isinstance(episodes, list):
+        episodes = [count - 1 if e < 0 else e for e in episodes]
+    keep, once = (open_dataset(tmp_path / name, episodes=episodes) for name in ("keep", "once"))
+    same(once[:], keep[:])
+    again = pickle.loads(pickle.dumps(once.storage))
+    same(again[:], keep[:])
+
+
+def test_batches_and_slices_are_the_same(tmp_path, both):
+    keep, once = (
+        open_dataset(
+            tmp_path / name,
+            batch_size=8,
+            sampler=SliceSampler(slice_len=2),
+            generator=torch.Generator().manual_seed(3),
+        )
+        for name in ("keep", "once")
+    )
+    for _ in range(5):
+        same(once.sample(), keep.sample())
+
+
+def test_split_trajectories_are_the_same(tmp_path, both):
+    keep, once = (
+        ensure_split(tmp_path / name, tmp_path / f"{name}-split") for name in ("keep", "once")
+    )
+    assert once.finals == {}
+    same(once.tensordict(), keep.tensordict())
+
+
+def test_edits_are_seen_here_only(tmp_path, both):
+    """An edit of an observation leaves what the row before arrived at as it was."""
+    keep, once = both
+    before = open_dataset(tmp_path / "keep")[:]
+    for data in both:
+        data[:2] = data[:2].apply(torch.zeros_like)
+    same(once[:], keep[:])
+    same(open_dataset(tmp_path / "once")[:], before)
+    again = pickle.loads(pickle.dumps(once.storage))
+    same(again[:], keep[:])
+
+
+def test_images_take_half_the_room(tmp_path):
+    trial = make_trial(40, infos=False)
+    trial["observations"] = np.random.default_rng(0).normal(size=(40, 5000))
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**trial)
+    sizes = {}
+    for repeated in ("keep", "once"):
+        made(tmp_path / "a.h5", ROBOHIVE, tmp_path / repeated, repeated=repeated)
+        files = (tmp_path / repeated).rglob("*.memmap")
+        sizes[repeated] = sum(path.stat().st_size for path in files)
+    assert sizes["once"] < 0.53 * sizes["keep"]
+
+
+def test_next_observations_that_are_others_are_stored(tmp_path):
+    """A source that stores them beside may have others: nothing is lost then."""
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"], file["actions"] = np.eye(6), np.zeros((6, 1))
+        file["next_observations"] = np.roll(np.eye(6), -1, 0)
+        file["next_observations"][2] = 7.0
+        file["rewards"], file["terminals"] = np.ones(6), np.arange(6) == 5
+    data = made(tmp_path / "a.hdf5", D4RL, tmp_path / "data", repeated="once", on_invalid="keep")
+    assert data.published.finals == {}
+    assert data[2]["next", "observation"].tolist() == [7.0] * 6
+
+
+@pytest.mark.parametrize("fault", ["missing", "short", "root", "version"])
+def test_damaged_data_set_is_refused(tmp_path, fault):
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**make_trial(5))
+    made(tmp_path / "a.h5", ROBOHIVE, tmp_path / "data", repeated="once")
+    file = tmp_path / "data/finals/next/observation.memmap"
+    manifest = tmp_path / "data/manifest.json"
+    said = json.loads(manifest.read_text())
+    assert said["format_version"] == 2
+    if fault == "missing":
+        file.unlink()
+    elif fault == "short":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif fault == "root":
+        said["finals"][0]["key"] = ["next", "nothing"]
+        manifest.write_text(json.dumps(said))
+    else:
+        manifest.write_text(json.dumps({**said, "format_version": 3}))
+    with pytest.raises(RuntimeError, match="is not a complete data set"):
+        open_dataset(tmp_path / "data")
+
+
+def test_data_sets_without_it_are_of_the_version_before(tmp_path, both):
+    for data, version in zip(both, (1, 2), strict=True):
+        said = json.loads((data.published.path / "manifest.json").read_text())
+        assert said["format_version"] == version
