@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from replaykit.datasets.manifest import FORMAT_VERSION, Manifest
+from replaykit.datasets.manifest import Manifest
 
 __all__ = ["CARD_NAME", "card", "size_category"]
 
@@ -104,7 +104,7 @@ def _description(manifest: Manifest, repo_id: str, license: str) -> str:
 
 {manifest.rows:,} rows, {manifest.episodes:,} episodes, {nbytes:,} bytes. A row is a transition; \
 its outcome is under `next`. Columns are memory-mapped files, described by `manifest.json` with \
-their sizes and checksums (format {FORMAT_VERSION} of replaykit).
+their sizes and checksums (format {manifest.format_version} of replaykit).
 
 ```python
 import replaykit.datasets

@@ -117,6 +117,12 @@ class Manifest:
     finals: tuple[Array, ...] = ()
     made: Mapping[str, Any] = field(default_factory=lambda: provenance())
 
+    @property
+    def format_version(self) -> int:
+        """The version that a reader must know: who knows of no finals must not take the other
+        columns for all."""
+        return FORMAT_VERSION if self.finals else _WITHOUT_FINALS
+
     def files(self) -> Iterable[tuple[str, int, int]]:
         """Yields path, size and CRC-32 of every file of the data set but this one."""
         for array in (*self.arrays, *self.episode_arrays, *self.finals):
@@ -137,8 +143,7 @@ class Manifest:
     def _json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            # Who does not know of finals must not take what is left for all.
-            "format_version": FORMAT_VERSION if self.finals else _WITHOUT_FINALS,
+            "format_version": self.format_version,
             "made": dict(self.made),
             "converter": dict(self.converter),
             "identity": dict(self.identity),

@@ -40,7 +40,7 @@ def corpus_facts(path: Path) -> tuple[Facts, Table]:
             int(np.prod(manifest.batch)) if "statistics" in array.facts else 0,
             _source(array.facts),
         )
-        for array in manifest.arrays
+        for array in (*manifest.arrays, *manifest.finals)
     )
     about: dict[str, Any] = {
         "layout": f"{manifest.converter.get('name')} {manifest.converter.get('version')}",

@@ -261,7 +261,7 @@ def _holes(published: Published) -> list[Finding]:
     policies = published.manifest.options.get("policies", {})
     kept = policies.get("on_invalid") == "keep"
     found, count = [], 0
-    for array in published.manifest.arrays:
+    for array in (*published.manifest.arrays, *published.manifest.finals):
         role = array.key[1] if array.key[0] == "next" and len(array.key) > 1 else array.key[0]
         if role not in ("observation", "action", "reward"):
             continue

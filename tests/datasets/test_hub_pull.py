@@ -231,7 +231,7 @@ def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
         "outside": {**manifest, "group_file": {**manifest["group_file"], "file": "../x"}},
     }
     if name in manifest_of:
-        said = {"version": "has format version 99.*'replaykit-format-1'", "outside": "is damaged"}
+        said = {"version": "has format version 99.*'replaykit-format-2'", "outside": "is damaged"}
         return {"manifest.json": json.dumps(manifest_of[name]).encode()}, said[name]
     return {
         "column": ({"action.memmap": flipped}, "another action.memmap than its manifest"),

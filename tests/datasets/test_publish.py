@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "manifest of zeros": (lambda t: (t / "manifest.json").write_bytes(bytes(900)), "not JSON"),
     "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not one of a replaykit"),
-    "newer version": (lambda t: edit(t, lambda m: m.update(format_version=2)), "version 2"),
+    "newer version": (lambda t: edit(t, lambda m: m.update(format_version=3)), "version 3"),
     "other rows": (lambda t: edit(t, lambda m: m.update(rows=5)), "is damaged"),
     "other batch": (lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])), "has not the batch"),
     "other episodes": (lambda t: edit(t, lambda m: m.update(episodes=1)), "has not 1 entries"),

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from replaykit import SliceSampler
-from replaykit.datasets import Policies, convert
+from replaykit.datasets import Policies, convert, pull, push
 from replaykit.datasets import open as open_dataset
 from replaykit.datasets.families import D4RL, ROBOHIVE
 from replaykit.datasets.publish import verify_published
 from replaykit.datasets.split import ensure_split
+from replaykit.inspection.corpus import corpus_facts
+from replaykit.inspection.ted_rules import ted_findings
+from replaykit.testing import LoopbackHub
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
 from tests.datasets.mutated.corpora import CORPORA
 
@@ -164,3 +167,16 @@ def test_data_sets_without_it_are_of_the_version_before(tmp_path, both):
     for data, version in zip(both, (1, 2), strict=True):
         said = json.loads((data.published.path / "manifest.json").read_text())
         assert said["format_version"] == version
+
+
+def test_validate_inspect_push_and_pull_know_of_it(tmp_path, both, point_client_at):
+    keep, once = both
+    findings = ted_findings(once.published, lambda count: None)
+    assert all(finding.ok or finding.is_warning for finding in findings)
+    keys = {facts.key for facts in corpus_facts(tmp_path / "once")[0].keys}
+    assert keys == {"/".join(key) for key in keep.published.columns}
+    with LoopbackHub({}) as hub:
+        point_client_at(hub)
+        push(tmp_path / "once", "me/once", license="mit", token="any")
+        pulled = pull("me/once", root=tmp_path / "pulled")
+        same(pulled[:], keep[:])
