@@ -7,7 +7,7 @@ together in the order of the files, so that the result is the same for any numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.engine.write import RowWriter, empty_table
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.workers import run_in_processes
+from replaykit.filesystem import EarlySync
 from replaykit.ted import Key
 
 __all__ = ["Written", "write_files"]
@@ -152,9 +153,6 @@ def _write_file(
     spans = by_file[index]
     start, stop = spans[0].start, spans[-1].start + spans[-1].rows
     parts = {key: column.part(start, stop) for key, column in columns.items()}
-    if advance is None:
-        for part in parts.values():
-            part.early_sync = None  # its threads are in the process that started this one
     notes = Notes()
     memory: dict[str, Any] = {}
     judge = Judge(on_invalid, notes)
@@ -174,8 +172,14 @@ def _write_file(
     )
     dropped = None
     try:
-        unit = [sources.files[position] for position in plan.units.get(index, (index,))]
-        with open_sources(unit, plan.layout.clock) as file:
+        with ExitStack() as stack:
+            if advance is None:
+                # The threads of the one it came with are in the process that started this one.
+                early_sync = stack.enter_context(EarlySync())
+                for part in parts.values():
+                    part.early_sync = early_sync
+            unit = [sources.files[position] for position in plan.units.get(index, (index,))]
+            file = stack.enter_context(open_sources(unit, plan.layout.clock))
             writer.write(file, source, spans, memory)
         writer.finish()
     except DropLeaves as drop:
