@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +114,7 @@ def _versus(setting: Setting) -> str:
 
 def run(setting: Setting) -> list[Line]:
     """Measures."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _forking(), _silent_torchrl():
         # What is left out of a file is no matter here.
         warnings.simplefilter("ignore", UserWarning)
         lines: list[Line] = []
@@ -122,6 +124,30 @@ def run(setting: Setting) -> list[Line]:
         for corpus in LARGE:
             lines += _told([_peak(corpus, setting)])
     return lines
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Workers are forked, as they are where nobody says otherwise; importing torchrl does."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    if "fork" in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@contextlib.contextmanager
+def _silent_torchrl() -> Iterator[None]:
+    """It lists every file that it writes."""
+    logger = logging.getLogger("torchrl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _told(lines: list[Line]) -> list[Line]:
@@ -232,26 +258,35 @@ def _check(files: Sequence[Path], data: Any) -> dict[str, list[str]]:
         data.published.groups(), *(table[key].tolist() for key in ("seed", "start", "length")),
         strict=True,
     )  # fmt: skip
+    fields = manifest.report["rules"]["fields"]
+    ends = {f["source"] for f in fields if f["role"] in ("terminated", "truncated")}
     columns = {array.key: data.published.columns[array.key].numpy() for array in stored}
     found: dict[str, set[str]] = {}
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(h5py.File(file)) for file in files]
+        read: dict[str, Any] = {}
+        last: tuple[int, str] | None = None
         for name, seed, start, length in lines:
             group, _, records = name.partition("[")
             base = int(records.partition(":")[0]) if records else 0
             node = opened[seed][group or "/"]
             above = group.rpartition("/")[0] or "/"
+            if last != (seed, group):
+                # A flat file is read once, however many episodes it has.
+                read = {array.facts["source"]: None for array in stored}
+                read = {source: node[source][...] for source in read}
+                last = (seed, group)
+                found.setdefault(above, set()).update(
+                    read, (source for source in ends if source in node)
+                )
             for array in stored:
-                source, shift = array.facts["source"], base + array.facts["shift"]
+                shift = base + array.facts["shift"]
                 column = columns[array.key][start : start + length]
-                values = node[source][shift : shift + length].reshape(-1, *column.shape[1:])
+                values = read[array.facts["source"]][shift : shift + length]
+                values = values.reshape(-1, *column.shape[1:])
                 # The last next observation of some episodes is not recorded.
                 same = np.array_equal(values, column[: len(values)])
                 expect(same and len(values) >= length - 1, f"{array.key} differs from {name}")
-                found.setdefault(above, set()).add(source)
-            fields = manifest.report["rules"]["fields"]
-            ends = {f["source"] for f in fields if f["role"] in ("terminated", "truncated")}
-            found[above] |= {source for source in ends if source in node}
     return {group: sorted(names) for group, names in found.items()}
 
 
