@@ -70,6 +70,7 @@ def convert(
     Raises:
         CorpusError: a file breaks a rule of its layout, or is not the one of its SHA-256; names
             file, episode, key and rule. It is a ValueError.
+        ValueError: the policies name a key or dtype that no file has.
         FileNotFoundError: a file is not there, or a directory holds none.
         DownloadError, PermissionError: as `download` does.
         OSError: a file cannot be read, or there is no room; names the file.

@@ -100,7 +100,7 @@ def _episodes(
     try:
         plan = scan_files(files, layout, Policies(on_invalid="skip"))
         with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
-            published = _dry_run(Path(folder) / "data", files, layout)
+            published = _dry_run(Path(folder) / "data", files, layout, plan)
             facts, _ = corpus_facts(published.path)
             lengths = np.array(facts.episodes.lengths) if facts.episodes else np.zeros(0, np.int64)
             said.extend(
@@ -122,8 +122,11 @@ def _episodes(
         return None, None
 
 
-def _dry_run(target: Path, files: Sequence[Path], layout: Layout) -> Published:
-    policies = Policies(on_invalid="skip", include=_WANTED, all_nan="keep")
+def _dry_run(target: Path, files: Sequence[Path], layout: Layout, plan: Plan) -> Published:
+    keys = [target.key for leaf in plan.leaves for target in leaf.targets]
+    wanted = [key for key in _WANTED if any(each[: len(key)] == key for each in keys)]
+    # Flags and ids are always there; a file may have nothing else of it.
+    policies = Policies(on_invalid="skip", include=[*wanted, ("episode",)], all_nan="keep")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return ensure_dataset(

@@ -140,6 +140,23 @@ def test_errors_are_a_sentence_and_a_code(command, demos, tmp_path, arguments, c
     assert says in as_json.json["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--include", "acton"], "include: 'acton' meets nothing in the files (meant: 'action'?)"),
+        (["--exclude", "next/info"], "exclude: 'next/info' meets nothing in the files"),
+        (["--cast", "float16=float32"], "expected it among the dtypes float64"),
+    ],
+)
+def test_keys_that_are_not_there_are_refused(command, demos, tmp_path, arguments, says):
+    arguments = ["--layout", "robomimic", *arguments]
+    done = command("convert", demos, "--to", tmp_path / "data", *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
+    assert done.err.startswith("replaykit: ")
+    assert says in done.err
+    assert not (tmp_path / "data").exists()
+
+
 def test_files_that_fit_no_layout_or_are_not_there(command, tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"] = np.arange(3)

@@ -94,6 +94,54 @@ def test_include_and_exclude_take_keys_with_all_below(tmp_path):
     assert set(data[:]["next"].keys()) == {"reward", "done", "terminated", "truncated"}
 
 
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            {"include": ["obervation", "action"]},
+            r"include: 'obervation' meets nothing in the files \(meant: 'observation'\?\); "
+            r"expected it among the keys action, done, .*info/void, info/x, .*next/observation",
+        ),
+        ({"include": ["action", ("info", "z")]}, "include: 'info/z' meets nothing"),
+        (
+            {"exclude": ["info", ("next", "info", "w")]},
+            "exclude: 'next/info/w' meets nothing .*among the keys action, info/void, info/x,",
+        ),
+        ({"exclude": [("next", "observed")]}, "exclude: 'next/observed' meets nothing"),
+        (
+            {"casts": {"float64": "float32", "float16": "float32"}},
+            "casts: 'float16' meets nothing .*among the dtypes float32, float64, int64",
+        ),
+    ],
+)
+def test_entries_that_meet_nothing_are_refused_before_anything_is_written(
+    tmp_path, monkeypatch, policies, message
+):
+    logs = {"x": lambda k, n: np.arange(n), "void": lambda k, n: np.full(n, np.nan)}
+    path = write(tmp_path / "a.h5", 4, 3, **logs)
+    monkeypatch.setattr("replaykit.datasets.engine.conversion.create_columns", pytest.fail)
+    with pytest.raises(ValueError, match=message) as caught:
+        run(tmp_path, path, **policies)
+    assert not isinstance(caught.value, CorpusError)  # the files are all right
+    assert [each.name for each in tmp_path.iterdir() if not each.name.startswith(".")] == ["a.h5"]
+
+
+def test_entries_meet_what_is_left_out_for_its_values_and_what_only_some_episodes_have(tmp_path):
+    logs = {"x": lambda k, n: np.arange(n), "void": lambda k, n: np.full(n, np.nan)}
+    path = write(tmp_path / "a.h5", 4, 3, **logs)
+    with h5py.File(path, "a") as file:
+        file["run1/log/late"] = np.arange(4, dtype=np.int16)
+        file["run1/joints"][1, 0] = np.nan
+    with pytest.warns(UserWarning, match="is NaN throughout"):
+        data = run(
+            tmp_path, path, exclude=[("info", "void"), ("next", "info", "late")],
+            include=["info", ("next", "info"), ("next", "done"), "episode", "observation"],
+            casts={"int16": "int32"}, on_invalid="skip",
+        )  # fmt: skip
+    assert len(data) == 4  # the second episode, which alone has that key and dtype, is skipped
+    assert set(data[:]["info"].keys()) == {"x"}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("key", ["observation", "action", ("next", "reward"), "time", "info"])
 def test_what_is_left_out_changes_nothing_else(tmp_path, write_source, key):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from difflib import get_close_matches
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -14,13 +15,17 @@ from replaykit.ted import DEFAULT_DONE_KEYS, Key
 __all__ = ["Policies"]
 
 _Choice = Literal["keep", "drop"]
+_MOST_NAMES: Final = 50
+"""Names that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
     """What is done with keys, dtypes and episodes that are not as one would wish.
 
-    Whatever is decided is in the manifest, with the keys and episodes that it met.
+    Whatever is decided is in the manifest, with the keys and episodes that it met. An entry of
+    ``casts``, ``include`` or ``exclude`` that meets nothing in the files is an error of the
+    conversion, before anything is written: it would else be a typo that nobody sees.
 
     Attributes:
         missing: keys that some episodes lack. ``"layout"``: as the layout says: an error where
@@ -124,6 +129,35 @@ class Policies:
         """Returns the dtype to store values of a dtype in."""
         return np.dtype(self.casts.get(dtype.name, dtype))
 
+    def check_met(
+        self, columns: Iterable[tuple[Key, np.dtype[Any] | None]], always: Iterable[Key]
+    ) -> None:
+        """Checks that each entry meets what files declare.
+
+        Args:
+            columns: the keys that datasets of the files would fill, also where they are left out
+                for what is in them; with the dtype that a cast would meet, if it may be cast.
+            always: the keys that are there whatever the files hold.
+
+        Raises:
+            ValueError: an entry of ``include`` or ``exclude`` with no key at or below it; a dtype
+                of ``casts`` that nothing has.
+        """
+        dtypes: dict[Key, set[str]] = {}
+        for key, dtype in columns:
+            dtypes.setdefault(key, set()).update(() if dtype is None else (dtype.name,))
+        for name, entries, keys in (
+            ("include", self.include or (), (*dtypes, *always)),
+            ("exclude", self.exclude, (*dtypes,)),
+        ):
+            for entry in entries:
+                if not any(key[: len(entry)] == entry for key in keys):
+                    raise ValueError(_unmet(name, "/".join(entry), map("/".join, keys)))
+        there = set().union(*dtypes.values())
+        for source in self.casts:
+            if source not in there:
+                raise ValueError(_unmet("casts", source, there))
+
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
         values = dict(vars(self))
@@ -139,3 +173,15 @@ def _keys(name: str, given: Any) -> tuple[Key, ...]:
     if not all(key and all(isinstance(part, str) for part in key) for key in keys):
         raise ValueError(f"expected {name} as a list of keys, got {given!r}")
     return keys
+
+
+def _unmet(name: str, entry: str, there: Iterable[str]) -> str:
+    names = sorted(set(there))
+    near = get_close_matches(entry, names, 1)
+    meant = f" (meant: {near[0]!r}?)" if near else ""
+    more = ", ..." * (len(names) > _MOST_NAMES)
+    what = "dtypes" if name == "casts" else "keys"
+    return (
+        f"{name}: {entry!r} meets nothing in the files{meant}; expected it among the {what} "
+        f"{', '.join(names[:_MOST_NAMES])}{more}"
+    )

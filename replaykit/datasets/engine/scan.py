@@ -26,6 +26,7 @@ from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Episode, Plan, Skipped, Span
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.schema import SchemaUnion
+from replaykit.datasets.engine.specs import ALWAYS_KEYS
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 
@@ -63,6 +64,7 @@ def scan(
 
     Raises:
         CorpusError: a file breaks a rule of the layout; names file, episode and key.
+        ValueError: what the caller decides names a key or dtype that no file has.
         OSError: a file cannot be opened.
     """
     state = _Scan(layout, policies, without, excluded, block_bytes, notes)
@@ -312,6 +314,9 @@ class _Scan:
 
     def plan(self) -> Plan:
         assert self.schema is not None
+        if not self.without and not self.excluded:
+            # Once: what is named may be among what is left out later.
+            self.schema.check_policies(ALWAYS_KEYS)
         leaves, left_out = self.schema.leaves()
         return Plan(
             self.schema.layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from replaykit.datasets.engine.layout import Bounds, Layout
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
+from replaykit.ted import Key
 
 __all__ = ["SchemaUnion", "Spec"]
 
@@ -260,6 +261,26 @@ class SchemaUnion:
         found.sort(key=lambda leaf: leaf.is_successor)
         self._compare_successors(found)
         return found, left_out
+
+    def check_policies(self, always: Iterable[Key]) -> None:
+        """Checks that what the caller names is there; ``always``: the keys of no leaf.
+
+        Raises:
+            ValueError: an entry of the policies meets nothing.
+        """
+        declared = {
+            (path, spec.dtype)
+            for signature in self._signatures.values()
+            for path, spec in signature.specs.items()
+        }
+        columns = []
+        for path, dtype in declared:
+            entry = self.field_of(path)
+            if entry is not None:
+                castable = None if entry.dtype else dtype
+                targets = entry.targets(self.layout.alignment, path)
+                columns += [(target.key, castable) for target in targets]
+        self._policies.check_met(columns, always)
 
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
         """Checks that successors have the shape and dtype of the states (rule V10)."""

@@ -11,10 +11,18 @@ from replaykit.datasets.engine.plan import Plan, PlannedLeaf
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["OBSERVED_KEY", "column_specs", "presence", "presence_key"]
+__all__ = ["ALWAYS_KEYS", "OBSERVED_KEY", "column_specs", "presence", "presence_key"]
 
 OBSERVED_KEY: Final[Key] = ("next", "observed")
 """False on the rows whose next state was not recorded; a column only where there are such rows."""
+ALWAYS_KEYS: Final[tuple[Key, ...]] = (
+    *((name,) for name in DEFAULT_DONE_KEYS),
+    *(("next", name) for name in DEFAULT_DONE_KEYS),
+    OBSERVED_KEY,
+    ("episode",),
+    ("seed",),
+)
+"""The columns that no leaf fills; `OBSERVED_KEY` only where it is needed."""
 
 
 def presence_key(target: Key) -> Key:
