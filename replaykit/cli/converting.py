@@ -46,6 +46,22 @@ class Unrecorded(str, Enum):
     keep = "keep"
 
 
+class Repeated(str, Enum):
+    """How columns that repeat those of the following row are stored."""
+
+    keep = "keep"
+    once = "once"
+
+
+class Copies(str, Enum):
+    """What is done with episodes that are copies of earlier ones."""
+
+    layout = "layout"
+    keep = "keep"
+    drop = "drop"
+    error = "error"
+
+
 class OnInvalid(str, Enum):
     """What is done with episodes that break a rule."""
 
@@ -89,9 +105,15 @@ def convert(
     constant: Annotated[Kept, typer.Option(help="Infos that never change.")] = Kept.keep,
     all_nan: Annotated[Kept, typer.Option(help="Infos that are NaN throughout.")] = Kept.drop,
     duplicate: Annotated[Kept, typer.Option(help="Infos that repeat a column.")] = Kept.keep,
+    repeated: Annotated[
+        Repeated, typer.Option(help="Next observations: all, or what rows do not repeat.")
+    ] = Repeated.keep,
     unrecorded: Annotated[
         Unrecorded, typer.Option(help="Last steps whose next state was not recorded.")
     ] = Unrecorded.terminated,
+    copies: Annotated[
+        Copies, typer.Option(help="Episodes that are copies of earlier ones.")
+    ] = Copies.layout,
     on_invalid: Annotated[
         OnInvalid, typer.Option(help="Episodes that break a rule.")
     ] = OnInvalid.error,
@@ -128,7 +150,9 @@ def convert(
         duplicate=duplicate.value,
         include=None if not include else [_key(each) for each in include],
         exclude=[_key(each) for each in exclude or []],
+        repeated=repeated.value,
         unrecorded=unrecorded.value,
+        copies=copies.value,
         on_invalid=on_invalid.value,
     )
     name = _guessed(output, files) if layout is None else layout

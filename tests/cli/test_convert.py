@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import h5py
 import numpy as np
@@ -11,6 +14,8 @@ import pytest
 
 import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
+from replaykit.cli.converting import convert
+from replaykit.datasets import Policies
 
 OWN = """
 from replaykit.datasets import STEPS, Field, Groups, Layout
@@ -75,6 +80,37 @@ def test_policies_are_options(command, demos, tmp_path):
     assert ("state",) not in keys
     policies = manifest.options["policies"]
     assert (policies["missing"], policies["constant"]) == ("error", "drop")
+
+
+def test_every_policy_is_an_option_with_the_same_choices():
+    hints = get_type_hints(convert, include_extras=False)
+    defaults = {name: each.default for name, each in inspect.signature(convert).parameters.items()}
+    said = get_type_hints(Policies)
+    for field in dataclasses.fields(Policies):
+        option = {"casts": "cast"}.get(field.name, field.name)
+        assert option in hints, field.name
+        if option in ("cast", "include", "exclude"):
+            continue
+        assert [each.value for each in hints[option]] == list(get_args(said[field.name]))
+        assert defaults[option].value == field.default
+
+
+def test_copies_and_next_observations_once(command, demos, tmp_path):
+    with h5py.File(demos, "r+") as file:
+        for number in range(3):
+            demo = file[f"data/demo_{number}"]
+            demo["next_obs/eef"][:-1] = demo["obs/eef"][1:]
+        del file["data/demo_2"]
+        file.copy("data/demo_0", "data/demo_2")
+    base = ["convert", demos, "--layout", "robomimic", "--json"]
+    whole = command(*base, "--to", tmp_path / "whole").json
+    done = command(*base, "--to", tmp_path / "less", "--copies", "drop", "--repeated", "once").json
+    assert (whole["rows"], done["rows"]) == (13, 8)
+    manifest = replaykit.datasets.open(tmp_path / "less").published.manifest
+    assert [array.key for array in manifest.finals] == [("next", "observation", "eef")]
+    again = command(*base, "--to", tmp_path / "none", "--copies", "error")
+    assert again.code == 3
+    assert "demo_2: it has the observations and actions of" in again.json["error"]["message"]
 
 
 def test_include_keeps_what_is_named(command, demos, tmp_path):
