@@ -15,13 +15,12 @@ from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
-from replaykit.datasets.families.robomimic import first_entries
+from replaykit.datasets.families.robomimic import first_entries, libero_signs
 
 __all__ = ["LIBERO", "LiberoLayout"]
 
 _DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
 _ROBOT: Final = ("info", "robot_states")
-_SIGNS: Final = ("bddl_file_name", "bddl_file_content", "problem_info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +55,11 @@ class LiberoLayout(Layout):
         entries = first_entries(file, "data")
         if entries is None or "actions" not in entries:
             return self
-        signs = file.attributes("data", _SIGNS)
-        if ("robot_states" in entries or signs) and "next_obs" not in entries:
+        if libero_signs(file, "data") and "next_obs" not in entries:
             return self
         raise place.error(
-            f"this is no file of {self.name}: it has neither robot_states nor the attributes "
-            f"{', '.join(_SIGNS)}, or it has next_obs; is it one of robomimic?",
+            f"this is no file of {self.name}: it has neither robot_states nor init_state, "
+            "problem_info or the name of a BDDL file, or it has next_obs; is it one of robomimic?",
             "V04",
         )
 

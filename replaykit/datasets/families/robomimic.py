@@ -15,9 +15,11 @@ from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
 
-__all__ = ["ROBOMIMIC", "ROBOSUITE", "RobomimicLayout", "RobosuiteLayout", "first_entries"]
+__all__ = ["ROBOMIMIC", "ROBOSUITE", "RobomimicLayout", "RobosuiteLayout", "first_entries", "libero_signs"]
 
 _DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
+_LIBERO: Final = ("bddl_file_name", "bddl_file_content", "problem_info")
+_LIBERO_DEMO: Final = ("robot_states", "init_state")
 _RAW: Final = Groups("demo_", below="data", having=("states",), noun="demonstration")
 
 
@@ -32,6 +34,21 @@ def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
     if not groups:
         return None
     return {entry.name: entry.is_group for entry in file.members(f"{below}/{groups[0]}")}
+
+
+def libero_signs(file: H5File, below: str) -> list[str]:
+    """Returns what only files of LIBERO have, as far as it is in this one.
+
+    That is an entry or attribute of the first demonstration, or an attribute of what holds all.
+    """
+    found = list(file.attributes(below, _LIBERO)) if file.has_group(below) else []
+    entries = first_entries(file, below) or {}
+    found += [name for name in _LIBERO_DEMO if name in entries]
+    if entries:
+        first = next(member.name for member in file.members(below) if member.is_group)
+        said = file.attributes(f"{below}/{first}", _LIBERO_DEMO)
+        found += [name for name in said if name not in found]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +86,9 @@ class RobomimicLayout(Layout):
         other = None
         if "obs" not in entries:
             other = "robosuite's raw demonstrations, which have states only"
-        elif "robot_states" in entries:
-            other = "LIBERO, whose observations are those after the action"
+        elif signs := libero_signs(file, "data"):
+            said = ", ".join(signs)
+            other = f"LIBERO, whose observations are those after the action: it has {said}"
         elif "initial_state" in entries or entries.get("states"):
             other = "Isaac Lab, whose states are those after the action"
         if other is not None:

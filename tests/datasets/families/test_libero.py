@@ -81,6 +81,41 @@ def test_libero_and_robomimic_are_told_apart(tmp_path, quietly):
         quietly(path, LIBERO)
 
 
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "bddl_file_name",
+        "bddl_file_content",
+        "problem_info",
+        "robot_states",
+        "init_state",
+        "init_state/dataset",
+    ],
+)
+def test_every_sign_alone_tells_libero_from_robomimic(tmp_path, quietly, sign):
+    """N30: read as robomimic, every observation would be one step late."""
+    path, (history,) = write(tmp_path / "a.hdf5", 4)
+    with h5py.File(path, "a") as file:
+        data, demo = file["data"], file["data/demo_0"]
+        del data.attrs["bddl_file_name"]
+        if sign == "init_state":
+            demo.attrs["init_state"] = history["state"][0]
+        elif sign == "init_state/dataset":
+            demo["init_state"] = history["state"][0]
+        elif sign != "robot_states":
+            data.attrs[sign] = "x"
+        if sign != "robot_states":
+            del demo["robot_states"]
+    name = sign.split("/")[0]
+    message = rf"a\.hdf5: this is no file of robomimic.*LIBERO.*it has {name} \[V04\]"
+    with pytest.raises(CorpusError, match=message):
+        quietly(path, ROBOMIMIC)
+    rows = quietly(path, LIBERO, target="libero")[:]
+    np.testing.assert_array_equal(rows["observation", "ee_pos"], history["state"][1:4, :3])
+    np.testing.assert_array_equal(rows["next", "observation", "ee_pos"], history["state"][2:5, :3])
+    np.testing.assert_array_equal(rows["action"], history["action"][1:])
+
+
 def test_demonstration_of_one_step_gives_no_row(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", 1, 3)
     data = quietly(path, LIBERO)
