@@ -20,6 +20,8 @@ __all__ = ["ISAACLAB", "IsaacLabLayout"]
 
 _DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
 _BEFORE: Final = "obs/actions"
+_SAID: Final = {"true": True, "1": True, "false": False, "0": False}
+"""What ``success`` is as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,33 +60,45 @@ class IsaacLabLayout(Layout):
                 "V04",
             )
         group = _DEMOS.select(file.members("data"), place, self.name, is_inside=True)
-        first = group.episodes[0].group
-        leaves = {leaf.path for leaf in file.leaves(first)}
-        states = sorted(path for path in leaves if path.startswith("states/"))
-        for path in states:
-            before = path.replace("states/", "initial_state/", 1)
-            if before not in leaves:
-                raise place.at(group=first, key=before).error(
-                    f"the state before the first action is missing, but {path} is there", "V12"
-                )
-        pairs = tuple((path, Preceded("states", "initial_state")) for path in states)
+        # One that lacks it is named when it is read, so that it alone can be skipped.
+        states: set[str] = set()
+        lacking: dict[str, Place] = {}
+        complete: set[str] = set()
+        for episode in group.episodes:
+            leaves = {leaf.path for leaf in file.leaves(episode.group)}
+            mine = sorted(path for path in leaves if path.startswith("states/"))
+            for path in mine:
+                if _first_of(path) in leaves:
+                    complete.add(path)
+                else:
+                    lacking.setdefault(path, place.at(group=episode.group, key=_first_of(path)))
+            states.update(mine)
+        for path in lacking.keys() - complete:
+            text = f"the state before the first action is missing, but {path} is there"
+            raise lacking[path].error(text, "V12")
+        pairs = tuple((path, Preceded("states", "initial_state")) for path in sorted(states))
         return replace(self, decoders=pairs)
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
     ) -> Facts:
         """Takes from the attributes whether the task was solved, which is how it terminates."""
-        said, seed = attributes.get("success"), attributes.get("seed", -1)
-        success = -1 if said is None else int(bool(said))
+        seed = attributes.get("seed", -1)
+        success = _success(attributes["success"], place) if "success" in attributes else -1
         is_seed = isinstance(seed, int) and 0 <= seed < 1 << 63
         return Facts(seed if is_seed else -1, success, success == 1)
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
-        return (_BEFORE, "actions") if _BEFORE in leaves else ()
+        return tuple(path for path in (_BEFORE, "actions") if path in leaves)
 
     def examine(self, window: Window) -> None:
         """Confirms that observations are those before the action, where they hold the last one."""
         if _BEFORE not in window.arrays:
+            text = (
+                f"without {_BEFORE} nothing confirms that observations are those before the "
+                "action; recordings of real robots have them otherwise in this layout"
+            )
+            window.notes.add("V51", text, window.place)
             return
         seen, actions = window.arrays[_BEFORE], window.arrays["actions"]
         if seen.shape != actions.shape or np.array_equal(seen[1:], actions[:-1]):
@@ -98,3 +112,21 @@ class IsaacLabLayout(Layout):
 
 
 ISAACLAB: Final = IsaacLabLayout()
+
+
+def _first_of(path: str) -> str:
+    """Returns where the first of the states is that a dataset holds."""
+    return path.replace("states/", "initial_state/", 1)
+
+
+def _success(said: Any, place: Place) -> int:
+    """Returns 1 or 0. A text is taken by what it says: "False" is not empty, and so is true."""
+    known = _SAID.get(said.strip().lower()) if isinstance(said, str) else None
+    if isinstance(said, (bool, int, float)) and said in (0, 1):
+        known = bool(said)
+    if known is None:
+        raise place.at(key="success").error(
+            f"is {said!r:.40}, expected true or false: a bool, 1 or 0, or one of these as text",
+            "V30",
+        )
+    return int(known)

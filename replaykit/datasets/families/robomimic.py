@@ -15,7 +15,14 @@ from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
 
-__all__ = ["ROBOMIMIC", "ROBOSUITE", "RobomimicLayout", "RobosuiteLayout", "first_entries", "libero_signs"]
+__all__ = [
+    "ROBOMIMIC",
+    "ROBOSUITE",
+    "RobomimicLayout",
+    "RobosuiteLayout",
+    "first_entries",
+    "libero_signs",
+]
 
 _DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
 _LIBERO: Final = ("bddl_file_name", "bddl_file_content", "problem_info")

@@ -106,6 +106,77 @@ def test_observations_of_another_time_are_refused(tmp_path, quietly, shift, said
         quietly(path, ISAACLAB)
 
 
+@pytest.mark.parametrize(
+    ("said", "success"),
+    [
+        ("False", 0),
+        ("True", 1),
+        (np.bytes_(b"false"), 0),
+        ("0", 0),
+        (np.float32(0), 0),
+        (np.array([1]), 1),
+        (np.uint8(1), 1),
+    ],
+)
+def test_success_in_every_form_it_is_stored_in(tmp_path, quietly, said, success):
+    """A text is not empty, and would be true whatever it says: a false "terminated"."""
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, None)})
+    with h5py.File(path, "a") as file:
+        file["data/demo_0"].attrs["success"] = said
+    data = quietly(path, ISAACLAB)
+    assert data.episode_table["success"].tolist() == [success]
+    assert data.episode_table["terminated"].tolist() == [bool(success)]
+    assert data.episode_table["length"].tolist() == [3 + success]
+
+
+@pytest.mark.parametrize("said", ["maybe", "", 2, -1, 0.5, np.nan, np.array([1, 0])])
+def test_success_that_says_neither_is_an_error(tmp_path, quietly, said):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (3, None)})
+    with h5py.File(path, "a") as file:
+        file["data/demo_1"].attrs["success"] = said
+    message = r"a\.hdf5: data/demo_1/success: is .*, expected true or false.*V30"
+    with pytest.raises(CorpusError, match=message):
+        quietly(path, ISAACLAB)
+    data = quietly(path, ISAACLAB, policies=Policies(on_invalid="skip"))
+    assert data.published.groups() == ["data/demo_0"]
+
+
+@pytest.mark.parametrize("bare", ["demo_0", "demo_1"])
+@pytest.mark.parametrize("missing", ["pad", "drop"])
+def test_demonstration_without_states_beside_one_with_them(tmp_path, quietly, bare, missing):
+    """Each demonstration has its states with the first one before them, whichever lacks them."""
+    path, histories = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (5, True)})
+    with h5py.File(path, "a") as file:
+        del file[f"data/{bare}/states"], file[f"data/{bare}/initial_state"]
+    data = quietly(path, ISAACLAB, policies=Policies(missing=missing))
+    assert data.episode_table["length"].tolist() == [4, 5]
+    rows, key = data[:], ("state", *ARM.split("/"))
+    joined = np.concatenate([histories[name]["arm"][:-1] for name in histories])
+    np.testing.assert_array_equal(rows["observation", "joint_pos"], joined)
+    if missing == "drop":
+        assert key not in data.published.columns
+        return
+    here = slice(4, 9) if bare == "demo_0" else slice(0, 4)
+    arm = histories["demo_1" if bare == "demo_0" else "demo_0"]["arm"]
+    np.testing.assert_array_equal(rows[key][here], arm[:-1])
+    np.testing.assert_array_equal(rows[("next", *key)][here], arm[1:])
+    present = rows[("present", *key)].tolist()
+    assert present == [t in range(*here.indices(9)) for t in range(9)]
+
+
+def test_alignment_that_nothing_confirms_is_reported(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (5, True)})
+    assert quietly(path, ISAACLAB, target="with").published.manifest.report["warnings"] == []
+    with h5py.File(path, "a") as file:
+        for name in ("demo_0", "demo_1"):
+            del file[f"data/{name}/obs/actions"]
+    notes = quietly(path, ISAACLAB).published.manifest.report["warnings"]
+    assert [(note["rule"], note["count"], note["first"]) for note in notes] == [
+        ("V51", 2, "a.hdf5: data/demo_0")
+    ]
+    assert "without obs/actions nothing confirms" in notes[0]["text"]
+
+
 def test_file_without_a_demonstration_is_empty(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", {})
     with pytest.raises(CorpusError, match=r"the source is empty.*V38"):
@@ -118,6 +189,16 @@ def test_missing_first_state_is_named(tmp_path, quietly):
         del file[f"data/demo_0/initial_state/{CUBE}"]
     with pytest.raises(CorpusError, match=rf"data/demo_0/initial_state/{CUBE}: .*missing.*V12"):
         quietly(path, ISAACLAB)
+
+
+def test_only_the_demonstration_without_its_first_state_is_skipped(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (3, True)})
+    with h5py.File(path, "a") as file:
+        del file[f"data/demo_1/initial_state/{CUBE}"]
+    with pytest.raises(CorpusError, match=rf"a\.hdf5: data/demo_1/initial_state/{CUBE}: .*V"):
+        quietly(path, ISAACLAB)
+    data = quietly(path, ISAACLAB, policies=Policies(on_invalid="skip"))
+    assert data.published.groups() == ["data/demo_0"]
 
 
 def test_states_that_are_an_array_are_of_another_family(tmp_path, quietly):
