@@ -181,11 +181,13 @@ class _Scan:
         said, seen = layout.totals(place), {"episodes": episodes, "records": records}
         for name, count in said.items():
             if count != seen[name]:
-                raise place.error(
+                text = (
                     f"the file has {seen[name]} {name}, but what describes it says {count}: it was "
-                    "cut short, or written to after it was described",
-                    "V15",
+                    "cut short, or written to after it was described"
                 )
+                if self.policies.on_invalid == "error":
+                    raise place.error(text, "V15")
+                self.notes.add("V15", f"{text}; what is there is taken", place)
 
     def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
         positions = {e.group: first + at for at, e in enumerate(self.episodes[first:])}
@@ -236,10 +238,13 @@ class _Scan:
         attributes = file.attributes(group, names) if names else {}
         if layout.count is not None and layout.count in attributes:
             said = attributes[layout.count]
-            if said != records:
-                raise place.at(key=layout.clock).error(
-                    f"has {records} records, but the attribute {layout.count!r} says {said}", "V15"
-                )
+            # An attribute of several values, or of none, is no count either.
+            if not np.array_equal(said, records):
+                text = f"has {records} records, but the attribute {layout.count!r} says {said}"
+                at = place.at(key=layout.clock)
+                if self.policies.on_invalid != "keep":
+                    raise at.error(text, "V15")
+                self.notes.add("V15", f"{text}; all records are kept", at)
         return layout.facts(attributes, place.name, records, place, self.notes)
 
     def _episodes(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from replaykit.datasets import Policies
 from replaykit.datasets.families.minari import MINARI
 from replaykit.errors import CorpusError
 
@@ -221,6 +222,41 @@ def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, messa
     path = write(tmp_path / "a", episode(4), episode(3, seed=1), **metadata)
     with pytest.raises(CorpusError, match=rf"main_data\.hdf5: .*{message}"):
         quietly(path, MINARI)
+
+
+@pytest.mark.parametrize("on_invalid", ["skip", "keep"])
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"total_episodes": 5}, "has 2 episodes, but what describes it says 5"),
+        ({"total_steps": 99}, "has 7 records, but what describes it says 99"),
+    ],
+)
+def test_totals_above_what_is_there_are_reported(tmp_path, quietly, on_invalid, metadata, said):
+    values = [episode(4), episode(3, seed=1)]
+    path = write(tmp_path / "a", *values, **metadata)
+    data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
+    assert data.episode_table["length"].tolist() == [4, 3]
+    joined = np.concatenate([one["actions"] for one in values])
+    np.testing.assert_array_equal(data[:]["action"], joined)
+    notes = data.published.manifest.report["warnings"]
+    assert [(note["rule"], note["first"]) for note in notes] == [("V15", "main_data.hdf5")]
+    assert said in notes[0]["text"]
+
+
+@pytest.mark.parametrize(("on_invalid", "kept"), [("skip", [3]), ("keep", [4, 3])])
+def test_length_of_an_episode_that_is_stale(tmp_path, quietly, on_invalid, kept):
+    path = write(tmp_path / "a", episode(4, **{"@total_steps": 9}), episode(3, seed=1))
+    data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
+    assert data.episode_table["length"].tolist() == kept
+    report = data.published.manifest.report
+    if on_invalid == "skip":
+        assert [entry["name"] for entry in report["skipped"]] == ["episode_0"]
+        assert "'total_steps' says 9 [V15]" in report["skipped"][0]["why"]
+        return
+    assert [(note["rule"], note["first"]) for note in report["warnings"]] == [
+        ("V15", "main_data.hdf5: episode_0/rewards")
+    ]
 
 
 def test_file_without_metadata_is_refused(tmp_path, quietly):

@@ -162,6 +162,12 @@ def test_count_that_contradicts_the_arrays_is_an_error(tmp_path, quietly):
     path = write(tmp_path / "a.hdf5", {"demo_0": demo(5, **{"@num_samples": 6})})
     with pytest.raises(CorpusError, match=r"data/demo_0/actions: has 5 records.*says 6 \[V15\]"):
         quietly(path, ROBOMIMIC)
+    data = quietly(path, ROBOMIMIC, policies=Policies(on_invalid="keep"))
+    np.testing.assert_array_equal(data[:]["action"], demo(5)["actions"])
+    notes = data.published.manifest.report["warnings"]
+    assert [(note["rule"], note["first"]) for note in notes] == [
+        ("V15", "a.hdf5: data/demo_0/actions")
+    ]
 
 
 @pytest.mark.parametrize(
