@@ -35,7 +35,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     gets otherwise. Everything else is here.
 
     Args:
-        dataset_id: one of ``available_datasets``.
+        dataset_id: one of ``available_datasets``; with ``source`` any names with "/" between them.
         batch_size: default number of rows of a sample.
         root: folder of the converted data sets; ``~/.cache/replaykit/<corpus>``.
         download: ``True``: fetch and convert what is absent. ``False``: never touch the network.
@@ -106,7 +106,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         source: Files | None = None,
         **env_kwargs: Any,
     ) -> None:
-        self._check_id(dataset_id)
+        self._check_id(dataset_id, is_own=source is not None)
         _check_keywords(type(self).__name__, env_kwargs)
         self.dataset_id = dataset_id
         self.root = _default_root(self.corpus) if root is None else Path(root)
@@ -131,10 +131,11 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         )
 
     @classmethod
-    def _check_id(cls, dataset_id: str) -> None:
+    def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:
+        """Refuses ids that there are not; files of one's own may have any."""
         if dataset_id in cls.available_datasets:
             return
-        if not cls.any_id:
+        if not cls.any_id and not is_own:
             raise ValueError(
                 f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}"
             )

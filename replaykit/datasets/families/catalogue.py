@@ -134,7 +134,7 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
 
     Ids are ``task/kind/name``; those named ``demo`` hold simulator states only. ``split`` takes
     the filters of the files, such as ``"train"``. Image files are rendered by their users: give
-    them with ``source``, under an id of the same task. See `RobomimicLayout`.
+    them with ``source``, under any id. See `RobomimicLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Mandlekar et al., "What
     Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
@@ -288,8 +288,8 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     repository: ClassVar[str] = "conglu/vd4rl"
 
     @classmethod
-    def _check_id(cls, dataset_id: str) -> None:
-        super()._check_id(dataset_id)
+    def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:
+        super()._check_id(dataset_id, is_own=is_own)
         if dataset_id.split("/")[-1] == "64px":
             raise ValueError(
                 f"expected a folder of H5 files, got {dataset_id!r}, which holds one npz file an "

@@ -146,6 +146,53 @@ def test_files_of_ones_own_in_place_of_any_hub(tmp_path):
     assert RobomimicExperienceReplay("can/mh/low_dim", 2, split="valid", **options)[:].shape == (4,)
 
 
+def libero(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        file["data/demo_0/obs/x"], file["data/demo_0/actions"] = np.arange(4.0), np.ones((4, 1))
+        file["data/demo_0/rewards"] = file["data/demo_0/dones"] = np.arange(4) == 3
+        file["data"].attrs["bddl_file_name"] = "x.bddl"
+    return path
+
+
+def roboset(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        for name in ("observations", "time", "rewards"):
+            file[f"Trial0/{name}"] = (
+                np.arange(4.0)[:, None] if name == "observations" else (np.arange(4.0))
+            )
+        file["Trial0/actions"] = np.array([[1.0], [2.0], [3.0], [np.nan]])
+        file["Trial0/done"] = np.zeros(4, bool)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "write", "arrived"),
+    [
+        ("robomimic", robomimic, None),
+        ("libero", libero, [1.0, 2.0, 3.0]),
+        ("roboset", roboset, [1.0, 2.0, 3.0]),
+    ],
+)
+def test_files_of_ones_own_may_have_any_id(tmp_path, family, write, arrived):
+    path = write(tmp_path / "a.h5")
+    options = {"root": tmp_path / "root", "source": path}
+    data = load_dataset(f"{family}:mine", 2, **options)
+    assert data.data_path_root == tmp_path / "root/mine"
+    rows = data[:]["next", "observation"]
+    if family == "robomimic":
+        with h5py.File(path) as file:
+            parts = [file[f"data/demo_{k}/next_obs/x"][()] for k in range(3)]
+        np.testing.assert_array_equal(rows["x"], np.concatenate(parts))
+    else:
+        found = rows["x"] if family == "libero" else rows.flatten()
+        assert found.tolist() == arrived
+    for bad in ("../up", "a//b", ""):
+        with pytest.raises(ValueError, match="names with '/' between them as an id"):
+            load_dataset(f"{family}:{bad}", 2, **options)
+    with pytest.raises(ValueError, match=r"expected one of .*got 'mine'"):
+        load_dataset(f"{family}:mine", 2, root=tmp_path / "root")
+
+
 @pytest.mark.parametrize("family", [D4RLExperienceReplay, AlohaExperienceReplay])
 def test_family_that_cannot_be_fetched_says_so(tmp_path, family):
     with pytest.raises(FileNotFoundError, match=r"cannot be fetched: .*pass those that you have"):
