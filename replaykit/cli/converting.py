@@ -73,8 +73,12 @@ class OnInvalid(str, Enum):
 def convert(
     context: typer.Context,
     files: Annotated[
-        list[Path],
-        typer.Argument(help="H5 files, or folders of them.", show_default=False),
+        list[str],
+        typer.Argument(
+            help="H5 files, or folders of them; or https:// URLs.",
+            metavar="FILES...",
+            show_default=False,
+        ),
     ],
     to: Annotated[Path, typer.Option("--to", help="Folder of the result.", show_default=False)],
     layout: Annotated[
@@ -134,6 +138,8 @@ def convert(
 
       replaykit convert episodes/ --to data/aloha --cast float64=float32 --workers 4
 
+      replaykit convert https://example.org/hopper.hdf5 --layout d4rl --to data/hopper
+
       replaykit convert run.h5 --layout my_layouts.py:ARM --to data/arm --on-invalid skip
     """
     from replaykit.datasets import Policies
@@ -155,11 +161,12 @@ def convert(
         copies=copies.value,
         on_invalid=on_invalid.value,
     )
-    name = _guessed(output, files) if layout is None else layout
     output.when_interrupted = (
         f"nothing was published at {to}, and what was there is as it was; the same command "
         "converts it"
     )
+    guess: Any = _guessed(output, files) if layout is None else None
+    name = str(guess.layout) if layout is None else layout
     with output.warnings():
         data = converted(
             files,
@@ -170,7 +177,8 @@ def convert(
             force=force,
             progress=output.shows_progress,
         )
-    tell_dataset(output, data.published)
+    said = None if guess is None else {"layout": guess.layout, "reasons": guess.reasons}
+    tell_dataset(output, data.published, more={"guess": said})
 
 
 def _casts(given: list[str]) -> dict[str, str]:
@@ -187,14 +195,12 @@ def _key(text: str) -> tuple[str, ...]:
     return tuple(text.split("/"))
 
 
-def _guessed(output: Output, files: list[Path]) -> str:
-    from replaykit.inspection.layouts import guess_layout, known_layouts
-    from replaykit.inspection.opening import h5_files
+def _guessed(output: Output, files: list[str]) -> Any:
+    from replaykit.datasets.converting import paths_of
+    from replaykit.inspection.layouts import TIE, guess_layout, known_layouts
 
-    found = [each for path in files for each in h5_files(path)]
-    if not found:
-        raise FileNotFoundError(f"{', '.join(map(str, files))}: there is no H5 file below")
-    guess: Any = guess_layout(found)
+    found = paths_of(files)
+    guess = guess_layout(found)
     if guess.layout is None:
         raise ValueError(
             f"no layout fits {found[0]}: give one with --layout (one of "
@@ -202,9 +208,10 @@ def _guessed(output: Output, files: list[Path]) -> str:
             "says why each of them does not"
         )
     if not output.as_json:
-        why = "; ".join(guess.reasons[:3])
+        tied = [reason for reason in guess.reasons[3:] if reason.startswith(TIE)]
+        why = "; ".join([*guess.reasons[:3], *tied])
         output.stderr.print(
             Text.assemble(("layout ", "bold"), (guess.layout, "bold green"), plain(f": {why}")),
             soft_wrap=True,
         )
-    return str(guess.layout)
+    return guess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,8 +190,13 @@ def _tell_plan(output: Output, found: Any) -> None:
     )
 
 
-def tell_dataset(output: Output, published: Any, name: str | None = None) -> None:
-    """Says which data set is there now."""
+def tell_dataset(
+    output: Output,
+    published: Any,
+    name: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Says which data set is there now; ``more`` is for the JSON document alone."""
     manifest = published.manifest
     record = {
         "name": name,
@@ -201,6 +207,7 @@ def tell_dataset(output: Output, published: Any, name: str | None = None) -> Non
         "bytes": sum(nbytes for _, nbytes, _ in manifest.files()),
         "content": manifest.content_id(),
         "warnings": output.warned,
+        **(more or {}),
     }
     if output.as_json:
         output.document(record)

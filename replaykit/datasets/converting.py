@@ -14,6 +14,7 @@ from urllib.request import url2pathname
 
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
+from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.http_cache import WebFile
@@ -22,7 +23,7 @@ from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.sources import Sources, names_of, sha256_of
 from replaykit.errors import CorpusError
 
-__all__ = ["Files", "convert", "digest_of", "known_digest", "local_sources", "open"]
+__all__ = ["Files", "convert", "digest_of", "known_digest", "local_sources", "open", "paths_of"]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 _WEB: Final = ("http://", "https://")
@@ -157,6 +158,20 @@ def local_sources(
                     f"{file.path}: expected sha256 {expected}, got {file.sha256} [V02]"
                 )
     return sources
+
+
+def paths_of(files: Files) -> list[Path]:
+    """Returns the paths of H5 files that a caller gives, by natural order; URLs are fetched.
+
+    Raises:
+        FileNotFoundError: a file is not there, or a directory holds none.
+        DownloadError, PermissionError, OSError: as `download` does.
+        ValueError: URLs of the web and paths are given together.
+    """
+    web = _web_files(files)
+    if web:
+        return [file.path for file in WebFiles(web, natural=True).sources().files]
+    return sorted(_paths(files), key=lambda path: natural_key(str(path)))
 
 
 def _digest(layout: Layout) -> str:

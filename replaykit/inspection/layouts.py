@@ -29,6 +29,8 @@ _OTHER: Final = ("[V04]", "[V12]", "[V10]")
 """Rules that a file of another layout breaks; one that breaks others is of the layout, but bad."""
 _EMPTY: Final = "[V38]"
 _MOST_NAMES: Final = 8
+TIE: Final = "a tie with"
+"""How the reason begins that says of a layout that it fits as well."""
 
 
 def known_layouts() -> dict[str, Layout]:
@@ -126,7 +128,13 @@ def guess_layout(paths: Sequence[Path]) -> LayoutGuess:
     best = ordered[0]
     reasons = fits[best][1]
     for name in ordered[1:]:
-        reasons += (f"{name} would fit too, but leaves more out ({_said(fits[name])})",)
+        if fits[name][0] == fits[best][0]:
+            reasons += (
+                f"{TIE} {name}, which leaves out as many: {best} is the first by name; give "
+                f"{name} as the layout if it is that",
+            )
+        else:
+            reasons += (f"{name} would fit too, but leaves more out ({_said(fits[name])})",)
     return LayoutGuess(best, reasons, refused, fits[best][2])
 
 

@@ -16,6 +16,7 @@ import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.cli.converting import convert
 from replaykit.datasets import Policies
+from replaykit.testing.hub import LoopbackHub
 
 OWN = """
 from replaykit.datasets import STEPS, Field, Groups, Layout
@@ -55,7 +56,46 @@ def test_json_says_what_was_made(command, demos, tmp_path):
         "bytes": sum(size for _, size, _ in data.published.manifest.files()),
         "content": data.published.manifest.content_id(),
         "warnings": [],
+        "guess": None,
     }
+
+
+def test_json_has_the_reasons_of_a_guess(command, demos, tmp_path):
+    done = command("convert", demos, "--to", tmp_path / "data", "--json")
+    assert (done.code, done.err, done.json["layout"]) == (0, "", "robomimic")
+    said = command("inspect", demos, "--json").json["guess"]
+    assert done.json["guess"] == {"layout": "robomimic", "reasons": said["reasons"]}
+    assert done.json["guess"]["reasons"][1] == "12 records of 'actions' make 12 rows"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--layout", "robomimic"]])
+def test_urls_are_fetched(command, demos, tmp_path, monkeypatch, arguments):
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "kept"))
+    local = command("convert", demos, "--to", tmp_path / "local", "--json").json
+    with LoopbackHub({"lab/files": {"demo.hdf5": demos}}) as served:
+        url = f"{served.url}/datasets/lab/files/resolve/main/demo.hdf5"
+        done = command("convert", url, "--to", tmp_path / "data", "--json", *arguments)
+        bodies = [each for each in served.requests if each.method == "GET"]
+    assert done.code == 0, done.out
+    assert (done.json["layout"], done.json["rows"]) == ("robomimic", 12)
+    assert len(bodies) == 1  # the guess has what it fetched
+    assert done.json["bytes"] > 0
+    manifest = replaykit.datasets.open(tmp_path / "data").published.manifest
+    assert manifest.source["origin"] == {"kind": "http", "urls": [url]}
+    ours = replaykit.datasets.open(local["path"])[:]
+    assert (replaykit.datasets.open(tmp_path / "data")[:] == ours).all()
+    done = command("convert", f"file://{demos}", "--to", tmp_path / "third", "--json", *arguments)
+    assert (done.code, done.json["rows"]) == (0, 12)
+
+
+def test_a_url_that_cannot_be_had_is_named(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "kept"))
+    with LoopbackHub({}) as served:
+        url = f"{served.url}/datasets/lab/files/resolve/main/demo.hdf5"
+        for arguments in ([], ["--layout", "robomimic"]):
+            done = command("convert", url, "--to", tmp_path / "data", *arguments)
+            assert (done.code, done.err.count("\n")) == (4, 1)
+            assert url in done.err
 
 
 def test_policies_are_options(command, demos, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import h5py
 import numpy as np
 import pytest
@@ -66,3 +68,17 @@ def test_an_empty_file_is_of_its_layout_with_a_problem(tmp_path):
     guess = guess_layout([tmp_path / "a.h5"])
     assert guess.layout == "d4rl"
     assert "[V38]" in guess.problem
+
+
+def test_a_tie_is_told_with_how_it_was_decided(tmp_path, monkeypatch, write_robomimic):
+    path = write_robomimic(tmp_path / "a.hdf5")
+    twin = replace(known_layouts()["robomimic"], name="another")
+    both = {"robomimic": known_layouts()["robomimic"], "another": twin}
+    monkeypatch.setattr("replaykit.inspection.layouts.known_layouts", lambda: both)
+    guess = guess_layout([path])
+    assert guess.layout == "another"
+    assert guess.reasons[-1] == (
+        "a tie with robomimic, which leaves out as many: another is the first by name; give "
+        "robomimic as the layout if it is that"
+    )
+    assert not any("leaves more out" in reason for reason in guess.reasons)
