@@ -191,6 +191,52 @@ def test_columns_that_say_nothing_are_dropped_and_recorded(tmp_path):
     assert (loaded == rows).all()
 
 
+def test_constants_of_many_numbers_are_dropped_and_those_that_stay_are_told(tmp_path):
+    wide = np.random.default_rng(0).normal(size=(22, 4))
+    logs = {
+        "body_quat": lambda k, n: np.broadcast_to(wide, (n, 22, 4)),
+        "most": lambda k, n: np.full((n, 4096), 0.5),
+        "photo": lambda k, n: np.full((n, 4097), 7, np.uint8),
+        "part": lambda k, n: np.tile([1.0, np.nan], (n, 1)),
+        "moving": lambda k, n: np.broadcast_to(wide + k, (n, 22, 4)),
+    }
+    path = write(tmp_path / "a.h5", 4, 3, **logs)
+    with pytest.warns(UserWarning, match="V13") as caught:
+        data = run(tmp_path, path, constant="drop")
+    assert set(data[:]["info"].keys()) == {"photo", "part", "moving"}
+    removed = {tuple(e["key"]): e["value"] for e in data.published.manifest.report["removed"]}
+    assert removed.keys() == {
+        (*at, name) for at in (("info",), ("next", "info")) for name in ("body_quat", "most")
+    }
+    np.testing.assert_array_equal(removed["next", "info", "body_quat"], wide)
+    (said,) = [str(each.message) for each in caught]
+    assert "info/photo is constant and kept as a column: its 4,097 numbers are more" in said
+    assert "next/info/part is constant and kept as a column: JSON has no number for NaN" in said
+    verify_published(tmp_path / "data")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_constants_of_the_shared_file_are_dropped(tmp_path, sample):
+    """body_pos and body_quat are 22 bodies' positions and orientations, of a model at rest."""
+    data = convert(sample, ROBOHIVE, tmp_path / "data", policies=Policies(constant="drop"))
+    infos = {key for key in data.published.columns if "info" in key}
+    removed = {tuple(e["key"]): e for e in data.published.manifest.report["removed"]}
+    with h5py.File(sample) as file:
+        trials = [group for name, group in file.items() if name.startswith("Trial")]
+        for name in ("body_pos", "body_quat", "site_pos", "site_quat"):
+            values = np.concatenate([group[f"env_infos/state/{name}"][...] for group in trials])
+            assert (values == values[0]).all(), name
+            found = [key for key in removed if key[-1] == name]
+            assert len(found) == 2, name
+            for key in found:
+                np.testing.assert_array_equal(removed[key]["value"], values[0])
+    assert infos  # what moves is there
+    for key in infos:
+        column = data.published.columns[key]
+        is_constant = bool((column == column[0]).all())
+        assert not is_constant, key
+
+
 def test_what_is_kept_by_default(tmp_path):
     logs = {"mass": lambda k, n: np.full(n, 1.5), "void": lambda k, n: np.full(n, np.nan)}
     path = write(tmp_path / "a.h5", 4, 3, **logs)

@@ -7,31 +7,33 @@ are whole. Only what is carried along may go: ``info``, and what `Field.role` ca
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.engine.statistics import Statistics
 from replaykit.ted import Key
 
 __all__ = ["condense", "remove_column"]
 
 _BLOCK_BYTES: Final = 1 << 20
-_MOST_VALUES: Final = 64
-"""Numbers of a constant entry that the manifest holds; longer ones are kept as columns."""
+_MOST_VALUES: Final = 4096
+"""Numbers of a constant entry that the manifest holds, some 80 kB of text: positions of all bodies
+of a simulator's model, not an image that never changes. Longer ones stay, and are reported."""
 
 
 def condense(
     directory: Path,
     plan: Plan,
     columns: dict[Key, ColumnFile],
-    statistics: Mapping[Key, Statistics],
     policies: Policies,
+    notes: Notes,
+    place: Place,
 ) -> list[dict[str, Any]]:
     """Removes columns of infos that are constant, or equal another one, where that is asked for.
 
@@ -39,8 +41,9 @@ def condense(
         directory: the data set that is being made.
         plan: what was written.
         columns: the columns; those that go are removed from it.
-        statistics: of the columns.
         policies: what the caller decides.
+        notes: takes constants that stay, since the manifest cannot hold their value.
+        place: the first file.
 
     Returns:
         Key and value, or key and the key that it equals, of each column that went; JSON values.
@@ -52,8 +55,14 @@ def condense(
     if policies.constant == "drop":
         for key in infos:
             value = _constant(columns[key])
-            if value is not None:
-                removed.append({"key": list(key), "why": "constant", "value": value})
+            if value is None:
+                continue
+            why = _unsaid(value)
+            if why is None:
+                removed.append({"key": list(key), "why": "constant", "value": value.tolist()})
+            else:
+                text = f"{'/'.join(key)} is constant and kept as a column: {why}"
+                notes.add("V13", text, place)
     if policies.duplicate == "drop":
         gone = {tuple(entry["key"]) for entry in removed}
         seen: dict[tuple[Any, ...], list[Key]] = {}
@@ -73,11 +82,20 @@ def condense(
     return removed
 
 
-def _constant(column: ColumnFile) -> Any:
-    """Returns the value of all entries of a column, as JSON values, or ``None``."""
+def _unsaid(value: npt.NDArray[Any]) -> str | None:
+    """Says why the manifest cannot hold a value; ``None`` where it can."""
+    if value.size > _MOST_VALUES:
+        return (
+            f"its {value.size:,} numbers are more than the {_MOST_VALUES:,} of a manifest's entry"
+        )
+    return None if np.isfinite(value).all() else "JSON has no number for NaN and infinity"
+
+
+def _constant(column: ColumnFile) -> npt.NDArray[Any] | None:
+    """Returns the value of all entries of a column; ``None`` where they differ."""
     entries = column.nbytes // max(1, column.spec.entry_bytes)
     width = int(np.prod(column.spec.shape))
-    if not entries or not width or width > _MOST_VALUES:
+    if not entries or not width:
         return None
     first = column.read(0, 1)
     step = max(1, _BLOCK_BYTES // column.spec.entry_bytes)
@@ -85,8 +103,7 @@ def _constant(column: ColumnFile) -> Any:
         if (column.read(start, min(step, entries - start)) != first).any():
             return None
     dtype = str(column.spec.dtype).removeprefix("torch.")
-    value = first.reshape(-1).view(np.dtype(dtype)).reshape(column.spec.shape)
-    return value.tolist() if np.isfinite(value).all() else None
+    return first.reshape(-1).view(np.dtype(dtype)).reshape(column.spec.shape)
 
 
 def _is_equal(one: ColumnFile, other: ColumnFile) -> bool:

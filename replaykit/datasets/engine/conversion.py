@@ -18,7 +18,7 @@ from replaykit.datasets.engine.condense import condense
 from replaykit.datasets.engine.filework import Written, write_files
 from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.once import store_once
-from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.removing import kept_episodes, without_episodes
@@ -223,7 +223,8 @@ def _convert(
         made = _Made(plan, columns, written, found)
     if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
-    removed = condense(directory, plan, columns, written.statistics, options.policies)
+    first = Place(sources.files[0].path, sources.files[0].name)
+    removed = condense(directory, plan, columns, options.policies, notes, first)
     finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
     groups = [episode.name for episode in plan.episodes]
     episode_arrays, group_file = write_episode_table(directory, written.table, groups)

@@ -37,7 +37,8 @@ class Policies:
         casts: NumPy dtype of the source -> dtype to store, such as ``{"float64": "float32"}``.
             A value that becomes infinite is an error.
         constant: columns of infos in which all rows are equal: ``"drop"`` takes them out and
-            keeps their value in the manifest.
+            keeps their value in the manifest; those that it cannot hold, of more than 4,096
+            numbers or not finite, stay and are reported.
         all_nan: infos that are NaN throughout.
         duplicate: columns of infos that are another one bit for bit: ``"drop"`` keeps the first
             and notes the other name in the manifest.
