@@ -129,8 +129,9 @@ def download(
 ) -> None:
     """Fetch a data set, verify it, and convert it once.
 
-    What was fetched stays in the cache of the Hub's client, or in that of plain downloads, so that
-    one that was cut off goes on where it was.
+    Whole files that were fetched stay in the cache of the Hub's client, or in that of plain
+    downloads. One that was cut off begins again, if it is a Hub's; one of a plain web server goes
+    on where it ended, if the server lets it.
 
     [bold]Examples[/bold]
 
@@ -147,7 +148,9 @@ def download(
         _tell_plan(output, plan(name, root=root))
         return
     output.when_interrupted = (
-        "what was fetched is kept, and the same command goes on from there; nothing was published"
+        "whole files that were fetched are kept, and the same command fetches the others; one of "
+        "a Hub that was cut begins again, one of a plain web server goes on if the server lets it; "
+        "nothing was published"
     )
     with output.warnings():
         data = load_dataset(name, 1, root=root, download="force" if force else True)

@@ -116,7 +116,8 @@ def pull(
 
     output: Output = context.obj
     output.when_interrupted = (
-        "what was fetched is kept, and the same command goes on from there; nothing was published"
+        "whole files that were fetched are kept, and the same command fetches the others; one that "
+        "was cut begins again; nothing was published"
     )
     with output.warnings():
         data = pulled(

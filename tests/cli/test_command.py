@@ -125,18 +125,23 @@ def test_datasets_lists_every_family_and_id(command, tmp_path):
 ROBOSET = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A Hub on this machine with one data set of two trials."""
-    import huggingface_hub
-
-    draw = np.random.default_rng(0)
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+def write_trials(path, seed):
+    """Two trials of random numbers, 4 and 3 rows."""
+    draw = np.random.default_rng(seed)
+    with RoboHiveWriter(path) as writer:
         for records in (5, 4):
             writer.add_trial(
                 draw.normal(size=(records, 3)), draw.normal(size=(records - 1, 2)),
                 draw.normal(size=records), np.zeros(records, bool), np.arange(float(records)),
             )  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub on this machine with one data set of two trials."""
+    import huggingface_hub
+
+    write_trials(tmp_path / "a.h5", 0)
     files = {f"{ROBOSET}/seed0/x_trace.h5": tmp_path / "a.h5"}
     with LoopbackHub({"jdvakil/RoboSet_Sim": files}) as served:
         for name, value in served.env(tmp_path / "cache").items():
@@ -251,34 +256,54 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, 
     assert command(*arguments, "--json").json["rows"] == 2 * rows
 
 
-def test_an_interrupted_download_goes_on_where_it_was(command, hub, tmp_path):
-    """By SIGINT while bytes come in slowly; the second call does not fetch what is there."""
-    root = tmp_path / "root"
-    slow = Fault(path="*.h5", method="GET", bytes_per_s=2000)
-    hub.faults.append(slow)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "replaykit", "download", f"roboset:{ROBOSET}", "--root", str(root)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **hub.env(tmp_path / "cache")},
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not any(
-        request.method == "GET" and request.path.endswith(".h5") for request in hub.requests
-    ):
-        assert running.poll() is None, running.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.killpg(running.pid, signal.SIGINT)
-    out, err = running.communicate(timeout=60)
-    assert (running.returncode, out) == (130, ""), err
-    assert err == (
-        "replaykit: interrupted: what was fetched is kept, and the same command goes on from "
-        "there; nothing was published\n"
-    )
-    assert not (root / ROBOSET).exists()
-    hub.faults.clear()
-    assert command("download", f"roboset:{ROBOSET}", "--root", root, "--json").json["rows"] == 7
+def test_an_interrupted_download_keeps_whole_files(command, tmp_path, monkeypatch):
+    """SIGINT while one file comes in slowly: it begins again, and the other is not asked for."""
+    import huggingface_hub
+
+    files = {}
+    for seed in range(2):
+        write_trials(tmp_path / f"{seed}.h5", seed)
+        files[f"{ROBOSET}/seed{seed}/x_trace.h5"] = tmp_path / f"{seed}.h5"
+    cut = f"{ROBOSET}/seed1/x_trace.h5"
+    root, cache = tmp_path / "root", tmp_path / "cache"
+    with LoopbackHub({"jdvakil/RoboSet_Sim": files}) as hub:
+        for name, value in hub.env(cache).items():
+            monkeypatch.setenv(name, value)
+        hub.faults.append(Fault(path=cut, method="GET", bytes_per_s=2000))
+        running = subprocess.Popen(
+            [sys.executable, "-m", "replaykit", "download", f"roboset:{ROBOSET}", "--root", root],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        # A file of the snapshot is one that is whole.
+        while bodies_of(hub) != [1, 1] or not list(cache.rglob("snapshots/*/*/*/seed0/*.h5")):
+            assert running.poll() is None, running.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.killpg(running.pid, signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+        assert (running.returncode, out) == (130, ""), err
+        assert err == (
+            "replaykit: interrupted: whole files that were fetched are kept, and the same command "
+            "fetches the others; one of a Hub that was cut begins again, one of a plain web server "
+            "goes on if the server lets it; nothing was published\n"
+        )
+        assert not (root / ROBOSET).exists()
+        assert not list(cache.rglob("snapshots/*/*/*/seed1/*.h5"))
+        hub.faults.clear()
+        done = command("download", f"roboset:{ROBOSET}", "--root", root, "--json")
+        assert done.json["rows"] == 14
+        assert bodies_of(hub) == [1, 2]
+        asked = [each for each in hub.requests if each.method == "GET" and cut in each.path]
+        assert [each.range for each in asked] == [None, None]
+    huggingface_hub.close_session()
+
+
+def bodies_of(hub):
+    """How often the content of each of two files was asked for."""
+    gets = [each.path for each in hub.requests if each.method == "GET"]
+    return [sum(f"/seed{seed}/x_trace.h5" in path for path in gets) for seed in range(2)]
 
 
 def test_progress_is_shown_to_people_and_not_to_programs(command, demos, tmp_path, monkeypatch):

@@ -126,9 +126,9 @@ def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, co
 @pytest.mark.pitfall("DS15")
 @pytest.mark.parametrize(("tries", "times"), [(3, 10), pytest.param(12, 4, marks=pytest.mark.long)])
 def test_conversion_keeps_up_with_plain_reading(tmp_path, tries, times, write, leaf_paths):
-    """N14: 20 times slower was seen. Four times is promised for compressed files, as RoboSet's are
-    (see the benchmark); ten is asked where a busy machine must not fail the test. The best of
-    several tries counts."""
+    """N14: 20 times slower was seen. Compressed files, as RoboSet's are, take less than ten times
+    here, where a busy machine must not fail the test, and less than four in the long run of it;
+    the best of several tries counts. What a conversion takes is measured by the benchmark."""
     path = write(tmp_path / "a.h5", *(make_trial(200, seed=k, widths=(60, 9)) for k in range(12)))
     leaves, plain, converted = leaf_paths(path), [], []
     sources = Sources.local([path])
