@@ -310,9 +310,9 @@ def parent_at_work(tmp_path: Path) -> Iterator[Callable[[str], tuple[Any, list[i
         ("fork", signal.SIGTERM),
         ("fork", signal.SIGKILL),
         ("spawn", signal.SIGKILL),
-        ("forkserver", signal.SIGKILL),
+        pytest.param("forkserver", signal.SIGKILL, marks=pytest.mark.long),
         ("fork-watched", signal.SIGKILL),
-        ("spawn-watched", signal.SIGTERM),
+        pytest.param("spawn-watched", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
 def test_no_worker_outlives_its_parent_and_the_next_call_clears_up(
@@ -328,7 +328,7 @@ def test_no_worker_outlives_its_parent_and_the_next_call_clears_up(
     assert siblings(out, "tmp") == []
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_an_interrupt_leaves_neither_workers_nor_files(out, parent_at_work, method):
     parent, workers = parent_at_work(method)
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does

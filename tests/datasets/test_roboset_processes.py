@@ -56,7 +56,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.pitfall("DS12")
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root, tmp_path, split):
     """One downloads and converts, the other waits and opens: both have the same files."""
     serving = serve(*small)

@@ -51,9 +51,9 @@ def meanwhile(
         return found
 
     def noted(way: str, draw: Any) -> Any:
-        def drawing(size: int) -> Any:
+        def drawing(*args: Any) -> Any:
             ways.append(way)
-            return draw(size)
+            return draw(*args)
 
         return drawing
 
