@@ -225,17 +225,35 @@ class Segments:
                 cut[start : start + len(block)] |= block
                 if entry.role == "terminated":
                     terminated[start : start + len(block)] |= block
+        found = Found()
+        cut = self.cuts(file, layout, place, (cut, terminated), block_bytes, found)
         stops = np.flatnonzero(cut) + 1
         if records and (not stops.size or stops[-1] != records):
             stops = np.append(stops, records)
         bases = np.concatenate([[0], stops[:-1]]).tolist() if records else []
         reasons = terminated[stops - 1].tolist()
-        found = Found()
         for number, (base, stop) in enumerate(zip(bases, stops.tolist(), strict=True)):
             found.episodes.append(EpisodeRef("", number, base, stop - base, reasons[number]))
         if not records:
             found.strangers.append((layout.clock, "its arrays have no rows"))
         return found
+
+    def cuts(
+        self,
+        file: H5File,
+        layout: Layout,
+        place: Place,
+        flags: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
+        block_bytes: int,
+        found: Found,
+    ) -> npt.NDArray[np.bool_]:
+        """Returns after which records an episode ends; for a subclass that knows more than flags.
+
+        Args:
+            flags: at which records any end is set, and at which the episode terminated.
+            found: takes what is odd.
+        """
+        return flags[0]
 
 
 def _flags(

@@ -68,10 +68,11 @@ class D4RLExperienceReplay(_OwnFiles):
     Files are fetched over plain HTTP from their authors, or from the folder that the environment's
     ``REPLAYKIT_D4RL_URL`` names, and verified where their SHA-256 is known; those that one has are
     given with ``source``, under any id. ``next_observations`` are used where a release has them,
-    and the simulator's state where it was logged one step late (AntMaze v0). Elsewhere the last
-    step of an episode is kept if the episode terminated there, with ``("next", "observed")``
-    False, and dropped if not. Rows have ``observation``, ``action``, ``info``, ids and flags, and
-    under ``next`` the rest; see `D4RLLayout`.
+    and the simulator's state where it was logged one step late (AntMaze v0); episodes then end
+    where the environment was reset, whatever the flags say. Elsewhere they end at the flags, and
+    the last step of an episode is kept if the episode terminated there, with ``("next",
+    "observed")`` False, and dropped if not. Rows have ``observation``, ``action``, ``info``, ids
+    and flags, and under ``next`` the rest; see `D4RLLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
     Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.

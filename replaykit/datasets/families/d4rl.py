@@ -1,4 +1,4 @@
-"""D4RL: flat arrays of steps, cut into episodes by two flags.
+"""D4RL: flat arrays of steps, cut into episodes by two flags or by the resets.
 
 Row ``t`` of the arrays is a step: observation, action, its reward, and whether the episode
 terminated or timed out there. Releases differ in what tells the state after the last step of an
@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Segments
+from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import DropLeaves, Layout, Window
 from replaykit.datasets.engine.places import Place
+from replaykit.datasets.families.resets import Resets
 
 __all__ = ["D4RL", "D4RLLayout"]
 
-_FLAT: Final = Segments(beside=("metadata",))
+_FLAT: Final = Resets(beside=("metadata",))
 _STATE: Final = ("infos/qpos", "infos/qvel")
 _LOOKED_AT: Final = 4096
 """Records at the beginning of a file by which its release is told."""
@@ -35,9 +36,13 @@ _SMOOTH: Final = 3.0
 class D4RLLayout(Layout):
     """Flat D4RL files of any release.
 
+    Where a release tells the state that a step arrived at, episodes end where the environment was
+    reset, and flags that stand elsewhere are reported: a goal may be held for many steps. Where it
+    does not, ``terminals`` of several steps in a row are refused.
+
     Attributes:
         unreliable_ends: accept files whose flags do not stand where the environment was reset,
-            as those of Adroit ``human-v0`` and ``cloned-v0``.
+            as those of Adroit ``human-v0`` and ``cloned-v0``, and cut them as they are flagged.
 
     Example:
         >>> from replaykit.datasets.families import D4RL, D4RLLayout
@@ -46,7 +51,7 @@ class D4RLLayout(Layout):
     """
 
     name: str = "d4rl"
-    version: int = 1
+    version: int = 2
     episodes: Finder = _FLAT
     alignment: Alignment = STEPS
     clock: str = "actions"
@@ -78,10 +83,13 @@ class D4RLLayout(Layout):
         elif all(path in leaves for path in _STATE) and self._is_late(file, leaves):
             successor = _STATE
         if successor is None:
-            return self
+            return replace(self, episodes=replace(_FLAT, trusted=self.unreliable_ends))
+        arrived = (successor,) if isinstance(successor, str) else successor
+        resets = replace(_FLAT, arrived=arrived, flags_early=arrived == _STATE)
         first = Field("observations", "observation", before=("observation",))
         after = Field(successor, "observation", after=("next", "observation"), moment="successor")
-        return replace(self, fields=(first, after, *self.fields[1:]))
+        rest = (replace(entry, held=True) if entry.is_end else entry for entry in self.fields[1:])
+        return replace(self, episodes=resets, fields=(first, after, *rest))
 
     def _is_late(self, file: H5File, leaves: Collection[str]) -> bool:
         """Whether the simulator state of a record is the observation of the one after it."""
@@ -119,7 +127,10 @@ class D4RLLayout(Layout):
         return tuple(path for path in wanted if path in leaves)
 
     def examine(self, window: Window) -> None:
-        """Drops a simulator state that never moves; refuses flags without a reset (rule V39)."""
+        """Drops a simulator state that never moves; refuses flags without a reset (rule V39).
+
+        Where the state that a step arrived at is known, `Resets` has seen to the flags.
+        """
         arrays = {path: array.reshape(len(array), -1) for path, array in window.arrays.items()}
         count = len(arrays["observations"])
         ends = np.zeros(count, np.bool_)

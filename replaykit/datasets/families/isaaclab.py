@@ -34,7 +34,7 @@ class IsaacLabLayout(Layout):
     """
 
     name: str = "isaaclab"
-    version: int = 1
+    version: int = 2
     episodes: Finder = _DEMOS
     alignment: Alignment = STEPS
     clock: str = "actions"

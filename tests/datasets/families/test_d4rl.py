@@ -369,16 +369,111 @@ def test_files_of_two_releases_are_not_mixed(tmp_path, quietly):
         quietly([one, two], D4RL)
 
 
-def test_end_without_a_reset_is_reported(tmp_path, quietly):
-    """V39: AntMaze holds the goal, and flags every step of it."""
+def test_lone_end_without_a_reset_is_reported(tmp_path, quietly):
+    """V39: the flags say so, and but for one step they stand apart."""
     values = arrays(8, 4)
-    values["terminals"] = np.isin(np.arange(12), [5, 6])
+    values["terminals"] = np.arange(12) == 4
     data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    assert data.episode_table["length"].tolist() == [6, 1, 1, 4]
+    assert data.episode_table["length"].tolist() == [5, 3, 4]
     notes = data.published.manifest.report["warnings"]
     assert [(n["rule"], n["count"], n["first"]) for n in notes] == [
-        ("V39", 2, "a.hdf5: next.observation, record 5")
+        ("V39", 1, "a.hdf5: next.observation, record 4")
     ]
+
+
+def as_antmaze(values: dict[str, Any]) -> dict[str, Any]:
+    """The same steps as v0 logs them: the simulator's state is the one arrived at."""
+    after = values.pop("next_observations")
+    return values | {"infos/qpos": after[:, :2], "infos/qvel": after[:, 2:]}
+
+
+@pytest.mark.parametrize("block_bytes", [1, 200, 1 << 24])
+@pytest.mark.parametrize("release", ["v2", "antmaze-v0"])
+@pytest.mark.parametrize(
+    ("lengths", "terminals", "timeouts", "terminated", "flags"),
+    [
+        ((7, 5), [4, 5, 6, 9, 10, 11], [], [True, True], "terminals, record 4"),
+        ((7, 5), [4, 5], [6, 11], [False, False], "terminals, record 4"),
+        ((8, 4, 3), [5, 6], [7, 10, 11, 14], [False, False, False], "terminals, record 5"),
+    ],
+)
+def test_goal_that_is_held_ends_no_episode(
+    tmp_path, release, block_bytes, lengths, terminals, timeouts, terminated, flags
+):
+    """N31: AntMaze flags every step at which the goal is held."""
+    values = arrays(*lengths)
+    at = np.arange(sum(lengths))
+    values["terminals"], values["timeouts"] = np.isin(at, terminals), np.isin(at, timeouts)
+    after = values["next_observations"].copy()
+    if release == "antmaze-v0":
+        values = as_antmaze(values)
+    path = write(tmp_path / "a.hdf5", values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = ensure_dataset(
+            tmp_path / "data",
+            get_sources=lambda: local_sources(path),
+            layout=D4RL,
+            options=ConvertOptions(block_bytes=block_bytes),
+        )
+    assert found.episodes["length"].tolist() == list(lengths)
+    lasts = np.isin(at, np.cumsum(lengths) - 1)
+    over = np.zeros(len(at), bool)
+    over[lasts] = terminated
+    np.testing.assert_array_equal(found.columns["next", "observation"], after)
+    np.testing.assert_array_equal(found.columns["observation",], values["observations"])
+    np.testing.assert_array_equal(found.columns["next", "terminated"][:, 0], over)
+    np.testing.assert_array_equal(found.columns["next", "done"][:, 0], lasts)
+    notes = found.manifest.report["warnings"]
+    assert [(note["rule"], note["first"]) for note in notes] == [("V39", f"a.hdf5: {flags}")]
+
+
+def test_time_outs_some_steps_before_the_reset(tmp_path, expected, quietly, check_ted):
+    """AntMaze v0: an episode goes on from the flag to the reset."""
+    lengths, count = (7, 6, 5), 18
+    values = arrays(*lengths)
+    values["timeouts"] = np.isin(np.arange(count), [4, 10, 15])
+    after = values["next_observations"].copy()
+    for t in range(count):
+        last = t in (6, 12, 17)
+        expected.row(
+            observation=values["observations"][t],
+            action=values["actions"][t],
+            next__observation=after[t],
+            next__reward=values["rewards"][t : t + 1],
+            last=last,
+            terminated=False,
+            truncated=last,
+            seed=0,
+            episode=int(t > 6) + int(t > 12),
+        )
+    data = quietly(write(tmp_path / "a.hdf5", as_antmaze(values)), D4RL)
+    expected.check(data)
+    check_ted(data)
+    (note,) = data.published.manifest.report["warnings"]
+    assert (note["rule"], note["first"]) == ("V39", "a.hdf5: timeouts, record 4")
+    assert note["text"].startswith("3 of 3 ends are flagged where the environment was not reset")
+
+
+def test_reset_of_antmaze_without_any_flag_is_refused(tmp_path, quietly):
+    """V22: rows of several episodes may be mixed."""
+    values = arrays(7, 6, 5)
+    values["timeouts"] = np.arange(18) == 12
+    path = write(tmp_path / "a.hdf5", as_antmaze(values))
+    with pytest.raises(CorpusError, match=r"a\.hdf5: next\.observation, record 6: .*V22"):
+        quietly(path, D4RL)
+
+
+def test_goal_that_is_held_where_no_reset_can_be_seen_is_refused(tmp_path, quietly):
+    """A wrong structure of episodes is worse than none."""
+    values = {**arrays(8, 4), "next_observations": None}
+    values["terminals"] = np.isin(np.arange(12), [5, 6])
+    path = write(tmp_path / "a.hdf5", values)
+    with pytest.raises(CorpusError, match=r"a\.hdf5: terminals, record 5: is set .*held.*V39"):
+        quietly(path, D4RL)
+    data = quietly(path, D4RLLayout(unreliable_ends=True))
+    assert data.episode_table["length"].tolist() == [6, 1, 3]
+    assert data.episode_table["terminated"].tolist() == [True, True, False]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

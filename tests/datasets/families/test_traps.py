@@ -132,7 +132,7 @@ HELD: dict[str, tuple[str, float, str | list[int]]] = {
     "maniskill": ("terminated", 1, "V31"),
     "vd4rl": ("discount", 0, "V31"),
     "robomimic": ("dones", 1, [4, 3]),
-    "d4rl-v2": ("terminals", 1, [4, 3, 1, 1]),
+    "d4rl-v2": ("terminals", 1, [4, 4, 1]),
 }
 
 

@@ -530,6 +530,12 @@ def d4rl_rows(file: h5py.File, names: list[str]) -> Rows:
     else:
         timed = np.zeros(total, bool)
     has_next = "next_observations" in arrays
+    if has_next and (cut[:-1] & cut[1:]).any():
+        # Flags are held: an episode ends where the next record starts from another state.
+        arrived, after = native(arrays["next_observations"]), native(arrays["observations"])
+        if arrived.shape == after.shape and arrived.dtype == after.dtype:
+            for t in range(total - 1):
+                cut[t] &= arrived[t].tobytes() != after[t + 1].tobytes()
     base = 0
     for stop in [*(np.flatnonzero(cut) + 1).tolist(), total]:
         records = stop - base
