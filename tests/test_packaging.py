@@ -171,7 +171,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     source = wheel.source
     modules = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.py")}
     assert len(modules) > 50
-    expected = modules | {"replaykit/py.typed"}
+    tables = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.tsv")}
+    expected = modules | tables | {"replaykit/py.typed"}
     if wheel.has_core:
         expected |= {"replaykit/native/_core.pyi"}
     about = [name for name in wheel.names if ".dist-info/" in name]
@@ -185,7 +186,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
         "RECORD",
         "WHEEL",
     ]
-    for name in modules:
+    for name in modules | tables:
         assert (wheel.unpacked / name).read_bytes() == (source / name).read_bytes(), name
     (licence,) = wheel.unpacked.glob("*.dist-info/licenses/LICENSE")
     assert licence.read_bytes() == (source / "LICENSE").read_bytes()
