@@ -185,6 +185,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
         "METADATA",
         "RECORD",
         "WHEEL",
+        "entry_points.txt",
     ]
     for name in modules | tables:
         assert (wheel.unpacked / name).read_bytes() == (source / name).read_bytes(), name
