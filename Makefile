@@ -6,25 +6,37 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-JOBS ?= auto
+# One more than there are processors: a sixth of the time tests wait, for disks and other processes.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Who is done takes work over from the others; until then files stay whole, and share what they need.
+PARALLEL := -n $(JOBS) --dist worksteal
 DATA ?=
+# The suite has a time limit: what takes longest is told at its end.
+SLOWEST := --durations=25 --durations-min=5
 
-.PHONY: demo test test-torch test-long lint format bench clean
+.PHONY: demo test test-programs test-torch test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(JOBS) -m "not long"
+	$(PY) -m pytest $(PARALLEL) -m "not long and not programs" $(SLOWEST)
+
+# What compiles, packs or runs whole programs: the core under sanitizers, the wheels, the demo, all
+# benchmarks, with the core and without it side by side.
+test-programs: $(STAMP)
+	$(PY) -m pytest $(PARALLEL) -m "programs and not long" tests
 
 # The same suite with what takes the place of the compiled core where it is missing; without what
-# kills processes, and what converts corpora, neither of which asks for the core.
+# kills processes, what converts corpora, and what needs Ray, none of which asks for the core.
 test-torch: $(STAMP)
-	REPLAYKIT_NATIVE=0 $(PY) -m pytest -n $(JOBS) -m "not long" --ignore=tests/crash \
-	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli
+	REPLAYKIT_NATIVE=0 $(PY) -m pytest $(PARALLEL) -m "not long and not programs" --ignore=tests/crash \
+	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli \
+	  --ignore=tests/remote --ignore=tests/sharding/test_actors.py \
+	  $(SLOWEST)
 
 test-long: $(STAMP)
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest $(PARALLEL)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

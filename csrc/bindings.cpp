@@ -48,6 +48,7 @@ NB_MODULE(_core, m) {
   m.attr("__version__") = REPLAYKIT_VERSION;
   replaykit::bind_trees(m);
   replaykit::bind_checksums(m);
+  replaykit::bind_moments(m);
 
   nb::class_<RankHeap>(m, "RankHeap",
                        "Which slot the next record takes when only the largest ranks are kept.")

@@ -11,6 +11,7 @@ void bind_episodes(nanobind::module_& m);
 void bind_followed(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_marks(nanobind::module_& m);
+void bind_moments(nanobind::module_& m);
 void bind_relabel(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_trees(nanobind::module_& m);

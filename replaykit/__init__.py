@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from replaykit._version import __version__
 from replaykit.buffer import (
+    BufferDataset,
+    BufferLoader,
     ConditionalUpdateResult,
     Episode,
     Episodes,
@@ -25,8 +27,10 @@ from replaykit.ensembles import (
     StorageEnsemble,
     WriterEnsemble,
 )
+from replaykit.pace import RateLimiter
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers import (
+    ConsumingSampler,
     LambdaScheduler,
     LinearScheduler,
     ParameterScheduler,
@@ -40,6 +44,7 @@ from replaykit.samplers import (
     Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
     StepScheduler,
     Transition,
 )
@@ -105,7 +110,17 @@ if TYPE_CHECKING:
         RobosetExperienceReplay,
         VD4RLExperienceReplay,
     )
-    from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
+    from replaykit.remote import (
+        DEFAULT_REMOTE_CLASS_CONFIG,
+        RayReplayBuffer,
+        RayReplayBufferClient,
+        RemoteResult,
+    )
+    from replaykit.sharding import (
+        ShardedClient,
+        ShardedReplayBuffer,
+        ShardLoss,
+    )
 
 __all__ = [
     "DEFAULT_DONE_KEYS",
@@ -114,10 +129,13 @@ __all__ = [
     "Around",
     "BaseDatasetExperienceReplay",
     "Bootstrap",
+    "BufferDataset",
+    "BufferLoader",
     "Cast",
     "CatTensors",
     "Compose",
     "ConditionalUpdateResult",
+    "ConsumingSampler",
     "CorpusExperienceReplay",
     "D4RLExperienceReplay",
     "Episode",
@@ -150,6 +168,10 @@ __all__ = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "RateLimiter",
+    "RayReplayBuffer",
+    "RayReplayBufferClient",
+    "RemoteResult",
     "RenameTransform",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
@@ -168,9 +190,13 @@ __all__ = [
     "SchedulerList",
     "SelectTransform",
     "Sequence",
+    "ShardLoss",
+    "ShardedClient",
+    "ShardedReplayBuffer",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StackFrames",
+    "StalenessAwareSampler",
     "StepCount",
     "StepScheduler",
     "Storage",
@@ -208,6 +234,12 @@ _LAZY = {
     "VD4RLExperienceReplay": "replaykit.datasets",
     "RobosetExperienceReplay": "replaykit.datasets",
     "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
+    "RayReplayBuffer": "replaykit.remote",
+    "RayReplayBufferClient": "replaykit.remote",
+    "RemoteResult": "replaykit.remote",
+    "ShardLoss": "replaykit.sharding",
+    "ShardedClient": "replaykit.sharding",
+    "ShardedReplayBuffer": "replaykit.sharding",
 }
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "dtype_name",
     "fields_of",
     "fresh_strided",
+    "has_names",
     "holds_objects",
     "is_non_tensor",
     "is_tensordict",
@@ -38,6 +39,7 @@ __all__ = [
     "new_tensorclass",
     "new_tensordict",
     "put_all",
+    "shared_bytes",
     "tensorclass_parts",
 ]
 
@@ -94,6 +96,13 @@ _BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 def fields_of(data: TensorDict) -> dict[str, Any]:
     """Returns the values of a plain TensorDict by name, to look at; not to be changed."""
     return data._tensordict if _KNOWN_PARTS else dict(data.items())
+
+
+def has_names(data: TensorDictBase) -> bool:
+    """Whether dimensions of a TensorDict have names."""
+    if _KNOWN_PARTS and type(data) is TensorDict:
+        return data._td_dim_names is not None
+    return any(name is not None for name in data.names)
 
 
 def put_all(data: TensorDict, values: Mapping[str, torch.Tensor]) -> None:
@@ -173,6 +182,16 @@ def lookup(data: Any, key: tuple[str, ...]) -> Any:
 def new_tensorclass(cls: type, tensordict: TensorDictBase, constants: Mapping[str, Any]) -> Any:
     """Returns an instance of tensorclass ``cls`` over ``tensordict`` and non-tensor fields."""
     return cls.from_tensordict(tensordict, dict(constants) or None)  # type: ignore[attr-defined]
+
+
+def shared_bytes(nbytes: int) -> torch.Tensor:
+    """Returns memory, uint8 ``[nbytes]``, that is handed to other processes without a copy."""
+    make = getattr(torch.UntypedStorage, "_new_shared", None)
+    if make is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").share_memory_()
+    block = torch.empty(0, dtype=torch.uint8, device="cpu")
+    block.set_(make(nbytes), 0, (nbytes,), (1,))
+    return block
 
 
 def memory_users(tensor: torch.Tensor) -> int | None:

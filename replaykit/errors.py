@@ -9,16 +9,22 @@ Example:
 from __future__ import annotations
 
 __all__ = [
+    "ActorLost",
     "BufferFull",
     "CheckpointError",
     "CorpusError",
     "DownloadError",
     "EmptyDistributionError",
     "NotEnoughData",
+    "RateLimiterTimeout",
     "SchemaError",
     "StaleAddress",
     "UploadError",
 ]
+
+
+class ActorLost(RuntimeError):
+    """The actor that holds a remote buffer has ended, was closed, or cannot be reached."""
 
 
 class SchemaError(ValueError):
@@ -35,6 +41,10 @@ class BufferFull(RuntimeError):
 
 class NotEnoughData(RuntimeError):
     """Fewer rows are eligible than the request needs."""
+
+
+class RateLimiterTimeout(TimeoutError):
+    """A write waited for samples, or a sample for writes, for too long; nothing has changed."""
 
 
 class StaleAddress(LookupError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,8 +30,21 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.structure import build, flatten
+from tests.ray_cluster import ray_cluster
+
+__all__ = ["ray_cluster"]
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+_START_METHOD = multiprocessing.get_start_method(allow_none=True)
+
+
+@pytest.fixture(autouse=True)
+def start_method() -> None:
+    """Processes are started as they are by default, whatever a library has made of that."""
+    if multiprocessing.get_start_method(allow_none=True) not in (None, _START_METHOD):
+        multiprocessing.set_start_method(_START_METHOD, force=True)
 
 
 def make_rows(start: int, count: int, **others: torch.Tensor) -> TensorDict:

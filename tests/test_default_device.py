@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    ConsumingSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -26,6 +27,7 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     Sequence,
+    StalenessAwareSampler,
     SumSegmentTree,
     TensorDictMaxValueWriter,
     Transition,
@@ -40,6 +42,10 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": RandomSampler,
     "pass": SamplerWithoutReplacement,
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "consuming": ConsumingSampler,
+    "staleness": lambda: StalenessAwareSampler(
+        staleness_weight_fn=torch.ones_like, version_key="id"
+    ),
     "batch": lambda: PrioritizedSampler(alpha=0.7, beta=0.5, weight_norm="batch", stratified=True),
 }
 WINDOWS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

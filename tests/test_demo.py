@@ -12,6 +12,8 @@ import pytest
 
 from replaykit.testing import RoboHiveWriter, make_trial
 
+pytestmark = pytest.mark.programs
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 
 

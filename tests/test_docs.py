@@ -53,7 +53,11 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.pitfall("RD12")
 @pytest.mark.filterwarnings("default::UserWarning")  # what a conversion has to say
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
-def test_an_example_runs(page: str, number: int, corpus: None) -> None:
+def test_an_example_runs(
+    page: str, number: int, corpus: None, request: pytest.FixtureRequest
+) -> None:
+    if "RayReplayBuffer(" in blocks(page)[number]:
+        request.getfixturevalue("ray_cluster")
     if "__main__" in blocks(page)[number]:  # processes that it starts import it
         Path("example.py").write_text(blocks(page)[number], "utf-8")
         subprocess.run([sys.executable, "example.py"], check=True, timeout=300)

@@ -99,6 +99,7 @@ def test_importing_has_no_side_effects(looked: Any) -> None:
     assert looked["files"] == []
 
 
+@pytest.mark.programs
 def test_importing_takes_at_most_a_sixth_of_a_second_longer(run_python: Any) -> None:
     """The time of the processor, the best of some: what other programs do does not count. As for
     who has installed it, modules are compiled by then."""

@@ -26,6 +26,8 @@ import torch
 from filelock import FileLock
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).parents[1]
 
 # Tests and the like are copied too: what is not there could not be packed by mistake.
@@ -248,6 +250,7 @@ def test_six_packages_are_needed_and_each_has_a_floor(wheel: Wheel) -> None:
     assert metadata.get_all("Provides-Extra") == [
         "ray",
         "images",
+        "fast",
         "cli",
         "test",
         "bench",

@@ -11,10 +11,12 @@ from benchmarks.setting import Setting
 from benchmarks.works import (
     checkpoints,
     corpora,
+    growing,
     images,
     memmap_cold,
     memmap_warm,
     memory,
+    overlap,
     prioritized,
     sequences,
     sharing,
@@ -48,6 +50,8 @@ WORKS = {
         sequences,
         checkpoints,
         sharing,
+        overlap,
+        growing,
         corpora,
     )
 }

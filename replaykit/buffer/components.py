@@ -28,7 +28,7 @@ class Components(BufferCore):
     ) -> Storage:
         """Takes another storage; writer, sampler, generator and listeners move to it.
 
-        The next write continues after the new storage's newest row.
+        The next write continues after the new storage's newest row. A rate limiter counts anew.
 
         Args:
             storage: the new storage.
@@ -53,8 +53,11 @@ class Components(BufferCore):
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
         with self._both_locked(storage) as previous:
+            if self._rate_limiter is not None:
+                self._rate_limiter.check_capacity(storage.max_size)
             dim_extend, sampler = self._time_dim(storage), self._sampler
             self._sample_unit.check(storage, sampler)
+            self._check_consuming(sampler, storage, self._writer, self._chain)
             self._writer.register_storage(storage)
             before = sampler.state_dict()
             try:
@@ -66,6 +69,8 @@ class Components(BufferCore):
                 sampler.load_state_dict(before)
                 raise
             self._take_prepared()
+            if self._pace is not None:
+                self._pace.start_from(len(storage))
             previous.detach(cast(Any, self))
             self._storage, self._collate_fn = storage, collate_fn
             self._dim_extend = self._writer.time_dim = dim_extend
@@ -106,6 +111,7 @@ class Components(BufferCore):
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
                 raise ValueError("a sampler with drop_last=True needs a batch_size")
             self._sample_unit.check(storage, sampler)
+            self._check_consuming(sampler, storage, self._writer, self._chain)
             check_order(sampler, self._writer)
             self._claim(sampler)
             sampler.attach(storage)
@@ -132,6 +138,7 @@ class Components(BufferCore):
         refuse_exchange(self, "writer")
         with self._locked() as storage:
             check_order(self._sampler, writer)
+            self._check_consuming(self._sampler, storage, writer, self._chain)
             self._claim(writer)
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend

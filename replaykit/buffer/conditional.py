@@ -92,6 +92,7 @@ class Conditional(BufferCore):
         Raises:
             RuntimeError: a writer that does not track generations, a list storage, nothing stored.
             KeyError: a patch key or the version key is not stored.
+            TypeError: a patch that is no mapping.
             ValueError: shapes, dtypes or lengths differ, or the version key is in the patch.
             Nothing has changed then.
 
@@ -163,6 +164,8 @@ def _checked_handles(
 
 def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path, torch.Tensor]:
     values: dict[Path, torch.Tensor] = {}
+    if not callable(getattr(patch, "items", None)):
+        raise TypeError(f"expected patch as a mapping or TensorDict, got {type(patch).__name__}")
     for key, item in patch.items():
         _, leaves = flatten(item, 0)
         values.update({(*unravel(key), *path): leaf for path, leaf in leaves.items()})

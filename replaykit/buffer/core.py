@@ -11,11 +11,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from replaykit.buffer.consuming import check_consuming, check_transforms_of, consuming_sampler
+from replaykit.buffer.held import Held
+from replaykit.buffer.pacing import Pacing, checked_limiter
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 from replaykit.buffer.shared import check_shareable, check_transforms
+from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.ted import unravel
+from replaykit.transfer import Staging, device_named
 from replaykit.transforms import Compose
 from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
@@ -23,12 +28,11 @@ from replaykit.writers import RoundRobinWriter, Writer
 __all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
 
 
-class BufferCore:
+class BufferCore(Pacing):
     """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
 
-    Locks: ``storage.lock`` guards everything that a draw or a write reads or changes: the rows,
-    the ledger, the components, the sampler's state, the draws kept for later. Transforms,
-    collation and pinning run outside of it.
+    Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,
+    components, the sampler's state, draws kept for later. The rest runs outside of it.
     """
 
     def __init__(
@@ -40,17 +44,20 @@ class BufferCore:
         sample_unit: SampleUnit | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
+        device: torch.device | str | int | None = None,
         prefetch: int | None = None,
         transform: Any = None,
         transform_factory: Callable[[], Any] | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
+        consume_after_n_samples: int | None = None,
         priority_key: Any = "td_error",
         delayed_init: bool | None = None,
         contiguous: bool = False,
         shared: bool = False,
         compilable: bool = False,
+        rate_limiter: RateLimiter | None = None,
     ) -> None:
         if transform is not None and transform_factory is not None:
             raise TypeError("expected transform or transform_factory, got both")
@@ -72,8 +79,10 @@ class BufferCore:
                     f"expected {name} as a {kind.__name__} or a callable that returns one, "
                     f"got {_class_of(given)}"
                 )
+        self._rate_limiter = checked_limiter(rate_limiter)
         self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
         depth = _checked_prefetch(prefetch, self._batch_size)
+        sampler = consuming_sampler(consume_after_n_samples, sampler, depth)
         if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
             raise ValueError(f"expected dim_extend as an int of at least 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
@@ -81,6 +90,8 @@ class BufferCore:
         self._sample_unit = Transition() if sample_unit is None else sample_unit
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
+        self._target = None if device is None else device_named(device)
+        self._staging: Staging | None = None
         self._contiguous = bool(contiguous)
         self._shared = bool(shared)
         if shared and depth:
@@ -118,11 +129,15 @@ class BufferCore:
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
         self._sample_unit.check(storage, sampler)
+        self._check_consuming(sampler, storage, writer, chain)
         if self._shared:
             check_shareable(storage, writer, chain)
+        if self._rate_limiter is not None:
+            self._rate_limiter.check_capacity(storage.max_size)
         self._claim(sampler, writer)
         if self._shared:
             storage.share()  # type: ignore[attr-defined]
+        self._pace = self._new_pace(storage, shared=self._shared)
         writer.register_storage(storage)
         sampler.generator = self._generator
         sampler.attach(storage)
@@ -133,15 +148,24 @@ class BufferCore:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         storage.attach(cast(Any, self))
         self._makers = (None, None, None, None, None)
+        if self._pace is not None:
+            self._pace.start_from(len(storage))
         self._initialized = True
 
     def _take_chain(self, chain: Compose) -> None:
         """Transforms by these from now on; what they need around a row follows."""
+        check_transforms_of(self._sampler, chain)
         if self._shared:
             check_transforms(chain)
         self._chain = chain
         self._needs = needs_of(list(chain))
         self._listening = chain.told_of_writes
+
+    def _check_consuming(
+        self, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
+    ) -> None:
+        depth, unit = self._prefetch_depth, self._sample_unit
+        check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=self._shared)
 
     def _ready(self) -> None:
         if not self._initialized:
@@ -180,7 +204,7 @@ class BufferCore:
             )
         return self._dim_extend
 
-    def _locked(self, *, patient: bool = False) -> _Held:
+    def _locked(self, *, patient: bool = False) -> Held:
         """Holds the lock of the storage that the buffer has now, and gives that storage.
 
         Args:
@@ -188,7 +212,7 @@ class BufferCore:
         """
         if not self._initialized:
             self._ready()
-        return _Held(self, patient and self._shared)
+        return Held(self, patient and self._shared)
 
     # -- description --------------------------------------------------------------------------
 
@@ -251,11 +275,19 @@ class BufferCore:
         return self._shared
 
     def __len__(self) -> int:
+        """Number of stored rows; of those that can be drawn, where rows are used up."""
         self._ready()
+        if self._sampler.consumes:
+            with self._locked() as storage:
+                return self._sampler.left(storage)
         return len(self._storage)
 
     def stats(self) -> dict[str, Any]:
         """Returns size, write count, prepared batches, capacity and utilization, as numbers.
+
+        With a rate limiter also ``inserts`` and ``samples``, as it counts them, and in
+        ``insert_blocked_s`` and ``sample_blocked_s`` the seconds that calls have waited for it, all
+        of them together (of all processes that share the buffer).
 
         Works before initialisation and changes nothing. Cost: O(1).
 
@@ -270,7 +302,7 @@ class BufferCore:
         if not self._initialized:
             size = count = capacity = 0
         else:
-            size, count = len(self._storage), self.write_count
+            size, count = self._size(), self.write_count
             capacity = self._storage.max_size
         queue = self._queue()
         queued = 0 if queue is None else len(queue)
@@ -281,6 +313,7 @@ class BufferCore:
             "initialized": self._initialized,
             "capacity": capacity,
             "utilization": size / capacity if capacity else 0.0,
+            **self._pace_stats(),
         }
 
     def __repr__(self) -> str:
@@ -315,37 +348,6 @@ class BufferCore:
         drawn = [*drawn, *self._pending]
         self._pending.clear()
         return drawn
-
-
-class _Held:
-    """The lock of a buffer's storage, also while ``set_storage`` exchanges that.
-
-    A class, since a generator takes ten times as long as the lock itself.
-    """
-
-    __slots__ = ("_buffer", "_lock", "_patient")
-
-    def __init__(self, buffer: BufferCore, patient: bool) -> None:
-        self._buffer, self._patient = buffer, patient
-
-    def __enter__(self) -> Storage:
-        while True:
-            storage = self._buffer._storage
-            lock = self._lock = storage.lock
-            if self._patient:
-                lock.acquire_patiently()
-            else:
-                lock.acquire()
-            try:
-                if storage is self._buffer._storage:
-                    return storage
-            except BaseException:  # an interrupt
-                lock.release()
-                raise
-            lock.release()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["Drawing", "Lent", "random_state", "set_random_state", "show"]
+__all__ = ["Drawing", "Lent", "random_state", "set_random_state", "show", "shows"]
 
 _TRIES = 3
 """Draws of which others overwrite rows before one keeps them out."""
@@ -27,20 +27,21 @@ _TRIES = 3
 class Lent:
     """How a draw is made that is part of somebody else's batch.
 
-    Draws that the buffer has kept, or makes ahead, are left alone. Such a draw always knows the
-    generations of its rows.
+    Draws that the buffer has kept, or makes ahead, are left alone.
 
     Attributes:
         generator: where its randomness comes from; None: as for the buffer's own.
         collate: takes the place of the buffer's ``collate_fn``; None: it does not.
         noted: whether it is noted how transforms draw, since the draw may be kept.
-        kept: a draw made before, to be read again if its rows are still there.
+        kept: a draw made before, to be read if its rows are still there.
+        generations: whether it knows them in any case, or as for the buffer's own.
     """
 
     generator: torch.Generator | None = None
     collate: Callable[[Any], Any] | None = None
     noted: bool = False
     kept: Drawn | None = None
+    generations: bool = True
 
 
 _LENT = -1
@@ -63,7 +64,7 @@ class Drawing(BufferCore):
         return self._batch_size
 
     def _draw(self, size: int, lent: Lent | None = None) -> Drawn:
-        tries = _TRIES if self._shared else 0
+        tries = _TRIES if self._shared and not self._sampler.reads_rows else 0
         while tries:
             drawn, again = self._draw_apart(size, lent)
             if drawn is not None:
@@ -151,7 +152,11 @@ class Drawing(BufferCore):
             if origin.sampler is not self._sampler:
                 return
             show(self._sampler, origin.ran_out)
-            if origin.size == self._batch_size:
+            if self._sampler.consumes:  # its slots may be written before it would come again
+                positions = storage.ledger.positions(drawn.anchors.cpu())
+                unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
+                self._sampler.put_back([unwritten], storage)
+            elif origin.size == self._batch_size:
                 self._pending.extend([drawn.kept(), *self._take_prepared()])
             elif type(self._sampler).put_back is not Sampler.put_back:
                 self._sampler.put_back([drawn.anchors], storage)
@@ -160,6 +165,8 @@ class Drawing(BufferCore):
 
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.give_way()
         with self._locked() as storage:
             prefetcher, sampler = self._prefetcher, self._sampler
             if prefetcher is None or not prefetcher.wanted(entry):
@@ -185,23 +192,12 @@ class Drawing(BufferCore):
         elif self._pending and size == self._batch_size:
             drawn = self._kept(storage)
         if drawn is None:
-            sampler = self._sampler
-            # It may serve other buffers too.
-            sampler.generator, sampler.needs = generator, self._needs
-            anchors, info = sampler.sample(storage, size)
-            if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
-                anchors = _as_index(anchors, storage.ndim)
-            try:
-                index, info = self._sample_unit.expand(anchors, dict(info), storage)
-            except BaseException:
-                self._sampler.put_back([anchors], storage)
-                raise
-            drawn = Drawn(index, info, _ended(sampler), anchors, size=size)
-            drawn.written = storage.ledger.next_position
-            fresh = index is anchors  # and not what a sample unit has made of them
+            drawn = self._sampled(storage, self._sampler, size, generator)
+            fresh = drawn.index is drawn.anchors  # and not what a sample unit has made of them
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
-        track = self._writer.tracks_generations or self._sampler.prioritized or lent is not None
+        track = self._writer.tracks_generations or self._sampler.prioritized
+        track = track or (lent is not None and lent.generations)
         if track and not told:
             drawn.info["index_generation"] = _generations(storage, drawn.index)
             if "anchor_index" in drawn.info:
@@ -237,6 +233,24 @@ class Drawing(BufferCore):
                     drawn.fetched = chain, fetch_all(*given)
         drawn.collate = storage.collate if collate is None else collate
         drawn.stack_dim = 0 if own else storage.stack_dim
+        return drawn
+
+    def _sampled(
+        self, storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
+    ) -> Drawn:
+        """A draw of which nothing is read yet. The lock is held."""
+        # It may serve other buffers too.
+        sampler.generator, sampler.needs = generator, self._needs
+        anchors, info = sampler.sample(storage, size)
+        if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
+            anchors = _as_index(anchors, storage.ndim)
+        try:
+            index, info = self._sample_unit.expand(anchors, dict(info), storage)
+        except BaseException:
+            sampler.put_back([anchors], storage)
+            raise
+        drawn = Drawn(index, info, _ended(sampler), anchors, size=size)
+        drawn.written = storage.ledger.next_position
         return drawn
 
     def _kept(self, storage: Storage) -> Drawn | None:
@@ -309,6 +323,12 @@ def show(sampler: Sampler, ran_out: bool) -> None:
     """Sets what users see of a sampler; one's own may derive it from elsewhere."""
     with contextlib.suppress(AttributeError):
         sampler.ran_out = ran_out
+
+
+def shows(sampler: Sampler, ran_out: bool) -> bool:
+    """Whether users see that of a sampler already. Without the lock: what a draw that is under way
+    does to it is not seen."""
+    return type(sampler).ran_out is Sampler.ran_out and sampler.ran_out == ran_out
 
 
 def _ended(sampler: Sampler) -> bool:

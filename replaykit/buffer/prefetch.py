@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from replaykit.buffer.crew import Crew, Outcome
+from replaykit.buffer.forks import new_lock
+from replaykit.transfer import Arrival
+
 __all__ = ["Drawn", "Origin", "Prefetcher"]
+
+
+_PAUSE, _MOST_SECONDS = 2e-5, 0.02
+"""How often who draws ahead looks whether others still wait for the lock, and for how long."""
 
 
 @dataclass(slots=True)
@@ -41,7 +50,8 @@ class Drawn:
     ``fetched`` is what the transforms have read besides. ``size``: the batch size asked for.
     ``written``: the storage's next position at the draw. ``random``: the state of the buffer's
     generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
-    rows were read for this draw alone, and go to who asked for them as they are.
+    rows were read for this draw alone, and go to who asked for them as they are. ``arrival``: the
+    batch is on its way to a device.
     """
 
     index: torch.Tensor
@@ -58,6 +68,7 @@ class Drawn:
     written: int = 0
     random: torch.Tensor | None = None
     fresh: bool = False
+    arrival: Arrival | None = None
 
     def kept(self) -> Drawn:
         """The draw alone, to be delivered later."""
@@ -87,7 +98,7 @@ class _Entry:
     release: int = 0
     written: int = 0
     drawn: Drawn | None = None
-    future: Future[Any] = field(default_factory=Future)
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class _Source(Protocol):
@@ -116,14 +127,17 @@ class Prefetcher:
         self.process = os.getpid()
         self._source = weakref.ref(source)
         self._changed = threading.Condition()
+        # A draw that a fork has cut would have used random numbers and be lost.
+        self._drawing = new_lock()
         self._entries: deque[_Entry] = deque()
         self._era = 0
         self._tickets = 0
-        self._turn = 0
         self._halted = False
+        self._waiting: list[None] = []
         self._releases = 0
         self._closed = False
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="replaykit-prefetch")
+        self._crew = Crew(depth, "replaykit-prefetch")
+        weakref.finalize(self, self._crew.dismiss).atexit = False
 
     def __len__(self) -> int:
         with self._changed:
@@ -142,7 +156,7 @@ class Prefetcher:
                 entry.claimed = True
                 self._top_up(self.depth)
             try:
-                result = entry.future.result()
+                result = entry.outcome.get()
             except BaseException as error:
                 source = self._source()
                 if source is not None:
@@ -190,19 +204,19 @@ class Prefetcher:
         while len(self._entries) < depth:
             entry = _Entry(self._era)
             self._entries.append(entry)
-            self._pool.submit(_run, weakref.ref(self), entry, self._tickets)
+            self._crew.give(functools.partial(_run, weakref.ref(self), entry, self._tickets))
             self._tickets += 1
 
     def _draw(self, entry: _Entry, ticket: int) -> Drawn | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == ticket)
             entry.void, entry.release = self._halted, self._releases + 1
         try:
             source = self._source()
             if entry.void or source is None:
                 entry.void = True
                 return None
-            drawn = source._draw_ahead(entry)
+            with self._drawing:
+                drawn = source._draw_ahead(entry)
             entry.void = drawn is None
             ended = drawn is not None and drawn.ran_out
         except BaseException:
@@ -213,9 +227,25 @@ class Prefetcher:
                 # A batch that was given up meanwhile is never delivered, so never released.
                 if not entry.void and (entry.claimed or entry.era == self._era):
                     self._halted = self._halted or ended
-                self._turn += 1
-                self._changed.notify_all()
         return drawn
+
+    def acquire(self, lock: Any) -> None:
+        """Takes the storage's lock; the next draw lets whoever waits for it here go first."""
+        if not lock.acquire(blocking=False):
+            self._waiting.append(None)
+            try:
+                lock.acquire()
+            finally:
+                self._waiting.pop()
+
+    def give_way(self) -> None:
+        """Lets those have the lock who have waited for it while a batch was drawn.
+
+        A lock goes to whoever comes first, which would be who draws: he comes again at once.
+        """
+        until = time.monotonic() + _MOST_SECONDS
+        while self._waiting and time.monotonic() < until:
+            time.sleep(_PAUSE)
 
     def forget(self, entry: _Entry) -> None:
         """Gives up a batch that was waited for. The storage's lock is held."""
@@ -254,20 +284,33 @@ class Prefetcher:
             self._entries.clear()
             self._era += 1
             self._changed.notify_all()
-        self._pool.shutdown(wait=True)
+        self._crew.dismiss()
+        self._crew.join()
 
 
-def _run(reference: weakref.ref[Prefetcher], entry: _Entry, ticket: int) -> None:
+def _run(
+    reference: weakref.ref[Prefetcher], entry: _Entry, ticket: int
+) -> Callable[[], None] | None:
+    """Draws; returns what makes the batch of it, beside other draws."""
     prefetcher = reference()
     if prefetcher is None:
-        return
+        return None
     try:
         drawn = prefetcher._draw(entry, ticket)
-        source = prefetcher._source()
-        del prefetcher
-        result = None if drawn is None or source is None else source._finish(drawn)
-        del source
     except BaseException as error:
-        entry.future.set_exception(error)
+        entry.outcome.set(None, error)
+        return None
+    source = prefetcher._source()
+    if drawn is None or source is None:
+        entry.outcome.set(None)
+        return None
+    return functools.partial(_make, source, drawn, entry)
+
+
+def _make(source: _Source, drawn: Drawn, entry: _Entry) -> None:
+    try:
+        result = source._finish(drawn)
+    except BaseException as error:
+        entry.outcome.set(None, error)
     else:
-        entry.future.set_result(result)
+        entry.outcome.set(result)

@@ -8,15 +8,15 @@ from replaykit._ray import actor_class
 from replaykit.buffer.components import Components
 from replaykit.buffer.conditional import Conditional
 from replaykit.buffer.editing import Editing
+from replaykit.buffer.loading import Loading
 from replaykit.buffer.priorities import Priorities
-from replaykit.buffer.sampling import Sampling
 from replaykit.buffer.saving import Saving
 from replaykit.buffer.streams import Streams
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
 
-class ReplayBuffer(Streams, Sampling, Editing, Priorities, Conditional, Components, Saving):
+class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Components, Saving):
     """Records in a storage, chosen by a sampler, placed by a writer.
 
     Args:
@@ -26,13 +26,18 @@ class ReplayBuffer(Streams, Sampling, Editing, Priorities, Conditional, Componen
         sample_unit: what a drawn record stands for; ``Transition()``: itself.
         collate_fn: called with the rows as they were read; its result is what transforms see. By
             default nothing for tensor storages, and a stack for lists.
-        pin_memory: pin the CPU tensors of a sample, where there is an accelerator.
-        prefetch: number of batches prepared ahead in threads; needs ``batch_size``.
+        pin_memory: pin the CPU tensors of a sample, where there is a CUDA device.
+        device: where samples go after the transforms; None: they stay with the storage. To a CUDA
+            device through a ring of pinned buffers, in one copy a batch that nobody waits for.
+        prefetch: number of batches prepared ahead in threads; needs ``batch_size``. See
+            ``docs/overlap.md``.
         transform: callable, object with ``forward`` or ``inv``, or Compose of them.
         transform_factory: function that makes the transform; implies ``delayed_init``.
         batch_size: default number of rows of a sample.
         dim_extend: dimension of written data that is time; ``storage.ndim - 1``.
         generator: where all randomness comes from; torch's global generator.
+        consume_after_n_samples: how often a record is drawn before its slot is written again; has a
+            ``ConsumingSampler`` of as many in the place of a RandomSampler.
         priority_key: where written data and learners put priorities.
         delayed_init: make the components at first use only.
         contiguous: every tensor of a sample lies in one piece. By default small columns come back
@@ -41,6 +46,8 @@ class ReplayBuffer(Streams, Sampling, Editing, Priorities, Conditional, Componen
             For a LazyTensorStorage or LazyMemmapStorage and a RoundRobinWriter; see
             ``docs/sharing.md``.
         compilable: accepted, without effect.
+        rate_limiter: has writes wait for samples and samples for writes, so that neither runs
+            ahead of the other by more than it allows; see ``RateLimiter`` and ``docs/pace.md``.
 
     Raises:
         TypeError: an argument of another kind, or ``transform`` with ``transform_factory``.

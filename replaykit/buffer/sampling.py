@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.around import apply_all
-from replaykit.buffer.drawing import Drawing, show
+from replaykit.buffer.drawing import Drawing, show, shows
 from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn
 from replaykit.leafwise import contiguous
-from replaykit.transfer import pin
+from replaykit.pace import SAMPLE
+from replaykit.transfer import Arrival, Staging, pin, to_device
+from replaykit.transfer.engines import engine_for
 
 __all__ = ["Sampling"]
 
@@ -27,6 +30,8 @@ class Sampling(Drawing):
         batch_size: int | None = None,
         return_info: bool = False,
         include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
         """Draws a batch.
 
@@ -36,17 +41,21 @@ class Sampling(Drawing):
                 where a transform changed the number of rows.
             include_info: ``False`` leaves ``index`` and the info out of the TensorDict;
                 deprecated.
+            timeout: seconds to wait where the buffer's rate limiter holds samples back; 0: none at
+                all, None: without end. Without a rate limiter nothing waits.
 
         Returns:
             For TensorDict content a TensorDict of batch size ``[B]`` with ``index`` (int64 ``[B]``,
             ``[B, ndim]``), ``index_generation`` where the writer tracks it, and all that the
             sampler tells. For other content the data alone. It owns its memory and lies on the
-            storage's device. With ``return_info`` a pair of it and a dict with ``index`` and the
-            rest.
+            buffer's ``device``, or else on the storage's. With ``return_info`` a pair of it and a
+            dict with ``index`` and the rest.
 
         Raises:
             RuntimeError: no batch size anywhere, nothing stored, or a transform that changed the
-                number of rows. ValueError: a batch size that is not an int of at least 1.
+                number of rows; the buffer was shut down. ValueError: a batch size that is not an
+                int of at least 1, or for which the rate limiter never has room.
+            RateLimiterTimeout: writes lag behind; a TimeoutError. Nothing has changed then.
 
         Example:
             >>> import torch
@@ -65,16 +74,18 @@ class Sampling(Drawing):
                 stacklevel=2,
             )
         merge = include_info is None or bool(include_info)
-        _, data, info = self._next(batch_size, merge=merge, needed=not return_info)
+        _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now. Draws nothing and changes nothing.
+        """Whether ``sample`` would succeed now, without waiting. Draws nothing, changes nothing.
 
         Raises:
             RuntimeError: no batch size anywhere.
         """
         size = self._size_of(batch_size)
+        if self._pace is not None and not self._pace.may(SAMPLE, size, self._size()):
+            return False
         with self._locked() as storage:
             self._sampler.needs = self._needs
             return bool(self._pending) or self._sampler.can_sample(storage, size)
@@ -91,8 +102,8 @@ class Sampling(Drawing):
 
     def _batches(self) -> Iterator[Any]:
         ran_out = False
-        while not ran_out:
-            drawn, data, _ = self._next(None)
+        while not (ran_out or self._used_up()):
+            drawn, data, _ = self._in_turn(None)
             ran_out = drawn.ran_out
             yield data
 
@@ -110,21 +121,49 @@ class Sampling(Drawing):
         """
         if self._batch_size is None:
             raise RuntimeError("iteration needs the buffer to have a batch_size")
-        if self._pass_ended:
+        if self._pass_ended or self._used_up():
             self._pass_ended = False
             return None
-        drawn, data, _ = self._next(None)
+        drawn, data, _ = self._in_turn(None)
         self._pass_ended = drawn.ran_out
         return data
 
     def shutdown(self) -> None:
-        """Joins the threads that prepare batches; sampling raises RuntimeError from now on."""
+        """Joins the threads that prepare batches; sampling raises RuntimeError from now on.
+
+        So do calls of this process that wait for a rate limiter, and those that would have to.
+        """
         self._closed = True
+        if self._pace is not None:
+            self._pace.close()
         queue = self._queue()
         if queue is not None:
             queue.shutdown()
 
+    def _used_up(self) -> bool:
+        """Whether there was something, which was drawn as often as it can be."""
+        self._ready()
+        return self._sampler.consumes and len(self._storage) > 0 and not len(self)
+
     # -- the way of a batch -------------------------------------------------------------------
+
+    def _in_turn(
+        self,
+        batch_size: int | None,
+        timeout: float | None = None,
+        *,
+        merge: bool = True,
+        needed: bool = True,
+    ) -> tuple[Drawn, Any, dict[Any, Any]]:
+        """The next batch, as soon as the rate limiter lets it be; it counts as it is delivered."""
+        size = self._size_of(batch_size)
+        with self._sample_ticket(timeout) as ticket:
+            if ticket is not None:
+                ticket.admit(size, self._size)
+            found = self._next(batch_size, merge=merge, needed=needed)
+            if ticket is not None:
+                ticket.used(min(size, len(found[0].anchors)))
+        return found
 
     def _next(
         self, batch_size: int | None, *, merge: bool = True, needed: bool = True
@@ -141,26 +180,42 @@ class Sampling(Drawing):
         else:
             drawn, made = queue.next()
         try:
-            data, info = self._finish(drawn) if made is None else made
-            if merge:
-                data = merged(data, info, drawn.stack_dim, needed=needed)
-            shape = None if drawn.sampler is None else drawn.sampler.shape_of(drawn.index.shape[0])
-            if shape is not None and is_tensordict(data):
-                data = shaped(data, drawn.index.shape[0], shape)
+            data, info = self._delivered(drawn, made, merge=merge, needed=needed)
         except BaseException:
             self._give_back(drawn)
             raise
-        if queue is not None:
+        # Who draws ahead has the lock for as long as it reads: it is waited for at the ends of
+        # passes only.
+        if queue is not None and not shows(self._sampler, drawn.ran_out):
             with self._locked():
                 show(self._sampler, drawn.ran_out)
         return drawn, data, info
+
+    def _delivered(
+        self, drawn: Drawn, made: Any, *, merge: bool = True, needed: bool = True
+    ) -> tuple[Any, dict[Any, Any]]:
+        """A batch as its user gets it, and what is known of it.
+
+        Args:
+            made: what ``_finish`` has made of the draw; None: that is yet to do.
+        """
+        data, info = self._finish(drawn) if made is None else made
+        if drawn.arrival is not None:
+            drawn.arrival.order()  # in the thread that will use it
+        if merge:
+            data = merged(data, info, drawn.stack_dim, needed=needed)
+        rows = drawn.index.shape[0]
+        shape = None if drawn.sampler is None else drawn.sampler.shape_of(rows)
+        if shape is not None and is_tensordict(data):
+            data = shaped(data, rows, shape)
+        return data, info
 
     def _written(self) -> int:
         """A number that grows with every write: what failed before may work after it."""
         return self._storage.ledger.next_position
 
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
-        """Collates, transforms and pins; no lock is held."""
+        """Collates, transforms, and pins or moves; no lock is held."""
         data, drawn.rows = drawn.rows, None
         info = {**drawn.info, "index": drawn.index}
         sampler = drawn.sampler
@@ -185,6 +240,22 @@ class Sampling(Drawing):
             data = self._chain.forward(data)
         if self._contiguous:
             data = contiguous(data)  # what a list, a transform or a storage of one's own made
+        if self._target is not None:
+            (data, info), drawn.arrival = self._moved((data, info), self._target)
         if self._pin_memory and torch.cuda.is_available():
             data, info = pin((data, info))
         return data, info
+
+    def _moved(self, made: Any, target: torch.device) -> tuple[Any, Arrival | None]:
+        """What was made on another device, or on its way there."""
+        staging = self._staging
+        if staging is None or staging.process != os.getpid():
+            with self._making:
+                staging = self._staging
+                if staging is None or staging.process != os.getpid():
+                    engine = engine_for(target)
+                    if engine is None:
+                        return to_device(made, target), None
+                    # One for each batch in the making, and one whose copy is under way.
+                    staging = self._staging = Staging(engine, self._prefetch_depth + 1)
+        return staging.move(made)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from replaykit.buffer.consuming import uses_of
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.mapped import check_mappable
 from replaykit.buffer.prefetch import Prefetcher
@@ -27,10 +28,10 @@ from replaykit.buffer.state import (
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
 from replaykit.storages import Storage
-from replaykit.storages.base import Hook
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.content import Content
 from replaykit.storages.saved import content_after_load, content_to_save
+from replaykit.storages.saving import Hook
 
 __all__ = ["Saving"]
 
@@ -100,14 +101,16 @@ class Saving(BufferCore):
                 "cursor": writer["_cursor"],
                 "write_count": self._writer.write_count,
                 "batch_size": self._batch_size,
-                "consume_after_n_samples": None,
+                "consume_after_n_samples": uses_of(self._sampler),
             }
             return Snapshot(parts, document, storage.lock)
 
     def _saved_parts(self, storage: Storage, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The parts of a save, of which large ones are read later. The lock is held."""
         writer = self._writer.state_dict()
+        pace = {} if self._pace is None else {"pace": self._pace.state()}
         return {
+            **pace,
             # No view of rows but those that the state holds is left: others are counted.
             "storage": content_to_save(storage, path).to_state(tracked=True),
             "writer": writer,
@@ -211,6 +214,7 @@ class Saving(BufferCore):
                         saved.part("generator"),
                         saved.part("prepared"),
                         mapped=mmap,
+                        pace=saved.part("pace") if "pace" in saved else None,
                     ),
                 )
 
@@ -272,9 +276,10 @@ class Saving(BufferCore):
                 "_writer": self._writer.state_dict(),
                 "_transforms": copy.deepcopy(self._chain.state_dict()),
                 "_batch_size": self._batch_size,
-                "_consume_after_n_samples": None,
+                "_consume_after_n_samples": uses_of(self._sampler),
                 "_rng": generator_state(self._generator),
                 "_prefetch_state": prepared_state(self),
+                **({} if self._pace is None else {"_pace": self._pace.state()}),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,6 +308,7 @@ class Saving(BufferCore):
                     state_dict["_transforms"],
                     state_dict["_rng"],
                     state_dict["_prefetch_state"],
+                    pace=state_dict.get("_pace"),
                 ),
             )
 
@@ -313,7 +319,7 @@ class Saving(BufferCore):
             self._ready()  # each process would make parts of its own
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
-            return {**self.__dict__, "_generator": generator, "_making": None}
+            return {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
         spawning = multiprocessing.context.get_spawning_popen() is not None
         if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
@@ -324,7 +330,7 @@ class Saving(BufferCore):
             )
         with self._locked() as storage:
             state = dict(self.__dict__)
-            state["_prefetcher"] = state["_making"] = None
+            state["_prefetcher"] = state["_making"] = state["_staging"] = None
             # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
             # that are taken along is taken now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
@@ -332,6 +338,8 @@ class Saving(BufferCore):
             state["_generator"] = by_value(generator_state(self._generator))
             state["_pending"] = by_value(prepared_state(self))
             state["_shared"] = self._shared and spawning  # a copy has rows of its own
+            # The counts of a copy are its own too; those of a shared buffer lie beside its rows.
+            state["_pace"] = None if self._pace is None else self._pace.state()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -348,5 +356,11 @@ class Saving(BufferCore):
         self._storage.attach(cast(Any, self))
         if self._shared:
             self._sampler.attach(self._storage)
+        self._pace = self._new_pace(self._storage, shared=self._shared)
+        if self._pace is not None:
+            if not self._shared:
+                self._pace.load_state(state["_pace"], len(self._storage))
+            if self._closed:
+                self._pace.close()
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))

@@ -14,10 +14,11 @@ import torch
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.mapped import check_mapped_rows
 from replaykit.buffer.prefetch import Drawn
+from replaykit.pace import Pace
 from replaykit.samplers import Sampler
 from replaykit.storages import LazyTensorStorage, Storage
-from replaykit.storages.base import warn_left_out
 from replaykit.storages.content import Content
+from replaykit.storages.saving import warn_left_out
 from replaykit.writers.base import ledger_of
 
 __all__ = [
@@ -51,6 +52,7 @@ class BufferState:
         prepared: draws that were made ahead and not delivered.
         mapped: whether the rows stay in the files of the checkpoint.
         same_rows: whether the rows are there already, and were not saved.
+        pace: counts of a rate limiter; None where there was none.
     """
 
     content: Content | None
@@ -62,6 +64,7 @@ class BufferState:
     prepared: list[Any]
     mapped: bool = False
     same_rows: bool = False
+    pace: Mapping[str, int] | None = None
 
 
 def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
@@ -163,6 +166,7 @@ def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> C
     buffer._chain.check_state(state.transforms)
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
+    Pace.check_state(state.pace)
     _check_stored(sampler, sampler_state, state.content)
     target, rows = _place(buffer, state, stacklevel)
     check_rows(prepared, state)
@@ -235,6 +239,8 @@ def finish_taking(
         sampler.put_back(back, storage)
     if rows is not None:
         sampler.moved(rows, storage)
+    if buffer._pace is not None:
+        buffer._pace.load_state(checked.state.pace, buffer._size())
 
 
 def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
@@ -281,7 +287,8 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
         return None
     try:
         generator = torch.Generator(torch.device(saved["device"]))
-        generator.set_state(saved["state"].cpu())
+        # A copy: torch reads from where the memory of a tensor begins, not where the tensor does.
+        generator.set_state(saved["state"].cpu().clone())
     except (KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"expected the state of a generator, got {error}") from None
     return generator

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.pacing import rows_given, rows_of, rows_stored
 from replaykit.buffer.priorities import written_priorities
+from replaykit.pace import INSERT, Ticket
 from replaykit.writers.base import single_index
 
 __all__ = ["Writing"]
@@ -16,13 +18,14 @@ __all__ = ["Writing"]
 class Writing(BufferCore):
     """``add``, ``extend``, ``empty``."""
 
-    def add(self, data: Any) -> int | torch.Tensor | None:
+    def add(self, data: Any, *, timeout: float | None = None) -> int | torch.Tensor | None:
         """Stores one row.
 
         Args:
             data: what one row is: a TensorDict (with batch dimensions, these belong to the row),
                 tensor, tensorclass or pytree; for a ListStorage any object. For ``ndim > 1``: one
                 time step of all lanes, ``[*lanes]``.
+            timeout: as for ``extend``.
 
         Returns:
             Its slot; int64 ``[prod(lanes), ndim]`` for ``ndim > 1``; None where a writer refuses
@@ -31,6 +34,7 @@ class Writing(BufferCore):
         Raises:
             SchemaError: keys, shapes or dtypes differ from those of the first write; a ValueError.
             TypeError: something that the storage cannot hold.
+            RateLimiterTimeout: as ``extend``; a TimeoutError.
 
         Nothing has changed if it raises. Cost: O(1).
 
@@ -41,22 +45,23 @@ class Writing(BufferCore):
             >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
             (0, 1, 0)
         """
-        first = self.flush() if self._restarted else None
         single = not len(self.transform)
         if not single:
             # Transforms see a batch of one row, as they do in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
-            data = self._chain.inv(data)
-            if data is None:
-                return None if first is None or not len(first) else first
-        index = self._store(data, single=single)
-        if first is not None:
-            index = torch.cat([first, index])
+        with self._insert_ticket(timeout) as ticket:
+            index = self._brought_in(data, ticket, single=single)
         if index.ndim == 1 and len(index) != 1:
             return index if len(index) else None
-        return single_index(index)
+        return single_index(index) if len(index) else None
 
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        data: Any,
+        *,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
         """Stores a batch.
 
         Args:
@@ -65,6 +70,8 @@ class Writing(BufferCore):
                 pytree, except in list storages, where its elements are the rows.
             update_priority: ``False`` ignores priorities that the data carries under
                 ``priority_key``; the rows then get the sampler's default.
+            timeout: seconds to wait where the buffer's rate limiter has no room for the rows; 0:
+                none at all, None: without end. Without a rate limiter nothing waits.
 
         Returns:
             The slot of each row: int64 ``[B]``; ``[T * prod(lanes), ndim]``, time-major, for
@@ -74,6 +81,8 @@ class Writing(BufferCore):
             SchemaError: keys, shapes or dtypes differ from those of the first write; a ValueError.
             ValueError: priorities that are NaN, negative or infinite, or not one per row.
             TypeError: something that the storage cannot hold.
+            RateLimiterTimeout: samples lag behind; a TimeoutError. ValueError: so many rows at
+                once would wait for ever. RuntimeError: the buffer was shut down meanwhile.
 
         Nothing has changed if it raises. Readers see all rows of the batch or none. Cost: one
         pass over the bytes.
@@ -89,12 +98,29 @@ class Writing(BufferCore):
             Traceback (most recent call last):
             replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
         """
+        self._ready()
+        with self._insert_ticket(timeout) as ticket:
+            return self._brought_in(data, ticket, update_priority=update_priority)
+
+    def _brought_in(
+        self,
+        data: Any,
+        ticket: Ticket | None,
+        *,
+        single: bool = False,
+        update_priority: bool | None = None,
+    ) -> torch.Tensor:
+        """Stores what transforms make of a batch, after what they held back before a restart."""
+        chained = len(self.transform) > 0
+        if chained and ticket is not None:
+            # Transforms may hold rows back: they see none that is not stored in the end.
+            ticket.admit(rows_given(data, self._storage.ndim, single=single), self._size)
         first = self.flush() if self._restarted else None
-        if len(self.transform):
+        if chained:
             data = self._chain.inv(data)
             if data is None:
                 return self._nothing() if first is None else first
-        index = self._store(data, update_priority=update_priority)
+        index = self._store(data, single=single, update_priority=update_priority, ticket=ticket)
         return index if first is None else torch.cat([first, index])
 
     def flush(self) -> torch.Tensor:
@@ -102,7 +128,8 @@ class Writing(BufferCore):
         was written until now is all there is.
 
         The first write after a load begins with it: what was held back when the buffer was saved
-        ends there, and nothing goes over the restart.
+        ends there, and nothing goes over the restart. It does not wait for a rate limiter, which
+        counts the rows.
 
         Returns:
             The slot of each row, as ``extend``.
@@ -131,7 +158,12 @@ class Writing(BufferCore):
                     storage.resume(over=True)
 
     def _store(
-        self, data: Any, *, single: bool = False, update_priority: bool | None = None
+        self,
+        data: Any,
+        *,
+        single: bool = False,
+        update_priority: bool | None = None,
+        ticket: Ticket | None = None,
     ) -> torch.Tensor:
         rows = self._writer.prepare(data, single=single, optional=(self._priority_key,))
         if not len(rows):
@@ -149,8 +181,13 @@ class Writing(BufferCore):
                 time_dim=self.dim_extend,
                 ndim=self._storage.ndim,
             )
+        if ticket is not None and not ticket.admitted:
+            ticket.admit(rows_of(rows), self._size)
         with self._locked(patient=True) as storage:
-            index = self._writer.write(rows)
+            if self._sampler.consumes:
+                index = self._writer.write_reusing(rows, self._sampler.free(len(rows)))
+            else:
+                index = self._writer.write(rows)
             if single:
                 self._sampler.add(index)
             else:
@@ -164,6 +201,10 @@ class Writing(BufferCore):
                 for transform in self._listening:
                     transform.written(storage)
             storage.notify(index, source=self)
+            if self._pace is not None:
+                (self._pace.ticket(INSERT, None) if ticket is None else ticket).used(
+                    rows_stored(index)
+                )
         return index
 
     def _nothing(self) -> torch.Tensor:
@@ -176,7 +217,8 @@ class Writing(BufferCore):
         Handles to forgotten records (index and generation) stay stale for ever.
 
         Args:
-            empty_write_count: whether ``write_count`` starts again at 0.
+            empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
+                limiter.
 
         Raises:
             RuntimeError: the writer does not allow writing.
@@ -195,6 +237,8 @@ class Writing(BufferCore):
             self._take_prepared()
             self._sampler.empty()
             self._chain.empty()
+            if self._pace is not None and empty_write_count:
+                self._pace.start_from(0)
 
     def mark_update(self, index: Any) -> None:
         """Gives rows the sampler's default priority; without priorities: nothing.

@@ -81,9 +81,10 @@ class Checkpoint:
 
         Args:
             wait: False to go on at once. Then what ``part`` copies from a file waits until that
-                file was checked, and raises if it is damaged. What is mapped does not wait, so that
-                who copies it and who checks it read the disk once, side by side: nobody may be
-                shown it before another call, which waits.
+                file was checked, before all others that are not under way, and raises if it is
+                damaged. What is mapped does not wait, so that who copies it and who checks it read
+                the disk once, side by side: nobody may be shown it before another call, which
+                waits.
 
         Raises:
             CheckpointError: one differs; names the file.
@@ -142,8 +143,21 @@ class Checkpoint:
     def _copied(self, tensor: str) -> torch.Tensor:
         for file, *_ in self.manifest["tensors"][tensor]["pieces"]:
             if file in self._checks:
-                self._checks[file].result()
+                self._checked(file)
         return copied(self._mapped(tensor))
+
+    def _checked(self, name: str) -> None:
+        """Waits until a file was checked; here and now, if nobody has begun. Priorities lie behind
+        all rows: waiting for them in turn would be waiting for the whole."""
+        if self._checks[name].cancel():
+            check: Future[None] = Future()
+            self._checks[name] = check
+            try:
+                self._check(name, self._mappings[name])
+                check.set_result(None)
+            except BaseException as error:
+                check.set_exception(error)
+        self._checks[name].result()
 
     def close(self) -> None:
         """Lets go of the files; tensors that are still in use keep their mapping."""

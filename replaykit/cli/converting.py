@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,63 +10,31 @@ from rich.text import Text
 
 from replaykit.cli.listing import tell_dataset
 from replaykit.cli.output import Debug, Json, Output, plain
+from replaykit.cli.policies import (
+    AllNan,
+    Cast,
+    Constant,
+    Copies,
+    CopiesOf,
+    Duplicate,
+    Exclude,
+    Extra,
+    ExtraKeys,
+    Include,
+    Invalid,
+    Kept,
+    Missing,
+    MissingKeys,
+    OnInvalid,
+    Repeated,
+    RepeatedKeys,
+    Strict,
+    Unrecorded,
+    UnrecordedEnds,
+    policies_of,
+)
 
 __all__ = ["convert"]
-
-
-class Missing(str, Enum):
-    """What is done with keys that some episodes lack."""
-
-    layout = "layout"
-    error = "error"
-    drop = "drop"
-    pad = "pad"
-
-
-class Extra(str, Enum):
-    """What is done with datasets that the layout has no place for."""
-
-    drop = "drop"
-    error = "error"
-
-
-class Kept(str, Enum):
-    """Whether columns of infos stay."""
-
-    keep = "keep"
-    drop = "drop"
-
-
-class Unrecorded(str, Enum):
-    """When the last step of an episode stays where the state after it was not recorded."""
-
-    terminated = "terminated"
-    drop = "drop"
-    keep = "keep"
-
-
-class Repeated(str, Enum):
-    """How columns that repeat those of the following row are stored."""
-
-    keep = "keep"
-    once = "once"
-
-
-class Copies(str, Enum):
-    """What is done with episodes that are copies of earlier ones."""
-
-    layout = "layout"
-    keep = "keep"
-    drop = "drop"
-    error = "error"
-
-
-class OnInvalid(str, Enum):
-    """What is done with episodes that break a rule."""
-
-    error = "error"
-    skip = "skip"
-    keep = "keep"
 
 
 def convert(
@@ -90,37 +57,19 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    cast: Annotated[
-        list[str] | None,
-        typer.Option("--cast", help="Store one dtype as another: float64=float32.", metavar="A=B"),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", help="Keep only this key and what is below it.", metavar="KEY"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", help="Leave out this key, such as next/info.", metavar="KEY"),
-    ] = None,
-    missing: Annotated[
-        Missing, typer.Option(help="Keys that some episodes lack.")
-    ] = Missing.layout,
-    extra: Annotated[Extra, typer.Option(help="Datasets without a place.")] = Extra.drop,
-    constant: Annotated[Kept, typer.Option(help="Infos that never change.")] = Kept.keep,
-    all_nan: Annotated[Kept, typer.Option(help="Infos that are NaN throughout.")] = Kept.drop,
-    duplicate: Annotated[Kept, typer.Option(help="Infos that repeat a column.")] = Kept.keep,
-    repeated: Annotated[
-        Repeated, typer.Option(help="Next observations: all, or what rows do not repeat.")
-    ] = Repeated.keep,
-    unrecorded: Annotated[
-        Unrecorded, typer.Option(help="Last steps whose next state was not recorded.")
-    ] = Unrecorded.terminated,
-    copies: Annotated[
-        Copies, typer.Option(help="Episodes that are copies of earlier ones.")
-    ] = Copies.layout,
-    on_invalid: Annotated[
-        OnInvalid, typer.Option(help="Episodes that break a rule.")
-    ] = OnInvalid.error,
+    cast: Cast = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    missing: MissingKeys = Missing.layout,
+    extra: ExtraKeys = Extra.drop,
+    constant: Constant = Kept.keep,
+    all_nan: AllNan = Kept.drop,
+    duplicate: Duplicate = Kept.keep,
+    repeated: RepeatedKeys = Repeated.keep,
+    unrecorded: UnrecordedEnds = Unrecorded.terminated,
+    copies: CopiesOf = Copies.layout,
+    on_invalid: Invalid = OnInvalid.error,
+    strict: Strict = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes, each a file at a time.")] = 1,
     force: Annotated[
         bool, typer.Option("--force", help="Convert anew, then swap.", show_default=False)
@@ -142,25 +91,14 @@ def convert(
 
       replaykit convert run.h5 --layout my_layouts.py:ARM --to data/arm --on-invalid skip
     """
-    from replaykit.datasets import Policies
     from replaykit.datasets import convert as converted
     from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
-    policies = Policies(
-        missing=missing.value,
-        extra=extra.value,
-        casts=_casts(cast or []),
-        constant=constant.value,
-        all_nan=all_nan.value,
-        duplicate=duplicate.value,
-        include=None if not include else [_key(each) for each in include],
-        exclude=[_key(each) for each in exclude or []],
-        repeated=repeated.value,
-        unrecorded=unrecorded.value,
-        copies=copies.value,
-        on_invalid=on_invalid.value,
-    )
+    policies = policies_of(
+        cast, include, exclude, missing, extra, constant, all_nan, duplicate, repeated, unrecorded,
+        copies, on_invalid, strict,
+    )  # fmt: skip
     output.when_interrupted = (
         f"nothing was published at {to}, and what was there is as it was; the same command "
         "converts it"
@@ -179,20 +117,6 @@ def convert(
         )
     said = None if guess is None else {"layout": guess.layout, "reasons": guess.reasons}
     tell_dataset(output, data.published, more={"guess": said})
-
-
-def _casts(given: list[str]) -> dict[str, str]:
-    casts = {}
-    for each in given:
-        source, equals, target = each.partition("=")
-        if not equals:
-            raise ValueError(f"expected --cast as float64=float32, got {each!r}")
-        casts[source] = target
-    return casts
-
-
-def _key(text: str) -> tuple[str, ...]:
-    return tuple(text.split("/"))
 
 
 def _guessed(output: Output, files: list[str]) -> Any:

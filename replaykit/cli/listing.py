@@ -11,6 +11,29 @@ from rich.table import Table
 from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
+from replaykit.cli.policies import (
+    AllNan,
+    Cast,
+    Constant,
+    Copies,
+    CopiesOf,
+    Duplicate,
+    Exclude,
+    Extra,
+    ExtraKeys,
+    Include,
+    Invalid,
+    Kept,
+    Missing,
+    MissingKeys,
+    OnInvalid,
+    Repeated,
+    RepeatedKeys,
+    Strict,
+    Unrecorded,
+    UnrecordedEnds,
+    policies_of,
+)
 
 __all__ = ["datasets", "download"]
 
@@ -120,6 +143,28 @@ def download(
         bool,
         typer.Option("--force", help="Fetch and convert anew, then swap.", show_default=False),
     ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each converts a file.")] = 1,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="Another layout than the family's: a name, or module:NAME or file.py:NAME.",
+            show_default=False,
+        ),
+    ] = None,
+    cast: Cast = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    missing: MissingKeys = Missing.layout,
+    extra: ExtraKeys = Extra.drop,
+    constant: Constant = Kept.keep,
+    all_nan: AllNan = Kept.drop,
+    duplicate: Duplicate = Kept.keep,
+    repeated: RepeatedKeys = Repeated.keep,
+    unrecorded: UnrecordedEnds = Unrecorded.terminated,
+    copies: CopiesOf = Copies.layout,
+    on_invalid: Invalid = OnInvalid.error,
+    strict: Strict = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing."),
@@ -139,11 +184,19 @@ def download(
 
       replaykit download minari:D4RL/door/human-v2 --root data
 
+      replaykit download d4rl:hopper-medium-v2 --cast float64=float32 --repeated once
+
       replaykit download d4rl:hopper-medium-v2 --dry-run
     """
     from replaykit.datasets import load_dataset, plan
+    from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
+    policies = policies_of(
+        cast, include, exclude, missing, extra, constant, all_nan, duplicate, repeated, unrecorded,
+        copies, on_invalid, strict,
+    )  # fmt: skip
+    rules = None if layout is None else layout_named(layout)
     if dry_run:
         _tell_plan(output, plan(name, root=root))
         return
@@ -153,7 +206,15 @@ def download(
         "nothing was published"
     )
     with output.warnings():
-        data = load_dataset(name, 1, root=root, download="force" if force else True)
+        data = load_dataset(
+            name,
+            1,
+            root=root,
+            download="force" if force else True,
+            policies=policies,
+            layout=rules,
+            workers=workers,
+        )
     published = data.published
     tell_dataset(output, published, name)
 

@@ -6,14 +6,28 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.converting import Files, digest_of, known_digest, local_sources
+from replaykit.datasets.converting import (
+    Files,
+    digest_of,
+    known_digest,
+    local_sources,
+    rules_digest,
+)
 from replaykit.datasets.corpus import CorpusExperienceReplay
-from replaykit.datasets.engine.conversion import FLAT_FORM, ensure_dataset, full_identity
+from replaykit.datasets.engine.conversion import (
+    FLAT_FORM,
+    ConvertOptions,
+    ensure_dataset,
+    full_identity,
+)
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
 from replaykit.datasets.planning import DownloadPlan, Remote, free_bytes
@@ -53,14 +67,20 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             gets the table and returns bool ``[E]``. With ``split``: those of both.
         source: files to convert instead of those of the corpus, as for `convert`: paths, folders,
             or URLs.
+        policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        layout: how the files are laid out, where that is not as the family has it, such as
+            ``D4RLLayout(unreliable_ends=True)``.
+        workers: how many processes convert at once, each a file.
         env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
 
     Raises:
         ValueError: an unknown id, or another value of ``download``; ``split`` or ``episodes``
-            choose what there is not, or nothing.
-        TypeError: an unknown keyword.
+            choose what there is not, or nothing; no worker; the policies name a key or dtype that
+            no file has.
+        TypeError: an unknown keyword; policies or a layout that are none.
         FileNotFoundError: ``download=False`` and the data set is not there.
-        RuntimeError: the folder holds something that is not a complete data set, or another one.
+        RuntimeError: the folder holds something that is not a complete data set, or another one,
+            of other policies or another layout.
         CorpusError, DownloadError, OSError: as converting and fetching do; names the file.
 
     Rows can be edited in place; edits are seen in this process only and never reach the disk.
@@ -104,15 +124,23 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         split: str | None = None,
         episodes: Episodes | None = None,
         source: Files | None = None,
+        policies: Policies | None = None,
+        layout: Layout | None = None,
+        workers: int = 1,
         **env_kwargs: Any,
     ) -> None:
         self._check_id(dataset_id, is_own=source is not None)
         _check_keywords(type(self).__name__, env_kwargs)
+        for name, given, kind in (("policies", policies, Policies), ("layout", layout, Layout)):
+            if not isinstance(given, (kind, NoneType)):
+                raise TypeError(f"expected {name} as {kind.__name__} or None, got {given!r:.80}")
+        self._options = ConvertOptions(policies=policies or Policies(), workers=workers)
         self.dataset_id = dataset_id
+        self.source = source
+        self._rules: Layout = self.layout if layout is None else layout
         self.root = _default_root(self.corpus) if root is None else Path(root)
         self.split_trajs = split_trajs
         self.download = _download(download)
-        self.source = source
         self._own: Sources | None = None
         self._choice = (split, episodes)
         # The storage is given as a function: all other arguments are checked before anything
@@ -187,7 +215,12 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             found = self.sources()
             return replace(found, origin={**found.origin, "license": self.license})
         if self._own is None:
-            self._own = local_sources(self.source, natural=self.layout.natural_files)
+            self._own = local_sources(
+                self.source,
+                natural=self._rules.natural_files,
+                threads=self._options.workers,
+                checked=self._options.policies.on_invalid != "skip",
+            )
         return self._own
 
     # -- where it lies ------------------------------------------------------------------------
@@ -219,7 +252,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             return self._map(self._flat())
         force = self.download == "force"
         if not force and self.data_path.exists() and not self.data_path_root.exists():
-            identity = {**full_identity(self.layout, self._identity()), **SPLIT_FORM}
+            identity = {**full_identity(self._rules, self._identity()), **SPLIT_FORM}
             return self._map(open_published(self.data_path, identity=identity))
         self._flat()
         return self._map(
@@ -233,12 +266,16 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def _identity(self) -> dict[str, Any]:
         found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        # What is as the family has it is not there: it was so before there was a choice.
+        policies = self._options.policies
+        found["policies"] = None if policies == Policies() else policies.to_json()
+        found["rules"] = None if self._rules == self.layout else rules_digest(self._rules)
         found["source"] = None
         if self.source is not None:
             # Files of one's own are told apart from those of the corpus, and from others, by what
             # is in them; they are only read where they have been touched since.
-            known = known_digest(self.source, self.layout, self.data_path_root)
-            found["source"] = known or digest_of(self._sources(), self.layout)
+            known = known_digest(self.source, self._rules, self.data_path_root)
+            found["source"] = known or digest_of(self._sources(), self._rules)
         return found
 
     def _flat(self) -> Published:
@@ -247,13 +284,14 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         return ensure_dataset(
             self.data_path_root,
             get_sources=self._sources,
-            layout=self.layout,
+            layout=self._rules,
             force=self.download == "force",
             identity=self._identity(),
+            options=self._options,
         )
 
     def _require(self, path: Path) -> Published:
-        identity = {**full_identity(self.layout, self._identity()), **FLAT_FORM}
+        identity = {**full_identity(self._rules, self._identity()), **FLAT_FORM}
         try:
             return open_published(path, identity=identity)
         except FileNotFoundError:

@@ -7,14 +7,16 @@ and as the next one of the step that led to it. What they share is read through 
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 from replaykit.native import crc32
 
-__all__ = ["LEAST_SHARED", "crc32_of_parts", "joined_crc32"]
+__all__ = ["LEAST_SHARED", "crc32_of_file", "crc32_of_parts", "joined_crc32"]
 
 LEAST_SHARED: Final = 1 << 22
 """Bytes from which on joining two checksums costs less than computing one."""
+_BLOCK_BYTES: Final = 1 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 
 
@@ -37,6 +39,15 @@ def joined_crc32(first: int, second: int, length: int) -> int:
         length >>= 1
         power += 1
     return first ^ second
+
+
+def crc32_of_file(path: Path) -> int:
+    """Returns the CRC-32 of a file, read in blocks of 1 MiB."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            found = crc32(block, found)
+    return found
 
 
 def crc32_of_parts(block: memoryview, start: int, shared: tuple[int, int, int] | None) -> int:

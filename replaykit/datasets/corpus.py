@@ -26,7 +26,8 @@ class CorpusExperienceReplay(ReplayBuffer):
     """A ReplayBuffer over a published data set: its rows as transitions, its episodes as a table.
 
     Args:
-        path: directory of the data set, as `convert` and the corpus classes make it.
+        path: directory of the data set, as `convert` and the corpus classes make it; or what it
+            was opened as.
         batch_size: default number of rows of a sample.
         split: only a part of the episodes: a name that the corpus gives, such as robomimic's
             ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
@@ -43,9 +44,9 @@ class CorpusExperienceReplay(ReplayBuffer):
         ValueError: ``split`` or ``episodes`` choose what there is not, or nothing.
 
     Opening maps the columns and reads none of them. Episodes that are chosen are served in the
-    order of the data set; where they do not follow one another, their rows are read into memory.
-    Rows can be edited in place; edits are seen
-    in this process only and never reach the disk.
+    order of the data set, from where they lie; where they do not follow one another, what would be
+    views of rows (``data[2:5]``, ``data["action"]``) are copies. Rows can be edited in place; edits
+    are seen in this process only and never reach the disk.
 
     Example:
         >>> from replaykit.datasets import CorpusExperienceReplay
@@ -56,7 +57,7 @@ class CorpusExperienceReplay(ReplayBuffer):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Published,
         batch_size: int | None = None,
         *,
         split: str | None = None,
@@ -66,7 +67,7 @@ class CorpusExperienceReplay(ReplayBuffer):
         kwargs.setdefault("writer", ImmutableDatasetWriter())
 
         def mapped() -> MappedStorage:
-            published = open_published(path)
+            published = path if isinstance(path, Published) else open_published(path)
             return MappedStorage(published, chosen_episodes(published, split, episodes))
 
         super().__init__(storage=mapped, batch_size=batch_size, **kwargs)
@@ -88,7 +89,8 @@ class CorpusExperienceReplay(ReplayBuffer):
 
         ``start`` and ``length`` in rows, ``seed`` and ``episode`` (position of the source file and
         number in it), ``source_seed``, ``success`` (1, 0, or -1 where the source does not say),
-        ``terminated``, ``truncated``, ``return``, and ``digest`` ``[E, 16]``.
+        ``terminated``, ``truncated``, ``return`` (NaN where rows have no reward), and ``digest``
+        ``[E, 16]``.
         """
         return self._mapped().episode_table
 

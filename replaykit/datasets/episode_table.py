@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ __all__ = ["EPISODE_DIRECTORY", "EPISODE_FIELDS", "read_groups", "write_episode_
 
 EPISODE_DIRECTORY: Final = "episodes"
 GROUP_FILE: Final = "groups.txt"
+_TOGETHER: Final = 1 << 12
+"""Names that are written at a time."""
 
 EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "start": (np.int64, "first row"),
@@ -34,14 +37,14 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "success": (np.int8, "whether the source says that the task was solved: 1, 0, or -1 if not"),
     "terminated": (np.bool_, "the last row is terminated"),
     "truncated": (np.bool_, "the last row is truncated"),
-    "return": (np.float64, "sum of the rewards"),
+    "return": (np.float64, "sum of the rewards, NaN without rewards"),
     "digest": (np.uint8, "16 bytes of the SHA-256 of observations and actions"),
 }
 """Columns of the table: dtype and meaning. ``digest`` is ``[E, 16]``, all others ``[E]``."""
 
 
 def write_episode_table(
-    directory: Path, columns: Mapping[str, npt.NDArray[Any]], groups: Sequence[str]
+    directory: Path, columns: Mapping[str, npt.NDArray[Any]], groups: Iterable[str]
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
     """Writes the table below a data set's directory.
 
@@ -49,7 +52,7 @@ def write_episode_table(
         directory: the data set's directory.
         columns: an array ``[E, ...]`` for each of `EPISODE_FIELDS`; those of an older version
             may lack some.
-        groups: the group of each episode.
+        groups: the group of each episode; they are written as they come.
 
     Returns:
         What the manifest says of its columns and of its text file.
@@ -60,18 +63,23 @@ def write_episode_table(
         if name in columns
     ]
     home = directory / EPISODE_DIRECTORY
-    files = create_columns(home, specs, (len(groups),))
+    files = create_columns(home, specs, (len(columns["start"]),))
     for (name,), file in files.items():
         file.write(0, columns[name].astype(EPISODE_FIELDS[name][0], copy=False))
     arrays = tuple(file.describe(directory, {}) for file in files.values())
-    text = "".join(f"{json.dumps(group)}\n" for group in groups).encode()
     path = home / GROUP_FILE
-    with disk_errors(path, len(text)):
-        path.write_bytes(text)
+    nbytes = crc32 = 0
+    lines = (f"{group}\n" for group in map(json.JSONEncoder().encode, groups))
+    with path.open("wb") as names:
+        while text := "".join(islice(lines, _TOGETHER)).encode():
+            nbytes, crc32 = nbytes + len(text), zlib.crc32(text, crc32)
+            with disk_errors(path, nbytes):
+                names.write(text)
+                names.flush()
     facts = {
         "file": path.relative_to(directory).as_posix(),
-        "nbytes": len(text),
-        "crc32": f"{zlib.crc32(text):08x}",
+        "nbytes": nbytes,
+        "crc32": f"{crc32:08x}",
     }
     return arrays, facts
 

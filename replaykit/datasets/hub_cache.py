@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from pathlib import Path
 
 from replaykit.datasets.hub_listing import HubFile
 
-__all__ = ["HubCache", "cache_root", "endpoint", "is_offline", "repository_folder", "text_hint"]
+__all__ = [
+    "HubCache",
+    "cache_root",
+    "endpoint",
+    "is_offline",
+    "leave_note",
+    "repository_folder",
+    "text_hint",
+]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _BLOCK = 1 << 20
@@ -43,6 +52,22 @@ def cache_root() -> Path:
     home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     root = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(root))))
+
+
+def leave_note(path: Path, text: str) -> None:
+    """Writes a text that later calls without a network go by: whole, or not at all.
+
+    Where that is not possible there is none: a cache that may only be read has the files, and that
+    is what was asked for.
+    """
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def repository_folder(repo_id: str) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from replaykit.datasets.checksum import crc32_of_file
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.hub import HubFile, HubListing, fetch, list_files
-from replaykit.datasets.hub_cache import cache_root, endpoint, is_offline
+from replaykit.datasets.hub_cache import cache_root, endpoint, is_offline, leave_note
 from replaykit.datasets.hub_errors import Subject, offline_error
 from replaykit.datasets.hub_listing import check_repo_id, is_commit
 from replaykit.datasets.hub_push import FORMAT_TAG
@@ -29,7 +29,6 @@ __all__ = ["pull"]
 
 _META_NAME: Final = "meta.json"
 _REVISIONS: Final = ".revisions"
-_BLOCK: Final = 1 << 20
 
 
 def pull(
@@ -142,7 +141,7 @@ def _receive(
         target = directory.joinpath(*file.path.split("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
         _place(path, target, file)
-        if file.path in checksums and _crc32(target) != checksums[file.path][1]:
+        if file.path in checksums and crc32_of_file(target) != checksums[file.path][1]:
             raise _broken(listing, f"has another {file.path} than its {MANIFEST_NAME} says")
     hold_back(directory)
     return text
@@ -177,14 +176,6 @@ def _place(path: Path, target: Path, file: HubFile) -> None:
             shutil.copyfile(source, target)
 
 
-def _crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return found
-
-
 def _recall(folder: Path, revision: str) -> str | None:
     """Returns the commit that a branch or tag was at when it was pulled last."""
     try:
@@ -197,15 +188,7 @@ def _recall(folder: Path, revision: str) -> str | None:
 def _remember(folder: Path, revision: str, commit: str) -> None:
     if is_commit(revision) or _recall(folder, revision) == commit:
         return
-    note = _note(folder, revision)
-    draft = note.with_name(f"{note.name}.{os.getpid()}")
-    try:
-        note.parent.mkdir(exist_ok=True)
-        draft.write_text(commit, encoding="ascii")
-        draft.replace(note)
-    except OSError:
-        # A folder that may only be read: the data set is there, and that was asked for.
-        return
+    leave_note(_note(folder, revision), commit)
 
 
 def _note(folder: Path, revision: str) -> Path:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from replaykit.datasets.hub import HubListing, fetch, list_files
-from replaykit.datasets.hub_cache import HubCache, cache_root, is_offline, repository_folder
+from replaykit.datasets.hub_cache import (
+    HubCache,
+    cache_root,
+    is_offline,
+    leave_note,
+    repository_folder,
+)
 from replaykit.datasets.planning import PlannedFile
 from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 
@@ -116,13 +120,4 @@ def _recall(repo_id: str, directory: str, suffix: str) -> HubListing | None:
 
 def _remember(listing: HubListing, directory: str, suffix: str) -> None:
     """Keeps a listing of which every file is in the cache; one that is not stays as it was."""
-    path = _memory(listing.repo_id, directory, suffix)
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    # A cache that may only be read: the files are there, and that is what was asked for.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_text(json.dumps(listing.to_json()), encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+    leave_note(_memory(listing.repo_id, directory, suffix), json.dumps(listing.to_json()))

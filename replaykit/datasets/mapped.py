@@ -17,6 +17,7 @@ from replaykit.storages.beside import grow_in_memory
 from replaykit.storages.columns import Columns
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import pairs_of
+from replaykit.storages.scattered import ScatteredColumns
 from replaykit.structure import Path
 
 __all__ = ["MappedStorage"]
@@ -28,16 +29,31 @@ def _following(stored: Columns, published: Published, episodes: torch.Tensor | N
     lengths, finals = published.episodes["length"], published.finals
     if episodes is not None:
         lengths = lengths[episodes]
-        finals = {key: value[episodes] for key, value in finals.items()}
-    leaves = {**stored.tensors, **{key: stored.tensors[key[1:]] for key in finals}}
-    all_of_them = TensorDict({}, batch_size=[stored.slots])
-    for key, value in leaves.items():
-        all_of_them.set(key, value)
-    pairs = pairs_of(Schema(take_apart(all_of_them, 1).root), tuple(key[1:] for key in finals))
-    rows = Columns(pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes)
+        first, last = int(episodes[0]), int(episodes[-1])
+        is_run = len(episodes) == last + 1 - first
+        at = slice(first, last + 1) if is_run else episodes
+        finals = {key: value[at] for key, value in finals.items()}
+    leaves = {**published.columns, **{key: published.columns[key[1:]] for key in finals}}
+    pairs = pairs_of(
+        Schema(take_apart(_together(leaves), 1).root), tuple(key[1:] for key in finals)
+    )
+    if isinstance(stored, ScatteredColumns):
+        rows = stored.part(list(pairs.stored.leaves))
+    else:
+        rows = Columns(
+            pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes
+        )
     found = OnceColumns(pairs, rows, grow_in_memory(rows.device))
     found.adopt(lengths.cumsum(0) - 1, Columns(pairs.beside, finals, 1))
     return found
+
+
+def _together(columns: Mapping[Path, torch.Tensor]) -> TensorDict:
+    """Returns columns as one TensorDict with a batch dimension for the first of theirs."""
+    data = TensorDict({}, batch_size=[len(next(iter(columns.values())))])
+    for key, value in columns.items():
+        data.set(key, value)
+    return data
 
 
 class MappedStorage(TensorStorage):
@@ -48,18 +64,28 @@ class MappedStorage(TensorStorage):
 
     Args:
         published: the opened data set.
-        episodes: positions of the episodes to serve, in order; ``None`` for all. Where they follow
-            one another their rows are mapped like all; others are read into memory once.
+        episodes: positions of the episodes to serve, in order; ``None`` for all. Where they do not
+            follow one another, their rows are read where they lie all the same, but what would be
+            views (``storage[a:b]``, ``column``) are copies; see `ScatteredColumns`.
     """
 
     def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
-        rows = None if episodes is None else rows_of(published, episodes)
         data = TensorDict({}, batch_size=published.batch_size)
         for key, value in published.columns.items():
             data.set(key, value)
-        super().__init__(data if rows is None else data[rows])
+        starts, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([published.rows])
+        if episodes is not None:
+            starts, lengths = rows_of(published, episodes)
+        first = int(starts[0]) if len(starts) == 1 else 0
+        super().__init__(data[first : first + int(lengths.sum())])
         stored = self.require()
-        stored.advise = not isinstance(rows, torch.Tensor)
+        stored.advise = True
+        if len(starts) > 1:
+            leaves = take_apart(data, 1).leaves
+            everything = Columns(stored.schema, leaves, 1, mapped=True)
+            stored = self._columns = ScatteredColumns(everything, starts, lengths)
+            stored.changes.lend()  # as of all of them
+            self._adopt(stored)
         if published.finals and isinstance(stored, Columns):
             self._columns = _following(stored, published, episodes)
             self._adopt(self._columns)
@@ -106,6 +132,9 @@ class MappedStorage(TensorStorage):
     def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
         self._edited = True
         super().load_content(content, target, rows)
+
+    def for_readers(self) -> Any:
+        return super().for_readers() if self._edited else self
 
     def __getstate__(self) -> dict[str, Any]:
         path = self.published.path

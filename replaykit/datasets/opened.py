@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from replaykit.datasets.checksum import crc32_of_file
 from replaykit.datasets.episode_table import read_groups
 from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
 from replaykit.mapping import map_private
@@ -25,7 +25,6 @@ from replaykit.ted import Key
 __all__ = ["Published", "open_directory", "verify_directory"]
 
 _REMEDY: Final = 'remove it, or replace it with download="force"'
-_BLOCK_BYTES: Final = 1 << 20
 _RETRIES: Final = 10
 
 
@@ -128,11 +127,7 @@ def verify_directory(path: Path) -> None:
     manifest = open_directory(path).manifest
     damaged = []
     for name, _, crc32 in manifest.files():
-        found = 0
-        with (path / name).open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                found = zlib.crc32(block, found)
-        if found != crc32:
+        if crc32_of_file(path / name) != crc32:
             damaged.append(name)
     if damaged:
         raise _refusal(path, f"the content of {', '.join(damaged)} is not what was written")

@@ -110,18 +110,17 @@ def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
     return mask
 
 
-def rows_of(published: Published, positions: torch.Tensor) -> slice | torch.Tensor:
-    """Returns the rows of episodes: a slice where these follow one another, else their numbers."""
-    is_run = bool((positions[1:] == positions[:-1] + 1).all())
-    first, last = int(positions[0]), int(positions[-1])
+def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where the rows of episodes lie: runs, int64 ``[R]``, of first rows and of how many.
+
+    Episodes that follow one another make one run.
+    """
     if len(published.manifest.batch) > 1:
-        return slice(first, last + 1) if is_run else positions
-    starts, lengths = published.episodes["start"], published.episodes["length"]
-    if is_run:
-        return slice(int(starts[first]), int(starts[last] + lengths[last]))
-    # Row numbers: those of each episode from its start on.
-    lengths = lengths[positions]
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts[positions] - before).repeat_interleave(
-        lengths
-    )
+        starts, lengths = positions, torch.ones_like(positions)
+    else:
+        starts, lengths = (published.episodes[name][positions] for name in ("start", "length"))
+    begins = torch.ones(len(starts), dtype=torch.bool)
+    begins[1:] = starts[1:] != starts[:-1] + lengths[:-1]
+    first = begins.nonzero().flatten()
+    stops = torch.cat([first[1:], torch.tensor([len(starts)])]) - 1
+    return starts[first], starts[stops] + lengths[stops] - starts[first]

@@ -16,6 +16,7 @@ from replaykit.ensembles.sampler import SamplerEnsemble
 from replaykit.ensembles.storage import StorageEnsemble, rows_in
 from replaykit.ensembles.writer import WriterEnsemble, refuse_writing
 from replaykit.errors import NotEnoughData
+from replaykit.transfer import device_named
 from replaykit.transforms import Compose
 
 __all__ = ["Buffers", "EnsembleCore"]
@@ -88,10 +89,15 @@ class EnsembleCore(ReplayBuffer):
                 raise TypeError(
                     f"expected member {number} as a ReplayBuffer, got {type(member).__name__}"
                 )
+            if member._rate_limiter is not None:
+                raise ValueError(
+                    f"expected member {number} without a rate limiter, which does not see draws of "
+                    f"an ensemble, got {member._rate_limiter!r}"
+                )
         self._members = tuple(members)
         self._collate_fns = _checked_collates(collate_fns, len(members))
         self._keys = None if keys is None else _checked_keys(keys)
-        self._device = None if device is None else torch.empty(0, device=device).device
+        self._device = None if device is None else device_named(device)
         self._priority_name = priority_key
         if shared:
             _check_shared(members)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import TensorDict, is_tensordict
+from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.drawing import Lent, random_state, set_random_state, show
 from replaykit.buffer.prefetch import Drawn
@@ -17,7 +17,7 @@ from replaykit.ensembles.core import Buffers, EnsembleCore
 from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.requests import filled, requests
 from replaykit.ensembles.sampler import Choice
-from replaykit.ensembles.told import IDS, INDEX, INNER, Layout, joined, put_back_marks
+from replaykit.ensembles.told import IDS, INDEX, INNER, Layout, joined, merged, put_back_marks
 from replaykit.leafwise import contiguous
 from replaykit.transfer import pin, to_device
 
@@ -64,6 +64,8 @@ class EnsembleDrawing(EnsembleCore):
         batch_size: int | None = None,
         return_info: bool = False,
         include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
         """Draws a batch.
 
@@ -71,6 +73,7 @@ class EnsembleDrawing(EnsembleCore):
             batch_size: number of rows of all parts together; None: that of the constructor.
             return_info: also return what is known of the draw.
             include_info: ``False`` leaves it out of the TensorDict; deprecated.
+            timeout: as for a ReplayBuffer; members have no rate limiters, so that nothing waits.
 
         Returns:
             For TensorDict content a TensorDict of batch size ``[K, B // K]`` for K parts, with
@@ -105,7 +108,7 @@ class EnsembleDrawing(EnsembleCore):
             >>> bool((batch["x"] == rows).all())
             True
         """
-        found = super().sample(batch_size, return_info, include_info)
+        found = super().sample(batch_size, return_info, include_info, timeout=timeout)
         if not return_info:
             return found
         data, info = found
@@ -294,7 +297,7 @@ class EnsembleDrawing(EnsembleCore):
         try:
             data, info = self._finish(drawn) if made is None else made
             if merge:
-                data = _merged(data, info, needed)
+                data = merged(data, info, needed)
         except BaseException:
             self._give_back(drawn)
             raise
@@ -340,6 +343,8 @@ class EnsembleDrawing(EnsembleCore):
         buffer = self.members[member]
         data, info = buffer._finish(drawn)
         if isinstance(drawn, Drawn):
+            if drawn.arrival is not None:
+                drawn.arrival.order()
             info[INDEX] = info.pop("index")
             if drawn.stack_dim:
                 data = data.transpose(0, drawn.stack_dim)
@@ -369,35 +374,3 @@ class EnsembleDrawing(EnsembleCore):
         if collate is None:
             return stacked(pieces, places)
         return collate(sliced(pieces, places))
-
-
-def _merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
-    """Puts what is known of the rows into a TensorDict of them; other data stay.
-
-    The rows lie along its first two dimensions, or along one. Where they do not any more: an error
-    if they are ``needed``.
-    """
-    if not is_tensordict(data):
-        return data
-    lead = info[INDEX].shape[:2]
-    dims = 2 if data.batch_size[:2] == lead else 1
-    if dims == 1 and data.batch_size[:1] != (lead.numel(),):
-        if not needed:
-            return data
-        raise RuntimeError(
-            f"a transform or collate_fn made batch size {list(data.batch_size)} of {list(lead)} "
-            "rows, so that index and info no longer belong to them; call sample(return_info=True), "
-            "which gives them beside the data"
-        )
-    if data.is_locked:
-        data = data.copy()
-    own = data.batch_size[dims:]
-    for key, value in info.items():
-        if dims == 1:
-            value = value.flatten(0, 1)
-        if own:  # dimensions of the rows themselves
-            rest = value.shape[dims:]
-            wide = value.reshape(*value.shape[:dims], *(1,) * len(own), *rest)
-            value = wide.expand(*data.batch_size, *rest).clone()
-        data.set(key, value)
-    return data

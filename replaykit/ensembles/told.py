@@ -13,7 +13,7 @@ from replaykit.ensembles.batches import Places
 from replaykit.ensembles.core import EnsembleCore
 from replaykit.samplers.markers import MASK
 
-__all__ = ["IDS", "INDEX", "INNER", "PLACES", "Layout", "joined", "put_back_marks"]
+__all__ = ["IDS", "INDEX", "INNER", "PLACES", "Layout", "joined", "merged", "put_back_marks"]
 
 INDEX = ("index", "index")
 """Where a row lies in its member."""
@@ -169,6 +169,38 @@ def joined(
         if len({(value.dtype, value.shape[1:]) for value in values}) == 1:
             found[key] = places.join(_there(infos, key, home))
     return found
+
+
+def merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
+    """Puts what is known of the rows into a TensorDict of them; other data stay.
+
+    The rows lie along its first two dimensions, or along one. Where they do not any more: an error
+    if they are ``needed``.
+    """
+    if not is_tensordict(data):
+        return data
+    lead = info[INDEX].shape[:2]
+    dims = 2 if data.batch_size[:2] == lead else 1
+    if dims == 1 and data.batch_size[:1] != (lead.numel(),):
+        if not needed:
+            return data
+        raise RuntimeError(
+            f"a transform or collate_fn made batch size {list(data.batch_size)} of {list(lead)} "
+            "rows, so that index and info no longer belong to them; call sample(return_info=True), "
+            "which gives them beside the data"
+        )
+    if data.is_locked:
+        data = data.copy()
+    own = data.batch_size[dims:]
+    for key, value in info.items():
+        if dims == 1:
+            value = value.flatten(0, 1)
+        if own:  # dimensions of the rows themselves
+            rest = value.shape[dims:]
+            wide = value.reshape(*value.shape[:dims], *(1,) * len(own), *rest)
+            value = wide.expand(*data.batch_size, *rest).clone()
+        data.set(key, value)
+    return data
 
 
 def _there(infos: Sequence[dict[Any, Any]], key: Any, home: torch.device) -> list[torch.Tensor]:

@@ -165,7 +165,7 @@ def _leaves(file: H5File) -> Iterator[Leaf]:
     for member in file.members():
         if not member.is_group:
             continue
-        children = file.members(member.name)
+        children = list(file.members(member.name))
         if children and all(child.is_group for child in children):
             for child in children:
                 above = f"{member.name}/{child.name}"

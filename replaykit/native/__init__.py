@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.native import fallback, powers
+from replaykit.native import fallback, lanes, powers
 
 __all__ = [
     "HAS_CORE",
@@ -39,6 +39,7 @@ __all__ = [
     "crc32",
     "join_pages",
     "join_rows",
+    "moments",
     "power",
 ]
 
@@ -130,6 +131,26 @@ BinaryTree: Any = None if _core is None else _core.BinaryTree
 def core() -> Any:
     """The compiled core itself, or None; for the rooms that bring their own Python counterpart."""
     return _core
+
+
+def moments(numbers: npt.NDArray[Any]) -> lanes.Moments:
+    """Returns count, least, largest, mean and squared distances from it, without NaNs.
+
+    The same bits on every machine, with the core and without. Other threads go on meanwhile.
+
+    Args:
+        numbers: ``[n]``, n at most 65,536: integers, float32 or float64.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.native import moments
+        >>> moments(np.array([1, 3, 8], np.uint8))
+        (3, 1, 8, 4.0, 26.0)
+    """
+    if _core is None:
+        return lanes.moments(numbers)
+    found: lanes.Moments = _core.moments(np.ascontiguousarray(numbers))
+    return found
 
 
 def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.float64]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from replaykit.recovery.change_log import ChangeLog
 from replaykit.recovery.commit_lock import CommitLock
-from replaykit.recovery.exclusive import Exclusive
+from replaykit.recovery.exclusive import Exclusive, let_go_in_children
 from replaykit.recovery.files import MappedFile
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.members import Members
+from replaykit.recovery.open_file import OpenFile
 from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
 
@@ -26,8 +27,10 @@ __all__ = [
     "Journal",
     "MappedFile",
     "Members",
+    "OpenFile",
     "SharedLock",
     "States",
     "check_file",
     "check_flock",
+    "let_go_in_children",
 ]

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from replaykit.samplers.base import Sampler
+from replaykit.samplers.consuming import ConsumingSampler
 from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.prioritized_slices import PrioritizedSliceSampler
 from replaykit.samplers.random import RandomSampler
@@ -19,6 +20,7 @@ from replaykit.samplers.schedulers import (
 from replaykit.samplers.sequence import Sequence
 from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from replaykit.samplers.staleness import StalenessAwareSampler
 from replaykit.samplers.units import SampleUnit, Transition
 from replaykit.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from replaykit.ensembles import SamplerEnsemble
 
 __all__ = [
+    "ConsumingSampler",
     "LambdaScheduler",
     "LinearScheduler",
     "ParameterScheduler",
@@ -40,6 +43,7 @@ __all__ = [
     "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
     "StepScheduler",
     "Transition",
 ]

@@ -64,8 +64,17 @@ class Sampler(ABC):
         where windows end."""
         return ()
 
+    reads_rows = False
+    """Whether it looks at rows to decide which to draw: other processes do not write meanwhile."""
+
+    consumes = False
+    """Whether records are drawn a number of times and are free to be written again after that."""
+
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
+
+    passes = False
+    """Whether it goes through the records pass by pass, so that ``ran_out`` ends each of them."""
 
     needs_write_order = False
     """Whether rows must lie in the order of time, which not every writer keeps."""
@@ -136,6 +145,15 @@ class Sampler(ABC):
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
         """Batch shape in which ``rows`` rows are delivered; None: flat."""
         return None
+
+    def left(self, storage: Storage) -> int:
+        """How many of the stored records can be drawn, where draws use them up."""
+        return len(storage)
+
+    def free(self, count: int) -> torch.Tensor:
+        """Up to ``count`` slots that are free to be written again, since draws have used their
+        records up: int64 ``[K]``."""
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def ran_out(self) -> bool:

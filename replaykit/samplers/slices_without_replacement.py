@@ -54,6 +54,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     """
 
     kind = "slice_without_replacement"
+    passes = True
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     kind = "without_replacement"
+    passes = True
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False

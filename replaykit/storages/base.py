@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,17 +14,14 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import arange, is_tensordict
-from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
-from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.edits import Edit
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.saved import content_after_load, content_to_save
+from replaykit.storages.saving import SavedRows
 from replaykit.structure import Path, map_leaves
 
-__all__ = ["Hook", "Listener", "Storage", "warn_left_out"]
-
-Hook = Callable[..., Any]
+__all__ = ["Listener", "Storage"]
 
 
 class Listener(Protocol):
@@ -36,7 +31,7 @@ class Listener(Protocol):
         """Told that the rows at ``index`` were written."""
 
 
-class Storage(ABC):
+class Storage(SavedRows, ABC):
     """Where records live.
 
     A storage of one's own brings ``set``, ``get``, ``__len__``, ``contains``, ``state_dict`` and
@@ -66,17 +61,18 @@ class Storage(ABC):
             raise ValueError(f"expected max_size as an int of at least 1, got {max_size!r}")
         if type(ndim) is not int or ndim < 1:
             raise ValueError(f"expected ndim as an int of at least 1, got {ndim!r}")
+        super().__init__()
         self.max_size = max_size
         self.ndim = ndim
         self.ledger = Ledger(max_size)
         self._locks: dict[int, Any] = {}
         # Grows whenever stored rows are changed where they are: what is derived from them is old.
         self.edits = 0
+        # The last ones of them; those that nobody told of are missing.
+        self.recent_edits: tuple[Edit, ...] = ()
         # What keeps ledger, counts and priorities in files; None: they go with the process.
         self.recovery: Any = None
         self._listeners: list[weakref.ref[Listener]] = []
-        self.save_hooks: list[Hook] = []
-        self.load_hooks: list[Hook] = []
 
     @property
     def lock(self) -> Any:
@@ -366,57 +362,6 @@ class Storage(ABC):
             if listener is not None and listener is not source:
                 listener.mark_update(index)
 
-    # -- hooks and files ----------------------------------------------------------------------
-
-    def register_save_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content before ``dumps`` writes it."""
-        self.save_hooks.append(_checked_hook(hook))
-
-    def register_load_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content after ``loads`` has read it."""
-        self.load_hooks.append(_checked_hook(hook))
-
-    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
-        """Saves the rows and where they lie into a directory, all or nothing.
-
-        ``keep``, and what it costs: as for ``ReplayBuffer.dumps``.
-
-        Raises:
-            TypeError: rows that cannot be represented without pickle; nothing was written.
-        """
-        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
-
-    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
-        with self.lock:
-            parts = {
-                "storage": content_to_save(self, path).to_state(tracked=True),
-                "ledger": self.ledger.state(),
-                "episodes": self.episode_state(),
-            }
-            document = {"storage": type(self).__name__, "len": len(self)}
-            return Snapshot(parts, document, self.lock)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over rows that ``dumps`` saved, of this or another kind of storage.
-
-        With another capacity the rows lie in write order from 0; with a smaller one the newest
-        that fit are kept, and a UserWarning says how many were left out.
-
-        Raises:
-            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
-            SchemaError: the rows do not fit. Nothing has changed then.
-        """
-        with Checkpoint(path) as saved, self.lock:
-            saved.verify()
-            content = Content.from_state(saved.part("storage", mapped=["groups"]))
-            content = content_after_load(self, content)
-            ledger = Ledger.check(saved.part("ledger"))
-            episodes = EpisodeIndexes.check(saved.part("episodes") if "episodes" in saved else None)
-            restore_rows(self, content, ledger, episodes)
-
-    dump = save = dumps
-    load = loads
-
     # -- indexing -----------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
@@ -434,6 +379,19 @@ class Storage(ABC):
     def __contains__(self, item: Any) -> Any:
         return self.contains(item)
 
+    def for_readers(self) -> Any:
+        """What a process that is spawned gets in the storage's place, to read the same rows where
+        they lie: the storage itself, or what ``opened()`` makes one of there.
+
+        Raises:
+            RuntimeError: they would be copied into each process.
+        """
+        raise RuntimeError(
+            f"the rows of a {type(self).__name__} would be copied into each process that is "
+            "spawned; use a LazyMemmapStorage, shared=True or a data set, or have processes forked "
+            "(multiprocessing_context='fork')"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_locks"], state["_listeners"], state["recovery"] = {}, [], None
@@ -441,43 +399,3 @@ class Storage(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def restore_rows(
-    storage: Storage,
-    content: Content,
-    state: dict[str, Any],
-    episodes: dict[str, Any] | None = None,
-) -> None:
-    """Brings rows and a ledger's state in; the lock is held and the state is checked."""
-    if content.rows != state["length"]:
-        raise ValueError(f"expected {state['length']} rows, got {content.rows}")
-    target = storage.check_content(content)
-    slots = getattr(target, "slots", storage.ledger.slots)
-    rows = None
-    saved = Ledger(state["slots"])
-    saved.restore(state, None)
-    if slots != state["slots"]:
-        rows = saved.write_order()[-slots:]
-        warn_left_out(content.rows - len(rows))
-    episodes = storage.episodes_of_kept(content, episodes, saved, rows)
-    storage.load_content(replace(content, ledger=saved), target, rows)
-    storage.ledger.restore(state, rows)
-    storage.restore_episodes(episodes, saved, rows)
-    storage.edits += 1
-
-
-def warn_left_out(count: int, stacklevel: int = 4) -> None:
-    """Says how many rows did not fit into a smaller capacity."""
-    if count:
-        warnings.warn(
-            f"{count} rows do not fit into the smaller capacity and were left out",
-            UserWarning,
-            stacklevel=stacklevel,
-        )
-
-
-def _checked_hook(hook: Hook) -> Hook:
-    if not callable(hook):
-        raise TypeError(f"expected a callable hook, got {type(hook).__name__}")
-    return hook

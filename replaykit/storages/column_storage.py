@@ -16,6 +16,7 @@ from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
+from replaykit.storages.edits import KEPT_EDITS, Edit
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -200,7 +201,7 @@ class ColumnStorage(ColumnReads):
                 check_range(slots, 0, self.ledger.length)
             self.accept(rows)
             last = last_occurrences(slots)
-            self.edits += 1
+            self._note_edit(None, slots.numpy())
             self.write(slots[last], rows, last)
             if set_cursor:
                 self.ledger.place(slots, move_cursor=True)
@@ -236,7 +237,7 @@ class ColumnStorage(ColumnReads):
         if self.recovery is not None:
             slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
             self.recovery.note(slots, leaves)
-        self.edits += 1
+        self._note_edit(leaves, None)
         self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
         if self.recovery is not None:
@@ -251,11 +252,21 @@ class ColumnStorage(ColumnReads):
         """
         if self.recovery is not None:
             self.recovery.note(np.unique(cells[0].numpy()), leaves)
-        self.edits += 1
+        self._note_edit(leaves, cells[0].numpy())
         self.indexes.edited(leaves)
         self.require().put(cells, leaves)
         if self.recovery is not None:
             self.recovery.made()
+
+    def _note_edit(
+        self, leaves: Collection[Path] | None, slots: np.ndarray[Any, Any] | None
+    ) -> None:
+        """Counts a change of stored rows, and says which it is."""
+        self.edits += 1
+        paths = None if leaves is None else frozenset(leaves)
+        edit = Edit(self.edits, paths, None if slots is None else slots.copy())
+        # A new tuple: copies are made of the storage meanwhile.
+        self.recent_edits = (*self.recent_edits[1 - KEPT_EDITS :], edit)
 
     def leaf(self, key: Any) -> Leaf:
         """Returns feature shape and dtype of a column.

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,7 +19,9 @@ from replaykit.recovery import Home, check_file
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import as_device
 from replaykit.storages.beside import Grow
+from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.columns import Columns
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.pairs import DedupNext, Mismatch
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.row_files import (
@@ -236,11 +239,61 @@ class LazyMemmapStorage(LazyTensorStorage):
             existsok=self.existsok,
         )
 
+    def for_readers(self) -> Any:
+        if self.recovery is not None and self.recovery.shared:
+            return self
+        with self.lock:
+            columns, folder = self._columns, self._made_in
+            if not isinstance(columns, Columns) or folder is None:
+                return super().for_readers()  # nothing is written yet, or some of it lies beside
+            return _InFiles(
+                folder,
+                columns.schema,
+                columns.slots,
+                self.lanes,
+                self.max_size,
+                self.lane_key,
+                by_value(self.ledger.state()),
+                self.indexes.state(),
+            )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_shared" not in state:
             # A copy has files of its own: in a private folder, since the other one is taken.
             state = {**state, "scratch_dir": None}
         super().__setstate__(state)
+
+
+@dataclass(frozen=True)
+class _InFiles:
+    """Where the rows of a storage lie, for another process that reads them there."""
+
+    folder: FilePath
+    schema: Schema
+    slots: int
+    lanes: torch.Size
+    max_size: int
+    lane_key: Any
+    ledger: dict[str, Any]
+    episodes: dict[str, Any]
+
+    def opened(self) -> LazyMemmapStorage:
+        """A storage over the files; for as long as the one who made them keeps them as they are.
+
+        Raises:
+            CheckpointError: a file is missing, or of another size.
+        """
+        plan = RowFiles.of(self.folder, self.schema, self.slots, self.lanes)
+        for path, file in plan.files.items():
+            check_file(file, plan.nbytes(path))
+        ndim = len(self.lanes) + 1
+        storage = LazyMemmapStorage(self.max_size, ndim=ndim, lane_key=self.lane_key)
+        storage._columns = plan.opened(ndim)
+        storage.ledger = Ledger(self.slots)
+        storage.ledger.restore(from_value(self.ledger), None)
+        storage._adopt(storage._columns)
+        storage.indexes.restore(self.episodes, storage.ledger, None, restarted=False)
+        return storage
 
 
 def _remove(folder: FilePath, creator: int) -> None:

@@ -14,7 +14,8 @@ from replaykit.storages.content import Content, Group
 from replaykit.structure import build, map_leaves
 
 if TYPE_CHECKING:
-    from replaykit.storages.base import Hook, Storage
+    from replaykit.storages.base import Storage
+    from replaykit.storages.saving import Hook
 
 __all__ = ["content_after_load", "content_to_save"]
 

@@ -250,6 +250,11 @@ class LazyTensorStorage(TensorStorage):
             return columns
         return super()._take_memory(schema, lanes, rows)
 
+    def for_readers(self) -> Any:
+        if self.recovery is not None and self.recovery.shared:
+            return self
+        return super().for_readers()
+
     def __getstate__(self) -> dict[str, Any]:
         recovery = self.recovery
         if recovery is None or not recovery.shared or get_spawning_popen() is None:

@@ -146,6 +146,14 @@ class Writer(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} chooses the slots of its records itself")
 
+    def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
+        """Stores prepared rows in free slots first; as ``write`` otherwise.
+
+        Raises:
+            RuntimeError: this writer chooses its slots itself.
+        """
+        raise RuntimeError(f"{type(self).__name__} chooses the slots of its records itself")
+
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """Ends the episodes that are being written, without a flag: the stream is severed there.
 

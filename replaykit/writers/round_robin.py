@@ -50,6 +50,31 @@ class RoundRobinWriter(Writer):
         self._count(count)
         return full_index(slots, storage)
 
+    def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
+        """Stores rows as new records in free slots first, then from the cursor on.
+
+        Args:
+            free: distinct slots below the length, int64 ``[K]``, of which nobody needs the records;
+                at most as many as there are rows.
+
+        Returns:
+            The slot of each row, int64 ``[B]``.
+
+        The storage's lock is held. Cost: as ``write``; the first time O(capacity), after which
+        positions and generations take 16 bytes a slot.
+        """
+        count, storage = len(rows), self.storage
+        if not len(free):
+            return self.write(rows)
+        storage.accept(rows)
+        ledger = storage.ledger
+        slots = torch.cat([free, ledger.next_slots(count - len(free))])
+        last = last_occurrences(slots)
+        storage.write(slots[last], rows, last)
+        ledger.place(slots, move_cursor=count > len(free))
+        self._count(count)
+        return slots
+
     def write_at(self, index: Any, data: Any) -> torch.Tensor:
         """Stores rows as new records at explicit slots of dimension 0; the cursor stays.
 

@@ -59,11 +59,12 @@ def no_cpprb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cpprb", None)
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("no_cpprb")
 @pytest.mark.filterwarnings("ignore")
 def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Conversions take a minute: they are for those who have it.
-    works = [name for name in WORKS if name != "corpora"]
+    # Conversions take a minute, workers of Ray that import TorchRL half of one.
+    works = [name for name in WORKS if name not in ("corpora", "growing")]
     status, record = run(tmp_path, "--only", *works)
     assert status == 0
     assert record["machine"]["processor"] == fingerprint()["processor"]
@@ -108,6 +109,19 @@ def test_corpora_are_converted_beside_h5py_and_torchrl(tmp_path: Path) -> None:
     assert lines["one RoboSet file of 2 trials", "TorchRL"]["at_most"] == pytest.approx(1 / 15)
     for title in ("images, 340 MB", "10 steps an episode, 300 MB"):
         assert 0 < lines[f"peak memory, {title}", "replaykit"]["value"] < 256
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_remote_buffers_are_sampled_beside_torchrls(tmp_path: Path, ray_cluster: Any) -> None:
+    status, record = run(tmp_path, "growing")
+    assert status == 0
+    assert ray_cluster.is_initialized()
+    lines = {(line["work"], line["name"]): line for line in record["lines"]}
+    for title, most in (("sample over Ray", 0.5), ("sample over Ray, 4 under way", 0.25)):
+        assert lines[title, "replaykit"]["value"] > 0
+        assert lines[title, "TorchRL"]["at_most"] == most
+        assert lines[title, "TorchRL"]["ratio"] > 0
 
 
 @pytest.mark.usefixtures("no_cpprb")

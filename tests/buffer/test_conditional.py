@@ -316,6 +316,14 @@ def test_everything_is_checked_before_the_first_write(
     unchanged(buffer, error, lambda: buffer.update_if_present(**call), match)
 
 
+@pytest.mark.parametrize("patch", [torch.zeros(1), [("x", torch.zeros(1))], None])
+def test_a_patch_is_a_mapping(patch: Any):
+    buffer = tracked()
+    with pytest.raises(TypeError, match="patch as a mapping"):
+        buffer.update_if_present(index=zeros(1), generation=zeros(1), patch=patch)
+    assert buffer["x"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_arguments_are_keywords_only():
     with pytest.raises(TypeError):
         tracked().update_if_present(zeros(1), zeros(1), {"x": torch.ones(1)})  # type: ignore[misc]

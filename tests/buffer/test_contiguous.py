@@ -210,6 +210,7 @@ print(json.dumps([rk.native.HAS_CORE, result]))
 """
 
 
+@pytest.mark.programs
 def test_without_the_core_the_same_seed_draws_the_same_bits(
     run_python: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

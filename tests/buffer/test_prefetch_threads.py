@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from replaykit import RandomSampler, RoundRobinWriter, SamplerWithoutReplacement
+from replaykit import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+)
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 
 # -- forks ----------------------------------------------------------------------------------------
@@ -86,13 +93,15 @@ class Source:
         return 0
 
 
-def test_a_pass_that_ends_while_batches_are_given_up_stops_nobody(in_threads: Any, eventually: Any):
+def test_a_pass_that_ends_while_batches_are_given_up_stops_nobody(in_threads: Any):
     source = Source(1)
     source.before_delivery.set()
     prefetcher = Prefetcher(2, source)
-    source.after_draw[1] = prefetcher.clear  # by another thread, right after the draw
+    cleared = threading.Event()
+    # By the thread that drew, right after the draw.
+    source.after_draw[1] = lambda: (prefetcher.clear(), cleared.set())
     assert prefetcher.next()[1] == 0
-    assert eventually(lambda: source.draws >= 2)
+    assert cleared.wait(20)
     delivered: list[int] = []
     in_threads(lambda: delivered.append(prefetcher.next()[1]), timeout=10)
     assert delivered[0] > 1
@@ -228,3 +237,37 @@ def test_nobody_waits_for_ever(kind: str, buffer_of: Any, in_threads: Any, rows:
                 buffer.load_state_dict(buffer.state_dict())
 
     in_threads(consume, consume, consume, change, timeout=30)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_the_draw_under_way() -> None:
+    """A child that has the numbers drawn but not the draw would go on with other batches."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000),
+        batch_size=4,
+        prefetch=1,
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb.extend(torch.arange(1000))
+    begun = threading.Event()
+    sample = rb.sampler.sample
+
+    def slow(*given: Any) -> Any:
+        found = sample(*given)
+        begun.set()
+        time.sleep(0.3)
+        return found
+
+    cast(Any, rb.sampler).sample = slow
+    rb.sample()
+    begun.clear()
+    rb.sample()  # draws the next one in its thread
+    assert begun.wait(20)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=lambda: answers.put(rb.sample().tolist()))
+    process.start()
+    there = answers.get()
+    process.join()
+    assert there == rb.sample().tolist()
+    rb.shutdown()

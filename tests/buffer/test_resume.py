@@ -30,6 +30,7 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StackFrames,
+    StalenessAwareSampler,
     StepScheduler,
     Transform,
 )
@@ -60,6 +61,10 @@ def _prioritized(**options: Any) -> PrioritizedSampler:
     return PrioritizedSampler(alpha=0.6, beta=0.4, **options)
 
 
+def _of_version(staleness: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 - staleness)  # versions are above that of the learner, 0
+
+
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": RandomSampler,
     "without replacement": SamplerWithoutReplacement,
@@ -77,6 +82,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "recent slices": lambda: SliceSampler(slice_len=4, recent=(0.5, 9)),
     "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
     "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=4),
+    "by staleness": lambda: StalenessAwareSampler(
+        staleness_weight_fn=_of_version, version_key="number"
+    ),
 }
 
 TRANSFORMS: dict[str, Callable[[], Any]] = {

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from replaykit.checkpoint import FORMAT_VERSION, Checkpoint, save_checkpoint
+from replaykit import native
+from replaykit.checkpoint import FORMAT_VERSION, Checkpoint, chunks, directory, save_checkpoint
 from replaykit.errors import CheckpointError
 
 # -- damage ---------------------------------------------------------------------------------------
@@ -89,6 +90,38 @@ def test_a_checkpoint_is_read_piece_by_piece(tmp_path: Path):
     save_checkpoint(tmp_path, {}, {})
     with Checkpoint(tmp_path) as empty:
         empty.verify()
+
+
+def test_what_is_copied_does_not_wait_for_the_files_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Priorities lie behind all rows, and are wanted before them."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
+    save_checkpoint(tmp_path, {"a": {"t": torch.arange(400)}, "b": {"t": torch.arange(3)}}, {})
+    assert len(list(tmp_path.glob("*.bin"))) > 5
+    goes_on = threading.Event()
+
+    def crc32(data: Any, value: int = 0) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert goes_on.wait(20)
+        return native.crc32(data, value)
+
+    monkeypatch.setattr(directory, "crc32", crc32)
+    with Checkpoint(tmp_path) as saved:
+        saved.verify(wait=False)
+        assert saved.part("b")["t"].tolist() == [0, 1, 2]
+        goes_on.set()
+        saved.verify()
+    last = max(tmp_path.glob("*.bin"))
+    last.write_bytes(last.read_bytes()[:-1] + b"\1")
+    with Checkpoint(tmp_path) as saved:
+        goes_on.clear()
+        saved.verify(wait=False)
+        with pytest.raises(CheckpointError, match=last.name):
+            saved.part("b")
+        goes_on.set()
+        with pytest.raises(CheckpointError, match=last.name):
+            saved.verify()
 
 
 # -- two at once ----------------------------------------------------------------------------------

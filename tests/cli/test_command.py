@@ -152,7 +152,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_download_fetches_converts_and_is_listed(command, hub, tmp_path):
     root = tmp_path / "root"
-    done = command("download", f"roboset:{ROBOSET}", "--root", root, "--json")
+    done = command("download", f"roboset:{ROBOSET}", "--root", root, "--json", "--workers", 2)
     assert done.code == 0, done.out
     assert (done.json["rows"], done.json["episodes"]) == (7, 2)
     assert done.json["path"] == str(root / ROBOSET)
@@ -164,6 +164,27 @@ def test_download_fetches_converts_and_is_listed(command, hub, tmp_path):
     assert command("download", f"roboset:{ROBOSET}", "--root", root).code == 0
     assert len(hub.requests) == asked  # what is there is not fetched again
     assert command("validate", root / ROBOSET).code == 0
+
+
+def test_download_takes_policies_and_a_layout(command, hub, tmp_path):
+    name, root = f"roboset:{ROBOSET}", tmp_path / "root"
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\n"
+        "from replaykit.datasets.families import ROBOHIVE\n"
+        "OWN = replace(ROBOHIVE, version=99)\n"
+    )
+    options = ("--cast", "float64=float32", "--exclude", "time", "--layout")
+    done = command("download", name, "--root", root, *options, f"{tmp_path / 'own.py'}:OWN")
+    assert done.code == 0, done.out
+    manifest = json.loads((root / ROBOSET / "manifest.json").read_text())
+    assert manifest["converter"]["version"] == 99
+    assert manifest["options"]["policies"]["casts"] == {"float64": "float32"}
+    refused = command("download", name, "--root", root)
+    assert refused.code not in (0, 1)
+    assert "policies" in refused.err
+    bad = command("download", name, "--root", tmp_path / "other", "--exclude", "acton")
+    assert bad.code == 3
+    assert "exclude: 'acton' meets nothing" in bad.err
 
 
 def test_a_dry_run_says_what_would_be_fetched(command, hub, tmp_path):
@@ -223,9 +244,20 @@ def test_without_the_extra_the_command_says_which(command, monkeypatch):
     )
 
 
+# Waits before it publishes what it wrote: however late the interrupt comes, it comes before that.
+LINGERS = """
+import sys, time
+from replaykit.cli import main
+from replaykit.datasets.engine import conversion
+whole = conversion.write_episode_table
+conversion.write_episode_table = lambda *given: (time.sleep(60), whole(*given))[1]
+sys.exit(main())
+"""
+
+
 def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, tmp_path):
     """By SIGINT, in the middle of writing, with workers; what is left is what was there."""
-    rows = 200_000
+    rows = 40_000
     (tmp_path / "files").mkdir()
     for number in range(2):
         with h5py.File(tmp_path / "files" / f"{number}.h5", "w") as file:
@@ -236,7 +268,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_be_run_again(command, 
     target = tmp_path / "data"
     arguments = ["convert", tmp_path / "files", "--layout", "d4rl", "--to", target, "--workers", 2]
     running = subprocess.Popen(
-        [sys.executable, "-m", "replaykit", *map(str, arguments)],
+        [sys.executable, "-c", LINGERS, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60

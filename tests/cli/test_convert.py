@@ -131,6 +131,9 @@ def test_every_policy_is_an_option_with_the_same_choices():
         assert option in hints, field.name
         if option in ("cast", "include", "exclude"):
             continue
+        if said[field.name] is bool:
+            assert (hints[option], defaults[option]) == (bool, field.default)
+            continue
         assert [each.value for each in hints[option]] == list(get_args(said[field.name]))
         assert defaults[option].value == field.default
 

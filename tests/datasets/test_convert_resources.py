@@ -83,7 +83,7 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write
     arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "")]
     command = [sys.executable, "-W", "ignore", "-c", PEAK, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 * 1024
+    assert int(done.stdout) < 12 * 1024  # blocks of 1 MiB, of several leaves and threads
     data = open_published(tmp_path / "large")
     assert data.columns["next", "done"].flatten().nonzero().flatten().tolist() == [records - 2]
     assert data.columns["next", "terminated"][-1]

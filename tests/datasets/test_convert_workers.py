@@ -52,7 +52,11 @@ def files(tmp_path, write):
 
 
 @pytest.mark.parametrize(
-    ("workers", "start"), [(2, "fork"), (3, "fork"), (9, "fork"), (2, "spawn"), (2, "forkserver")]
+    ("workers", "start"),
+    [
+        *[(2, "fork"), (3, "fork"), (9, "fork"), (2, "forkserver")],
+        pytest.param(2, "spawn", marks=pytest.mark.long),
+    ],
 )
 def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, workers, start, method):
     """V62, N35: byte for byte, and the manifest but for when and where it was made."""

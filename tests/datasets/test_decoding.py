@@ -20,10 +20,10 @@ from replaykit.datasets import (
     Segments,
 )
 from replaykit.datasets.engine.decoding import Preceded, Text, image_module
+from replaykit.datasets.engine.episodes import Episode, Episodes, Spans
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Facts
-from replaykit.datasets.engine.plan import Episode
 from replaykit.datasets.engine.runs import Runs
 from replaykit.datasets.engine.stretch import EpisodeRows
 from replaykit.errors import CorpusError
@@ -138,13 +138,16 @@ def test_runs_take_each_row_to_its_record():
         episode(6, 3, 2, 5),
         episode(9, 2, 1, 7),
     ]
+    known = Episodes(Spans(), is_whole=False)
+    for each in episodes:
+        known.append(each)
     for offset, is_after in ((0, False), (1, True), (0, True)):
         expected = [
             (e.start + t, min(e.base + offset + t, e.base + e.records - 1) if e.is_open and is_after
              else e.base + offset + t)
             for e in episodes for t in range(e.rows)
         ]  # fmt: skip
-        runs = Runs.of(EpisodeRows.of(episodes), Target(("k",), offset, is_after))
+        runs = Runs.of(EpisodeRows.of(known, 0, len(known)), Target(("k",), offset, is_after))
         for step in range(1, 13):
             found = [
                 (row + i, record + i)

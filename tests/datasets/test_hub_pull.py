@@ -273,6 +273,7 @@ def test_files_are_copied_where_they_cannot_be_linked(
     assert contents(found) == contents(pushed)
 
 
+@pytest.mark.long  # as of downloads, of which it is shown all the time
 def test_where_one_process_is_killed_the_one_that_waits_gets_the_same_bytes(
     hub: Any, tmp_path: Path, pushed: Path
 ) -> None:

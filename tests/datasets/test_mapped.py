@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from replaykit import ImmutableDatasetWriter, ReplayBuffer
+from replaykit import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSampler,
+    TensorStorage,
+)
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.mapped import MappedStorage
@@ -94,3 +103,88 @@ def test_a_read_only_buffer_can_be_handed_to_another_process(tmp_path, method):
     process.join(60)
     assert process.exitcode == 0
     assert results.get() == (5, float(buffer["time"].sum()), torch.Size([2]))
+
+
+ANON = """
+import sys, torch
+from replaykit.datasets import open as open_dataset
+def held():
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("RssAnon"))
+open_dataset(sys.argv[1], batch_size=4, split="0:2").sample()
+before = held()
+data = open_dataset(sys.argv[1], batch_size=16, split="0%:50%")
+for _ in range(20):
+    batch = data.sample()
+print(held() - before, len(data), float(batch["observation"].std()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_scattered_episodes_are_read_where_they_lie(tmp_path):
+    """S4: half of 64 MiB of rows, in a random order of episodes, takes a few batches of memory."""
+    source = tmp_path / "a.h5"
+    with RoboHiveWriter(source) as writer:
+        for seed in range(32):
+            trial = make_trial(17, seed=seed, infos=False)
+            trial["observations"] = np.full((17, 1 << 14), float(seed))
+            writer.add_trial(**trial)
+    sources = Sources.local([source])
+    ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+    command = [sys.executable, "-c", ANON, str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    held, rows, spread = done.stdout.split()
+    assert int(rows) == 256
+    assert float(spread) > 1
+    assert int(held) < 16 * 1024  # the chosen rows are 64 MiB, with those after them
+
+
+def scattered(tmp_path: Path) -> tuple[MappedStorage, MappedStorage]:
+    """The episodes 0, 2 and 5 of six, and those rows in memory."""
+    source = tmp_path / "some.h5"
+    with RoboHiveWriter(source) as writer:
+        for seed in range(6):
+            writer.add_trial(**make_trial(seed + 3, seed=seed))
+    sources = Sources.local([source])
+    published = ensure_dataset(tmp_path / "some", get_sources=lambda: sources, layout=ROBOHIVE)
+    return MappedStorage(published, torch.tensor([0, 2, 5])), MappedStorage(published)
+
+
+def test_scattered_episodes_serve_as_rows_in_memory_do(tmp_path):
+    some, everything = scattered(tmp_path)
+    rows = torch.cat([torch.arange(0, 2), torch.arange(5, 9), torch.arange(20, 27)])
+    wanted = everything[:][rows]
+    plain = ReplayBuffer(
+        storage=TensorStorage(wanted.clone()), sampler=SliceSampler(slice_len=2), batch_size=6,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    data = ReplayBuffer(
+        storage=some, sampler=SliceSampler(slice_len=2), batch_size=6,
+        writer=ImmutableDatasetWriter(), generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert [len(episode) for episode in data.episodes] == [2, 4, 7]
+    for _ in range(5):
+        assert (data.sample() == plain.sample()).all()
+    assert (data[:] == wanted).all()
+    assert (data[3:9] == wanted[3:9]).all()
+    assert (data["action"] == wanted["action"]).all()
+    assert (some.published.columns["action",] == everything[:]["action"]).all()
+
+
+def test_edits_of_scattered_episodes_are_seen_and_saved(tmp_path):
+    some, _ = scattered(tmp_path)
+    data = ReplayBuffer(storage=some, writer=ImmutableDatasetWriter(), batch_size=4)
+    before = data[:]
+    data.set_at_("action", torch.full((2, 2), 9.0, dtype=torch.float64), torch.tensor([4, 12]))
+    row = data[0]
+    row["next", "reward"].fill_(7.0)
+    data[0] = row
+    for other in (data, pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
+        assert (other["action"][[4, 12]] == 9.0).all()
+        assert (other["next", "reward"] == 7.0).flatten().nonzero().flatten().tolist() == [0]
+        rest = [k for k in range(13) if k not in (0, 4, 12)]
+        assert (other[:][rest] == before[rest]).all()
+    data.dumps(tmp_path / "saved")
+    again = ReplayBuffer(storage=LazyTensorStorage(13), writer=ImmutableDatasetWriter())
+    again.loads(tmp_path / "saved")
+    assert (again[:] == data[:]).all()
+    assert not (open_published(tmp_path / "some").columns[("action",)] == 9.0).any()

@@ -81,6 +81,37 @@ def test_value_that_does_not_fit_is_an_error(tmp_path, value, target):
         run(tmp_path, path, casts={source: target})
 
 
+@pytest.mark.filterwarnings("ignore:.*the loggers' default:UserWarning")
+@pytest.mark.parametrize(
+    ("source", "value", "target"),
+    [
+        ("int64", -1, "uint64"),
+        ("int8", -1, "uint8"),
+        ("int8", -1, "uint16"),
+        ("uint8", 200, "int8"),
+        ("uint64", 2**63, "int64"),
+        ("int64", 70_000, "float16"),
+        ("complex64", 1j, "float32"),
+        ("complex64", 0.5, "int16"),
+        ("float16", np.nan, "int32"),
+    ],
+)
+def test_no_number_changes_its_sign_or_is_lost_in_a_cast(tmp_path, source, value, target):
+    """Cast back, some of them are what they were."""
+
+    def column(bad):
+        return lambda k, n: np.array([1] * (n - 1) + [value if bad and k else 2], source)
+
+    path = write(tmp_path / "good.h5", 4, 3, x=column(False))
+    data = convert(path, ARM, tmp_path / "cast", policies=Policies(casts={source: target}))
+    found = data.published.columns["info", "x"]
+    assert found.dtype == getattr(torch, target)
+    assert found.tolist() == [1, 1, 1, 1, 1, 1, 1]
+    path = write(tmp_path / "bad.h5", 4, 3, x=column(True))
+    with pytest.raises(CorpusError, match=rf"run1/log/x, record 3: .*does not fit {target}.*V10"):
+        run(tmp_path, path, casts={source: target})
+
+
 def test_include_and_exclude_take_keys_with_all_below(tmp_path):
     logs = {"x": lambda k, n: np.arange(n), "y": lambda k, n: np.arange(n) * 2}
     path = write(tmp_path / "a.h5", 4, **logs)
@@ -391,3 +422,53 @@ def test_rules_are_in_the_manifest(tmp_path, quietly, write_source):
         "name": "state-records", "known": True, "extra": 0, "action": 0, "outcome": 1,
     }  # fmt: skip
     assert [field["source"] for field in rules["fields"]] == [f.name for f in ROBOHIVE.fields]
+
+
+@pytest.mark.parametrize("policies", [{"exclude": [("next", "reward")]}, {"include": ["action"]}])
+def test_rewards_that_are_left_out_have_no_sum(tmp_path, policies):
+    """Which is not the same as a sum of zero."""
+    path = write(tmp_path / "a.h5", 4, 3)
+    assert run(tmp_path, path).episode_table["return"].tolist() == [6.0, 3.0]
+    data = convert(path, ARM, tmp_path / "other", policies=Policies(**policies))
+    assert data.episode_table["return"].isnan().all()
+    verify_published(tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_dtypes_that_loggers_choose_by_default_are_told(tmp_path, dtype):
+    """V14: digits are lost in them, and counters wrap."""
+    path = write(tmp_path / "a.h5", 4, force=lambda _, n: np.arange(n).astype(dtype))
+    text = f"log/force is stored as {dtype}, the loggers' default, and kept so"
+    with pytest.warns(UserWarning, match=rf"{text} \(1 times, .*run0.*\) \[V14\]"):
+        data = run(tmp_path, path)
+    assert data[:]["info", "force"].dtype == getattr(torch, dtype)
+    notes = data.published.manifest.report["warnings"]
+    assert [(note["rule"], note["text"]) for note in notes] == [("V14", text)]
+    with pytest.raises(CorpusError, match=rf"refused, since policies are strict: {text}"):
+        convert(path, ARM, tmp_path / "strict", policies=Policies(strict=True))
+    assert not (tmp_path / "strict").exists()
+
+
+def test_dtypes_of_leaves_that_are_nan_throughout_are_not_told(tmp_path):
+    """V14: those are absent, not of low precision."""
+    path = write(tmp_path / "a.h5", 4, force=lambda _, n: np.full(n, np.nan, np.float16))
+    with pytest.warns(UserWarning, match="NaN throughout") as warned:
+        data = run(tmp_path, path)
+    assert "V14" not in str(warned[0].message)
+    assert data.published.manifest.report["warnings"] == []
+
+
+def test_strict_policies_take_what_nothing_is_said_of(tmp_path):
+    path = write(tmp_path / "a.h5", 4, 3)
+    data = run(tmp_path, path, strict=True)
+    assert data.published.manifest.options["policies"]["strict"] is True
+    assert len(data) == 7
+    # Another data set than one that would have been made with warnings.
+    with pytest.raises(RuntimeError, match="policies"):
+        run(tmp_path, path)
+    with h5py.File(path, "a") as file:
+        file["notes"] = np.zeros(3)
+    with pytest.raises(CorpusError, match=r"a\.h5: refused.* strict: skipped: a\.h5: notes: it is"):
+        convert(path, ARM, tmp_path / "more", policies=Policies(strict=True))
+    with pytest.raises(ValueError, match=r"expected strict as one of \(False, True\), got 'yes'"):
+        Policies(strict="yes")

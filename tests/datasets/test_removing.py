@@ -137,7 +137,7 @@ def test_copies_of_episodes_are_kept_left_out_or_refused(tmp_path, passes, choic
 
 
 def test_copies_and_bad_episodes_at_once(tmp_path, passes):
-    """A bad copy is bad; a good one whose first is bad does not exist, since they are the same."""
+    """A bad copy is bad, whatever it is a copy of."""
     all_of_them = trials()
     all_of_them[2]["actions"][1, 0] = np.nan
     all_of_them |= {4: all_of_them[2], 5: all_of_them[0]}
@@ -145,4 +145,19 @@ def test_copies_and_bad_episodes_at_once(tmp_path, passes):
     left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
     assert passes == [7]
     good = {k: trial for k, trial in all_of_them.items() if k in (0, 1, 3, 6)}
+    check(tmp_path, left, convert(write(tmp_path / "b/a.h5", good), ROBOHIVE, tmp_path / "wanted"))
+
+
+def test_good_copies_of_a_bad_episode_are_copies_of_each_other(tmp_path):
+    """Rewards do not count for being a copy, and may be what is wrong with one of three."""
+    all_of_them = trials()
+    all_of_them |= {7: all_of_them[0], 8: all_of_them[0]}
+    rewards = all_of_them[0]["rewards"].copy()
+    rewards[1] = np.nan
+    all_of_them[0] = {**all_of_them[0], "rewards": rewards}
+    path = write(tmp_path / "all/a.h5", all_of_them)
+    with pytest.raises(CorpusError, match=r"Trial8: it has the observations .*Trial7 \[V36\]"):
+        skipping(path, tmp_path / "error", on_invalid="skip", copies="error")
+    left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
+    good = {k: trial for k, trial in all_of_them.items() if k not in (0, 8)}
     check(tmp_path, left, convert(write(tmp_path / "b/a.h5", good), ROBOHIVE, tmp_path / "wanted"))

@@ -35,6 +35,9 @@ def test_constructor_has_the_arguments_and_defaults_that_users_know():
         ("split", keyword, None),
         ("episodes", keyword, None),
         ("source", keyword, None),
+        ("policies", keyword, None),
+        ("layout", keyword, None),
+        ("workers", keyword, 1),
         ("env_kwargs", inspect.Parameter.VAR_KEYWORD, empty),
     ]
     assert [(p.name, p.kind, p.default) for p in parameters.values()] == expected

@@ -285,6 +285,7 @@ def test_a_core_that_does_not_load_is_said(
     assert why == str(error)
 
 
+@pytest.mark.programs
 def test_the_package_works_without_the_core(run_python: Any) -> None:
     """A selection of the writers' and storages' tests, with the fallback in place of the core."""
     tests = Path(__file__).parents[1]

@@ -6,7 +6,6 @@ on one day; here it ends the program.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import shlex
@@ -34,6 +33,8 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS"]
 FLAGS += [f"-I{CORE}", "-pthread", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
+
+pytestmark = pytest.mark.programs
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -95,42 +96,28 @@ def _built(name: str, folder: Path, compiler: list[str], sanitizers: list[str]) 
     return lambda *arguments: _run(program, *arguments)
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory, compiler: list[str]) -> Callable[[str], Run]:
-    """Runs a program; each is compiled once."""
-    return functools.cache(
-        lambda name: _built(name, tmp_path_factory.mktemp(name), compiler, SANITIZERS)
-    )
+OVERFLOW = "AddressSanitizer: heap-buffer-overflow"
+# Steps that are wrong, and what a sanitizer says of each.
+WRONG_STEPS = {name: {"--break": OVERFLOW} for name in SOURCES}
+WRONG_STEPS["rank_heap"]["--overflow"] = "integer overflow"
 
 
+# In one test, since it takes long to compile: tests of one module are divided between processes.
 @pytest.mark.parametrize("name", SOURCES)
-def test_random_programs_agree_with_plain_vectors(harness: Callable[[str], Run], name: str) -> None:
-    """Every kernel that the processor runs; ties, one slot, empty batches, NaN, threads, forks."""
-    done = harness(name)()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "message"),
-    [
-        ("episodes", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("followed", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("linked", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("marks", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("rank_heap", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("rank_heap", "--overflow", "integer overflow"),
-        ("relabel", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("rows", "--break", "AddressSanitizer: heap-buffer-overflow"),
-        ("tree", "--break", "AddressSanitizer: heap-buffer-overflow"),
-    ],
-)
-def test_the_sanitizers_are_on(
-    harness: Callable[[str], Run], name: str, argument: str, message: str
+def test_random_programs_agree_with_plain_vectors(
+    tmp_path: Path, compiler: list[str], name: str
 ) -> None:
-    """A wrong step ends the program, hence the silence above says something."""
-    done = harness(name)(argument)
-    assert done.returncode not in (0, 2, 3)  # 2: the models differ, 3: an unknown argument
-    assert message in done.stderr
+    """Every kernel that the processor runs; ties, one slot, empty batches, NaN, threads, forks.
+
+    A wrong step ends the program, hence the silence says something.
+    """
+    run = _built(name, tmp_path, compiler, SANITIZERS)
+    done = run()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
+    for argument, message in WRONG_STEPS[name].items():
+        done = run(argument)
+        assert done.returncode not in (0, 2, 3)  # 2: the models differ, 3: an unknown argument
+        assert message in done.stderr
 
 
 def test_threads_that_share_rows_do_not_race(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.recovery import SharedLock
+from replaykit.recovery import SharedLock, shared_lock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -45,6 +45,26 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     other.release()
     assert one.acquire(timeout=0)
     one.release()
+
+
+def test_a_long_timeout_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it looks meanwhile."""
+    monkeypatch.setattr(shared_lock, "_PAUSES", (0.0, 0.0))
+    one, other = new(tmp_path), new(tmp_path)
+    looks, flock = 0, other._flock
+
+    def counted(fd: int, how: int) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 5000:
+            one.release()
+        flock(fd, how)
+
+    other._flock = counted
+    one.acquire()
+    assert other.acquire(timeout=60)
+    assert looks == 5000
+    other.release()
 
 
 def test_threads_of_one_holder_take_turns_too(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +19,11 @@ from replaykit import (
     TensorDictReplayBuffer,
 )
 from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
+from tests.ray_cluster import RAY_MARKS
 
 ROOT = Path(replaykit.__file__).parents[1]
 
-# Ray's own start says this and that about what it will do one day.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    """A Ray of this test run alone, whose workers import this checkout."""
-    if " " in sys.executable:
-        pytest.skip("Ray starts no workers with an interpreter whose path has a space")
-    ray = pytest.importorskip("ray")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        configure_logging=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
-    )
-    yield ray
-    ray.shutdown()
+pytestmark = RAY_MARKS
 
 
 def content(count: int, start: int = 0) -> TensorDict:
@@ -63,11 +41,11 @@ def arguments() -> dict[str, Any]:
 
 
 @pytest.mark.pitfall("TH11")
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_an_actor_does_what_a_local_buffer_does(cls: Any, ray: Any, tmp_path: Path):
+def test_an_actor_does_what_a_local_buffer_does(ray_cluster: Any, tmp_path: Path):
     """TH11: same calls, same results; varying batch sizes are served."""
-    call = ray.get
-    remote = cls.as_remote({"num_cpus": 0.5}).remote(**arguments())
+    cls = TensorDictReplayBuffer
+    call = ray_cluster.get
+    remote = cls.as_remote({"num_cpus": 0}).remote(**arguments())
     local = cls(**arguments())
     for buffer_call in (
         lambda b: b.extend(content(15)),
@@ -92,7 +70,8 @@ def test_an_actor_does_what_a_local_buffer_does(cls: Any, ray: Any, tmp_path: Pa
     assert call(remote.can_sample.remote(4))
     batch = call(remote.next.remote())
     assert len(batch) == 4
-    ray.kill(remote)
+    _check_errors(remote, call)
+    ray_cluster.kill(remote)
 
 
 def _on(remote: Any, function: Any) -> Any:
@@ -105,22 +84,18 @@ def _on(remote: Any, function: Any) -> Any:
     return function(Forward())
 
 
-@pytest.mark.pitfall("TH12")
-def test_errors_of_an_actor_keep_their_kind(ray: Any):
+def _check_errors(remote: Any, call: Any) -> None:
     """TH12: ``except ValueError`` works across the actor."""
-    remote = ReplayBuffer.as_remote().remote(storage=lambda: LazyTensorStorage(5), batch_size=2)
-    with pytest.raises(RuntimeError, match="empty storage"):
-        ray.get(remote.sample.remote())
-    ray.get(remote.extend.remote(content(2)))
     with pytest.raises(ValueError, match="'next', 'x'"):
-        ray.get(remote.extend.remote(content(2).exclude(("next", "x"))))
+        call(remote.extend.remote(content(2).exclude(("next", "x"))))
     with pytest.raises(KeyError, match="unknown"):
-        ray.get(remote.set_.remote("unknown", torch.zeros(2)))
-    assert ray.get(remote.__len__.remote()) == 2
-    ray.kill(remote)
+        call(remote.set_.remote("unknown", torch.zeros(2)))
+    call(remote.empty.remote())
+    with pytest.raises(RuntimeError, match="empty storage"):
+        call(remote.sample.remote())
 
 
-def test_the_options_reach_ray(ray: Any):
+def test_the_options_reach_ray(ray_cluster: Any):
     assert DEFAULT_REMOTE_CLASS_CONFIG == {"num_cpus": 1, "num_gpus": 0}
     default = ReplayBuffer.as_remote()
     assert default._default_options["num_cpus"] == 1

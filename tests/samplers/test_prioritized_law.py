@@ -211,6 +211,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.programs
 @pytest.mark.pitfall("PR1")
 def test_with_and_without_the_compiled_core_the_batches_are_the_same(run_python: Any) -> None:
     """PR1: where the core cannot be loaded, prioritized replay works all the same, to the bit."""

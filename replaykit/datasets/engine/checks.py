@@ -34,7 +34,7 @@ class StretchChecks:
     """
 
     def __init__(self, stretch: Stretch, judge: Judge) -> None:
-        count = len(stretch.episodes)
+        count = len(stretch.at)
         self.reward = np.zeros(count)
         self.ends: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
         self._digests = [hashlib.sha256() for _ in range(count)]
@@ -113,7 +113,7 @@ class StretchChecks:
         for i in range(first, last):
             begin, end = int(self._at.bases[i]), int(self._at.stops[i]) + leaf.extra
             part = block[max(start, begin) - start : min(stop, end) - start]
-            episode = self._stretch.episodes[i]
+            episode = self._stretch.episode(i)
             place = self._stretch.place.at(
                 group=episode.group or None,
                 key=leaf.path,

@@ -2,7 +2,7 @@
 
 Every source value is read once and written to each column that it belongs to: an observation is
 the one before a step and the next one of the step that led to it. Memory is bounded by a block of
-one leaf, whatever the size of the corpus.
+one leaf and some 100 bytes for each episode, whatever the size of the corpus.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
+
+import numpy as np
 
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
 from replaykit.datasets.engine.condense import condense
@@ -46,8 +48,9 @@ class ConvertOptions:
     """How to convert.
 
     Attributes:
-        block_bytes: how much of one leaf is read at a time. A stripe of H5 chunks that is larger
-            is read whole, since HDF5 cannot read less of it.
+        block_bytes: how much of one leaf is read at a time. HDF5 decompresses whole chunks: one
+            that is larger takes its own memory besides, and over 160 MiB it is decompressed for
+            every block of it.
         policies: what is done with keys, dtypes and episodes that are not as one would wish.
         workers: how many processes convert at once, each a file. The result does not depend on
             it; each takes memory for blocks of its own.
@@ -226,14 +229,17 @@ def _convert(
     first = Place(sources.files[0].path, sources.files[0].name)
     removed = condense(directory, plan, columns, options.policies, notes, first)
     finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
-    groups = [episode.name for episode in plan.episodes]
-    episode_arrays, group_file = write_episode_table(directory, written.table, groups)
+    names = plan.episodes.names()
+    episode_arrays, group_file = write_episode_table(directory, written.table, names)
     report = {
         **make_report(plan, sources, notes, written.facts, written.table["digest"]),
         "removed": removed,
         "splits": dict(plan.splits),
         "rules": plan.layout.declaration(),
     }
+    text = summary(report, notes)
+    if text is not None and options.policies.strict:
+        raise CorpusError(f"{first.file}: refused, since policies are strict: {text}")
     manifest = Manifest(
         rows=plan.rows,
         batch=(plan.rows,),
@@ -255,7 +261,7 @@ def _convert(
         options=options.to_json(),
         made={**provenance(), "source_stamps": before},
     )
-    return manifest, summary(report, notes)
+    return manifest, text
 
 
 @dataclass(frozen=True)
@@ -277,10 +283,13 @@ def _copies(plan: Plan, written: Written, sources: Sources, policies: Policies) 
     choice = plan.layout.copies if policies.copies == "layout" else policies.copies
     if choice == "keep":
         return {}
+    # Among those that stay: of three of which the first one is bad, the second one stays alone.
+    good = np.ones(len(plan.episodes), bool)
+    good[list(written.bad)] = False
+    kept = np.flatnonzero(good)
     found = {}
-    for later, first in duplicates(written.table["digest"]):
-        if later in written.bad or first in written.bad:
-            continue
+    for pair in duplicates(written.table["digest"][kept]):
+        later, first = (int(kept[each]) for each in pair)
         names = [f"{sources.files[e.file].name}: {e.name}" for e in
                  (plan.episodes[later], plan.episodes[first])]  # fmt: skip
         if choice == "error":

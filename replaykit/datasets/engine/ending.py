@@ -58,7 +58,7 @@ class EndFlags:
 
         ``done`` is False where an episode was condemned.
         """
-        count = len(stretch.episodes)
+        count = len(stretch.at)
         found = {name: np.zeros(count, np.bool_) for name in DEFAULT_DONE_KEYS}
         asked = range(count) if self.is_own else self._by_rule(stretch, checks, found)
         for i in asked:
@@ -75,7 +75,7 @@ class EndFlags:
     def _ask(
         self, stretch: Stretch, checks: StretchChecks, i: int, last: Mapping[str, npt.NDArray[Any]]
     ) -> Flags:
-        episode, place = stretch.episodes[i], stretch.place_of_episode(i)
+        episode, place = stretch.episode(i), stretch.place_of_episode(i)
         facts = episode.facts
         if self._layout.is_open and not episode.is_open:
             # The step at which it terminated is not a row.
@@ -92,7 +92,9 @@ class EndFlags:
         """Fills in what `Layout.flags` says; returns the episodes that it refuses."""
         at, layout = stretch.at, self._layout
         said = {
-            "terminated": _facts(stretch) & (at.is_open if layout.is_open else True),
+            # What is known of them besides their arrays.
+            "terminated": (stretch.column("terminated") == 1)
+            & (at.is_open if layout.is_open else True),
             "truncated": np.zeros(len(at.bases), np.bool_),
         }
         refused = np.zeros(len(at.bases), np.bool_)
@@ -109,9 +111,3 @@ class EndFlags:
         found["truncated"][:] = (said["truncated"] | ~said["terminated"]) & ~refused
         found["done"][:] = ~refused
         return [int(i) for i in np.flatnonzero(refused)]
-
-
-def _facts(stretch: Stretch) -> Marks:
-    """Returns which episodes terminated by what is known of them besides their arrays."""
-    said = [episode.facts.terminated is True for episode in stretch.episodes]
-    return np.array(said, np.bool_)

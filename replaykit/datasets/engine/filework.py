@@ -19,7 +19,7 @@ from replaykit.datasets.engine.joined import open_sources
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.places import Notes
-from replaykit.datasets.engine.plan import Plan, Span
+from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.engine.write import RowWriter, empty_table
 from replaykit.datasets.sources import Sources
@@ -92,17 +92,18 @@ def write_files(
         OSError: there is no room.
         RuntimeError: a worker died.
     """
-    table = empty_table(len(plan.episodes))
+    filled = empty_table(len(plan.episodes))
+    table = {**_known(plan), **filled}
     found = Written(table, {key: Statistics() for key in columns}, [{} for _ in sources.files], {})
-    spans: dict[int, list[Span]] = {}
-    for span in plan.spans:
-        spans.setdefault(span.file, []).append(span)
+    spans = plan.spans.by_file()
     write = partial(
         _write_file, plan, sources, columns, spans, block_bytes=block_bytes, on_invalid=on_invalid
     )
     is_alone = workers < 2 or len(spans) < 2
     if is_alone:
-        parts: Iterator[_Part] = (write((index, index), advance=advance) for index in spans)
+        parts: Iterator[_Part] = (
+            write((index, index), advance=advance, table=filled) for index in spans
+        )
     else:
         parts = _in_order(write, list(spans), min(workers, len(spans)))
     for part in parts:
@@ -110,16 +111,29 @@ def write_files(
             raise part.dropped
         if not is_alone:
             advance(part.nbytes)
+            first = plan.spans[spans[part.index][0]].first
+            for name, values in part.table.items():
+                filled[name][first : first + len(values)] = values
         for key, column in columns.items():
             column.join(part.crc32[key], part.rows)
             found.statistics[key].merge(part.statistics[key])
-        first = spans[part.index][0].first
-        for name, values in part.table.items():
-            found.table[name][first : first + len(values)] = values
         notes.extend(part.notes)
         found.bad.update(part.bad)
         found.facts[part.index] = {**plan.about.get(part.index, {}), **part.facts}
     return found
+
+
+def _known(plan: Plan) -> dict[str, npt.NDArray[Any]]:
+    """Returns what a plan knows of the episodes, by the names of the episode table."""
+    names = {
+        "start": "start",
+        "length": "rows",
+        "seed": "file",
+        "episode": "number",
+        "source_seed": "source_seed",
+        "success": "success",
+    }
+    return {name: plan.episodes.column(column) for name, column in names.items()}
 
 
 def _in_order(
@@ -140,18 +154,28 @@ def _write_file(
     plan: Plan,
     sources: Sources,
     columns: Mapping[Key, ColumnFile],
-    by_file: Mapping[int, list[Span]],
+    by_file: Mapping[int, range],
     piece: tuple[int, int],
     *,
     block_bytes: int,
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
+    table: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> _Part:
-    """Writes the rows of one file; the piece is its position, twice."""
+    """Writes the rows of one file; the piece is its position, twice.
+
+    ``table``: of all episodes, where it can be filled right here.
+    """
     index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
-    start, stop = spans[0].start, spans[-1].start + spans[-1].rows
+    head, tail = plan.spans[spans[0]], plan.spans[spans[-1]]
+    start, stop = head.start, tail.start + tail.rows
+    first, episodes = head.first, tail.stop - head.first
+    if table is None:
+        table = empty_table(episodes)
+    else:
+        table = {name: values[first : first + episodes] for name, values in table.items()}
     parts = {key: column.part(start, stop) for key, column in columns.items()}
     notes = Notes()
     memory: dict[str, Any] = {}
@@ -164,8 +188,8 @@ def _write_file(
     writer = RowWriter(
         plan,
         parts,
-        first=spans[0].first,
-        stop=spans[-1].stop,
+        first=first,
+        table=table,
         block_bytes=block_bytes,
         judge=judge,
         advance=count if advance is None else advance,
@@ -180,7 +204,7 @@ def _write_file(
                     part.early_sync = early_sync
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
             file = stack.enter_context(open_sources(unit, plan.layout.clock))
-            writer.write(file, source, spans, memory)
+            writer.write(file, source, plan.spans.within(spans), memory)
         writer.finish()
     except DropLeaves as drop:
         # Handed over as it is: the way back from a worker is for errors.

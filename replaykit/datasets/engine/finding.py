@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -12,15 +13,29 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5 import H5File, Leaf, Member
+from replaykit.datasets.engine.names import Names
 from replaykit.datasets.engine.places import Place
 
 if TYPE_CHECKING:
     from replaykit.datasets.engine.layout import Layout
 
-__all__ = ["EpisodeRef", "Finder", "Found", "Groups", "Segments", "WholeFile", "natural_key"]
+__all__ = [
+    "EpisodeRef",
+    "EpisodeRefs",
+    "Finder",
+    "Found",
+    "Groups",
+    "Segments",
+    "WholeFile",
+    "natural_key",
+]
 
 _LISTED: Final = 20
 """How many names of a strange file a message lists."""
+_TOGETHER: Final = 1 << 12
+"""Episodes that are made objects of at a time."""
+
+Index = npt.NDArray[np.int64]
 
 
 class EpisodeRef(NamedTuple):
@@ -43,6 +58,55 @@ class EpisodeRef(NamedTuple):
     part: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class EpisodeRefs:
+    """The episodes of a file, in order; an `EpisodeRef` is made when they are gone through.
+
+    Args:
+        numbers: their numbers.
+        names: their groups; ``None`` for the root.
+        bases, records, terminated, parts: as in `EpisodeRef`; ``None`` where all have its default.
+    """
+
+    numbers: Index
+    names: Names | None = None
+    bases: Index | None = None
+    records: Index | None = None
+    terminated: npt.NDArray[np.bool_] | None = None
+    parts: Index | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[EpisodeRef]:
+        columns = ((self.bases, 0), (self.records, None), (self.terminated, None), (self.parts, 0))
+        names: Iterator[str] = repeat("") if self.names is None else iter(self.names)
+        for begin in range(0, len(self), _TOGETHER):
+            some = slice(begin, begin + _TOGETHER)
+            facts = [
+                repeat(default) if column is None else column[some].tolist()
+                for column, default in columns
+            ]
+            for number, *rest in zip(self.numbers[some].tolist(), *facts, strict=False):
+                yield EpisodeRef(next(names), number, *rest)
+
+    def by_group(self) -> Iterator[tuple[str, EpisodeRefs]]:
+        """Yields the groups, each with the episodes in it."""
+        if self.names is None:
+            if len(self):
+                yield "", self
+            return
+        for at, name in enumerate(self.names):
+            yield name, EpisodeRefs(self.numbers[at : at + 1], Names([name]))
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether two episodes of one file have one number."""
+        if self.parts is None:
+            return len(np.unique(self.numbers)) < len(self)
+        return len(np.unique(np.stack([self.parts, self.numbers]), axis=1).T) < len(self)
+
+
 @dataclass
 class Found:
     """What a finder sees in a file: the episodes in order, and what is none, with why.
@@ -50,7 +114,7 @@ class Found:
     ``odd`` has what stops nothing: rule, text and place.
     """
 
-    episodes: list[EpisodeRef] = field(default_factory=list)
+    episodes: EpisodeRefs = field(default_factory=lambda: EpisodeRefs(np.zeros(0, np.int64)))
     strangers: list[tuple[str, str]] = field(default_factory=list)
     odd: list[tuple[str, str, Place]] = field(default_factory=list)
     numbering: str | None = None
@@ -102,13 +166,16 @@ class Groups:
         return self.select(file.members(self.below), place, layout.name, is_inside=bool(self.below))
 
     def select(
-        self, members: Sequence[Member], place: Place, layout: str, *, is_inside: bool = False
+        self, members: Iterable[Member], place: Place, layout: str, *, is_inside: bool = False
     ) -> Found:
         """Returns the episodes among the entries of a group."""
         found = Found()
-        groups = []
+        groups = Names()
+        seen: list[str] = []
         above = f"{self.below}/" if is_inside else ""
         for member in members:
+            if len(seen) <= _LISTED:
+                seen.append(member.name)
             lacking = [repr(name) for name in self.having if name not in member.children]
             name = f"{above}{member.name}"
             if member.is_link:
@@ -122,30 +189,41 @@ class Groups:
                 found.strangers.append((name, f"it is a group without {', '.join(lacking)}"))
             else:
                 groups.append(member.name)
-        if not groups and (members or not is_inside):
-            keys = ", ".join(repr(member.name) for member in members[:_LISTED]) or "nothing"
+        if not len(groups) and (seen or not is_inside):
+            keys = ", ".join(map(repr, seen[:_LISTED])) or "nothing"
             where = f"a group below {self.below!r}" if self.below else "a root group"
             raise place.error(
                 f"no {self.noun} of the layout {layout!r} ({where} with "
                 f"{' and '.join(map(repr, self.having))}); {above.rstrip('/') or 'the root'} holds "
-                f"{keys}{', ...' if len(members) > _LISTED else ''}; "
+                f"{keys}{', ...' if len(seen) > _LISTED else ''}; "
                 "is this a file of another corpus?",
                 "V04",
             )
-        groups.sort(key=natural_key)
-        numbers = [self.number(name) for name in groups]
-        if None in numbers or len(set(numbers)) < len(numbers):
+        numbers = np.fromiter(
+            (-1 if (number := self.number(name)) is None else number for name in groups),
+            np.int64, len(groups),
+        )  # fmt: skip
+        order = self._order(groups, numbers)
+        if (numbers < 0).any() or len(np.unique(numbers)) < len(numbers):
             found.numbering = (
                 "episodes are numbered by their order, since the group names do not give each "
                 "a number of its own"
             )
-            numbers = list(range(len(groups)))
-        found.episodes = [
-            EpisodeRef(f"{above}{group}", number)
-            for group, number in zip(groups, numbers, strict=True)
-            if number is not None
-        ]
+            numbers = np.arange(len(groups))
+        else:
+            numbers = numbers[order]
+        names = Names(f"{above}{groups[at]}" for at in order.tolist())
+        found.episodes = EpisodeRefs(numbers, names)
         return found
+
+    def _order(self, groups: Names, numbers: Index) -> Index:
+        """Returns the natural order of names, see `natural_key`, whose numbers are known."""
+        pairs = zip(groups, numbers.tolist(), strict=True)
+        if all(name == f"{self.prefix}{number}" for name, number in pairs):
+            return np.argsort(numbers, kind="stable")
+        # Keys of text and numbers take some 500 bytes each, but few names want them.
+        order = sorted(range(len(groups)), key=lambda at: natural_key(groups[at]))
+        return np.array(order, np.int64)
 
     def number(self, name: str) -> int | None:
         """Returns the number after the prefix, also with something after it; or ``None``."""
@@ -180,7 +258,7 @@ class WholeFile:
                 "V04",
             )
         match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(place.name).stem)
-        return Found([EpisodeRef("", int(match[1]) if match else 0)])
+        return Found(EpisodeRefs(np.array([int(match[1]) if match else 0])))
 
 
 @dataclass(frozen=True)
@@ -230,10 +308,14 @@ class Segments:
         stops = np.flatnonzero(cut) + 1
         if records and (not stops.size or stops[-1] != records):
             stops = np.append(stops, records)
-        bases = np.concatenate([[0], stops[:-1]]).tolist() if records else []
-        reasons = terminated[stops - 1].tolist()
-        for number, (base, stop) in enumerate(zip(bases, stops.tolist(), strict=True)):
-            found.episodes.append(EpisodeRef("", number, base, stop - base, reasons[number]))
+        if records:
+            bases = np.append(0, stops[:-1])
+            found.episodes = EpisodeRefs(
+                np.arange(len(bases)),
+                bases=bases,
+                records=stops - bases,
+                terminated=terminated[stops - 1],
+            )
         if not records:
             found.strangers.append((layout.clock, "its arrays have no rows"))
         return found

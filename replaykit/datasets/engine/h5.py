@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5_errors import naming
+from replaykit.datasets.engine.h5_links import entries_of, links_of
+from replaykit.datasets.engine.inflating import LEAST_BYTES, inflate
 from replaykit.datasets.engine.places import Part, Place
 from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
@@ -37,6 +39,8 @@ _NUMBERS: Final = frozenset(
 ) | {np.dtype("bool")}
 """The dtypes that NumPy and torch share."""
 _NO_DATA: Final = "it is neither an array nor a group"
+_SLOTS: Final = 10_007
+"""Chunks that HDF5 can keep: a prime, as it advises."""
 _MAX_DEPTH: Final = 16
 """Groups nested deeper than any corpus has them: a cycle of links."""
 _MAX_LEAVES: Final = 100_000
@@ -119,6 +123,7 @@ class H5File:
         # Asking HDF5 for a dtype costs several times what reading a small array does.
         self._dtypes: dict[bytes, np.dtype[Any]] = {}
         self._memory_types: dict[np.dtype[Any], Any] = {}
+        self._kept: dict[str, Any] = {}
 
     def place(self, name: str) -> Place:
         """Returns the place of the file, whose path in the corpus is ``name``."""
@@ -131,7 +136,7 @@ class H5File:
         with self._naming(path):
             node = self._root
             for part in path.split("/"):
-                found = dict(_links(node)).get(part.encode(), "")
+                found = dict(links_of(node)).get(part.encode(), "")
                 if found is not None:
                     return False
                 node = h5py.h5o.open(node, part.encode())
@@ -139,22 +144,20 @@ class H5File:
                     return False
         return True
 
-    def members(self, group: str = "") -> list[Member]:
-        """Returns the entries of a group, or of the root, in the library's (byte) order.
+    def members(self, group: str = "") -> Iterator[Member]:
+        """Yields the entries of a group, or of the root, in the library's (byte) order.
 
         Links by name are listed and not followed.
         """
         import h5py
 
-        found = []
         with self._naming(group or "/"):
-            for name, node in _entries(self._node(group)):
+            for name, node in entries_of(self._node(group)):
                 if isinstance(node, h5py.h5g.GroupID):
-                    children = tuple(sorted(_text(child) for child, _ in _links(node)))
-                    found.append(Member(_text(name), True, children))
+                    children = tuple(sorted(_text(child) for child, _ in links_of(node)))
+                    yield Member(_text(name), True, children)
                 else:
-                    found.append(Member(_text(name), False, is_link=isinstance(node, str)))
-        return found
+                    yield Member(_text(name), False, is_link=isinstance(node, str))
 
     def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
         """Returns every dataset below a group, with paths relative to the group.
@@ -212,7 +215,8 @@ class H5File:
         import h5py
 
         with self._naming(dataset):
-            node = h5py.h5d.open(self._root, dataset.encode())
+            kept = self._kept.get(dataset)
+            node = h5py.h5d.open(self._root, dataset.encode()) if kept is None else kept
             space = node.get_space()
             shape = space.get_simple_extent_dims()
             block = (stop - start, *shape[1:])
@@ -225,12 +229,36 @@ class H5File:
             kind = self._memory_types.get(into.dtype)
             if kind is None:
                 kind = self._memory_types[into.dtype] = h5py.h5t.py_create(into.dtype)
+            # What HDF5 keeps is inflated once, and not anew for each piece.
+            is_worth = into.nbytes >= LEAST_BYTES and kept is None
+            if is_worth and inflate(node, start, stop, into, kind):
+                return into
             if not shape or stop - start == shape[0]:
                 node.read(h5py.h5s.ALL, h5py.h5s.ALL, into, kind)
             else:
                 space.select_hyperslab((start, *(0 for _ in shape[1:])), block)
                 node.read(h5py.h5s.create_simple(block), space, into, kind)
             return into
+
+    @contextmanager
+    def keeping(self, datasets: Collection[str], nbytes: int) -> Iterator[None]:
+        """Has HDF5 keep so many bytes of decompressed chunks of each dataset in the block.
+
+        ``nbytes`` may be zero; then it keeps what it would anyway, 1 MiB within one read.
+        """
+        import h5py
+
+        if nbytes:
+            access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+            access.set_chunk_cache(_SLOTS, nbytes, 1.0)
+            for dataset in datasets:
+                with self._naming(dataset):
+                    node = h5py.h5d.open(self._root, dataset.encode(), access)
+                self._kept[dataset] = node
+        try:
+            yield
+        finally:
+            self._kept.clear()
 
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Returns entries of a dataset of text or values of varying length, as Python objects."""
@@ -255,15 +283,19 @@ class H5File:
         with self._naming(dataset):
             return tuple(map(int, h5py.h5d.open(self._root, dataset.encode()).shape))
 
-    def chunk_rows(self, dataset: str) -> int:
-        """Returns how many entries one stripe of chunks spans; 1 if the dataset has no chunks."""
+    def stripe(self, dataset: str) -> tuple[int, int]:
+        """Returns how many entries one stripe of chunks spans, and the bytes of its chunks, with
+        what of them lies beyond the edges; one entry if the dataset has no chunks."""
         import h5py
 
         with self._naming(dataset):
-            properties = h5py.h5d.open(self._root, dataset.encode()).get_create_plist()
+            node = h5py.h5d.open(self._root, dataset.encode())
+            properties, shape = node.get_create_plist(), node.shape
             if properties.get_layout() != h5py.h5d.CHUNKED:
-                return 1
-            return int(properties.get_chunk()[0])
+                return 1, math.prod(shape[1:]) * node.get_type().get_size()
+            chunk = properties.get_chunk()
+            count = math.prod(-(-n // step) for n, step in zip(shape[1:], chunk[1:], strict=True))
+            return int(chunk[0]), count * math.prod(chunk) * node.get_type().get_size()
 
     def _dtype(self, node: Any) -> np.dtype[Any]:
         """Returns the native dtype of a dataset."""
@@ -277,7 +309,7 @@ class H5File:
             found = self._dtypes[said] = _native(kind.dtype)
         return found
 
-    def _naming(self, where: str) -> AbstractContextManager[None]:
+    def _naming(self, where: str) -> naming:
         return naming(self.path, where, self._is_verified)
 
     def _walk(
@@ -295,7 +327,7 @@ class H5File:
         address = h5py.h5o.get_info(node).addr
         if address in above or len(above) >= _MAX_DEPTH:
             raise CorpusError(f"the groups below {prefix or '/'!r} are nested without end")
-        for name, child in _entries(node):
+        for name, child in entries_of(node):
             path = prefix + _text(name)
             if path in without:
                 continue
@@ -332,35 +364,6 @@ class H5File:
             elif layout != h5py.h5d.COMPACT:
                 problem = "its values were never written"
         return Leaf(path, shape, dtype, problem)
-
-
-def _links(node: Any) -> list[tuple[bytes, str | None]]:
-    """Returns the names of the links of a group, and why each is not followed, if it is not.
-
-    Soft and external links are not: an external one could name any file of this machine.
-    """
-    import h5py
-
-    found: list[tuple[bytes, str | None]] = []
-    why = {
-        h5py.h5l.TYPE_HARD: None,
-        h5py.h5l.TYPE_SOFT: "it is a soft link, which is not followed",
-    }
-
-    def note(name: bytes, info: Any) -> None:
-        found.append((name, why.get(info.type, "it is a link out of this file")))
-
-    # Iterated in one go: asking for the links one by one is quadratic in their number.
-    node.links.iterate(note, info=True)
-    return found
-
-
-def _entries(node: Any) -> Iterator[tuple[bytes, Any]]:
-    """Yields name and opened object of each entry of a group; for a link, why it is not opened."""
-    import h5py
-
-    for name, why in _links(node):
-        yield name, h5py.h5o.open(node, name) if why is None else why
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

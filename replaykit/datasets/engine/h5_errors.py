@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from replaykit.datasets.engine.signature import AT_SOURCE
 from replaykit.errors import CorpusError
 
 __all__ = ["naming"]
 
+_FAULTS: Final = (
+    OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, MemoryError,
+)  # fmt: skip
 
-@contextmanager
-def naming(path: Path, where: str | None, is_verified: bool) -> Iterator[None]:
-    """Turns whatever the HDF5 library raises into an error that names the file and the place."""
-    place = str(path) if where is None else f"{path}: {where}"
-    try:
-        yield
-    except CorpusError as error:
-        raise CorpusError(f"{place}: {error} [V03]") from error
-    except MemoryError as error:
-        raise CorpusError(f"{place}: too large to read in one piece ({error}) [V03]") from error
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
+
+class naming:
+    """Turns whatever the HDF5 library raises into an error that names the file and the place.
+
+    A context manager without a generator: it is entered for every array that is read.
+    """
+
+    __slots__ = ("_is_verified", "_path", "_where")
+
+    def __init__(self, path: Path, where: str | None, is_verified: bool) -> None:
+        self._path = path
+        self._where = where
+        self._is_verified = is_verified
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, _FAULTS):
+            return
+        place = str(self._path) if self._where is None else f"{self._path}: {self._where}"
+        if isinstance(error, CorpusError):
+            raise CorpusError(f"{place}: {error} [V03]") from error
+        if isinstance(error, MemoryError):
+            why = f"too large to read in one piece ({error})"
+            raise CorpusError(f"{place}: {why} [V03]") from error
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
+            return
         cause = str(error.args[-1] if error.args else error)
-        remedy = _remedy(cause, is_verified)
+        remedy = _remedy(cause, self._is_verified)
         raise CorpusError(f"{place}: cannot be read ({cause}); {remedy} [V03]") from error
 
 

@@ -47,7 +47,7 @@ class JoinedFile(H5File):
     def has_group(self, path: str) -> bool:
         return self._files[0].has_group(path)
 
-    def members(self, group: str = "") -> list[Member]:
+    def members(self, group: str = "") -> Iterator[Member]:
         return self._files[0].members(group)
 
     def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
@@ -79,6 +79,13 @@ class JoinedFile(H5File):
             return np.concatenate(parts, out=into)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    @contextmanager
+    def keeping(self, datasets: Collection[str], nbytes: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for file in self._files:
+                stack.enter_context(file.keeping(datasets, nbytes))
+            yield
+
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
         parts = [file.entries(dataset, a, b) for file, a, b in self._within(dataset, start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -87,8 +94,9 @@ class JoinedFile(H5File):
         shapes = [file.shape(dataset) for file in self._files]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
 
-    def chunk_rows(self, dataset: str) -> int:
-        return max(file.chunk_rows(dataset) for file in self._files)
+    def stripe(self, dataset: str) -> tuple[int, int]:
+        stripes = [file.stripe(dataset) for file in self._files]
+        return max(rows for rows, _ in stripes), max(nbytes for _, nbytes in stripes)
 
     def _within(self, dataset: str, start: int, stop: int) -> Iterator[tuple[H5File, int, int]]:
         """Yields the files that hold records ``start .. stop - 1``, and which of theirs."""

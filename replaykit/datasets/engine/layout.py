@@ -42,6 +42,11 @@ class Facts:
     success: int = -1
     terminated: bool | None = None
 
+    @staticmethod
+    def seed_of(said: object) -> int:
+        """Returns a seed that a source says, or -1 where it says none that can be one."""
+        return said if isinstance(said, int) and 0 <= said < 1 << 63 else -1
+
 
 @dataclass(frozen=True)
 class Window:

@@ -57,6 +57,8 @@ def _list(
     files: tuple[SourceFile, ...], layout: Layout, piece: tuple[int, int]
 ) -> tuple[int, Listing]:
     source, found = files[piece[0]], {}
+    # Leaves of most groups are equal: what is one object is sent once.
+    known: dict[Leaf, Leaf] = {}
     try:
         with open_h5(source.path, is_verified=source.is_verified) as file:
             place = Place(source.path, source.name)
@@ -64,7 +66,7 @@ def _list(
             episodes = resolved.episodes.find(file, resolved, place, 1 << 20).episodes
             for group in dict.fromkeys(episode.group for episode in episodes):
                 try:
-                    found[group] = file.leaves(group)
+                    found[group] = [known.setdefault(leaf, leaf) for leaf in file.leaves(group)]
                 except CorpusError:
                     continue
     except (ValueError, OSError):

@@ -43,7 +43,7 @@ def store_once(
     Raises:
         OSError: there is no room, or a file cannot be read.
     """
-    lasts = np.array([episode.start + episode.rows - 1 for episode in plan.episodes], np.int64)
+    lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
     found = {
         key: column
         for key, column in columns.items()

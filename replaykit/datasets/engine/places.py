@@ -9,7 +9,12 @@ from pathlib import Path
 
 from replaykit.errors import CorpusError
 
-__all__ = ["Note", "Notes", "Part", "Place"]
+__all__ = ["Note", "Notes", "Part", "Place", "path_below"]
+
+
+def path_below(group: str, path: str) -> str:
+    """Returns the path in a file of what lies below a group; ``""`` is the root."""
+    return f"{group}/{path}" if group else path
 
 
 @dataclass(frozen=True)

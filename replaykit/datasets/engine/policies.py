@@ -60,6 +60,9 @@ class Policies:
             them out and reports them, and files that cannot be read at all; ``"keep"`` keeps
             values that break a rule and reports them, while what cannot be rows at all is an
             error.
+        strict: whatever would be a warning is an error, told of together when all has been read:
+            nothing is published. Steps whose next state was not recorded are dropped, unless
+            ``unrecorded`` is ``"keep"``.
 
     Raises:
         ValueError: another value; a dtype that there is not; a key that is always there.
@@ -85,6 +88,7 @@ class Policies:
     unrecorded: Literal["terminated", "drop", "keep"] = "terminated"
     copies: Literal["layout", "keep", "drop", "error"] = "layout"
     on_invalid: Literal["error", "skip", "keep"] = "error"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {
@@ -97,6 +101,7 @@ class Policies:
             "unrecorded": ("terminated", "drop", "keep"),
             "copies": ("layout", "keep", "drop", "error"),
             "on_invalid": ("error", "skip", "keep"),
+            "strict": (False, True),
         }
         for name, known in choices.items():
             given = getattr(self, name)
@@ -119,6 +124,11 @@ class Policies:
         for key in self.exclude:
             if key[-1] in DEFAULT_DONE_KEYS or key in (("episode",), ("seed",)):
                 raise ValueError(f"expected exclude without flags and ids, got {key}")
+
+    @property
+    def last_steps(self) -> Literal["terminated", "drop", "keep"]:
+        """When a last step stays whose next state was not recorded; as ``unrecorded``."""
+        return "drop" if self.strict and self.unrecorded == "terminated" else self.unrecorded
 
     def keeps(self, key: Key) -> bool:
         """Whether a column of that key is asked for."""
@@ -162,6 +172,9 @@ class Policies:
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
         values = dict(vars(self))
+        if not self.strict:
+            # As it was said before there was a choice: it is part of what a data set is.
+            del values["strict"]
         values["exclude"] = [list(key) for key in self.exclude]
         values["include"] = None if self.include is None else [list(key) for key in self.include]
         return values

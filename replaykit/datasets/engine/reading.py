@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.places import path_below
 from replaykit.datasets.engine.plan import PlannedLeaf, Span
 from replaykit.datasets.engine.stretch import Stretch
 from replaykit.errors import CorpusError
 
 __all__ = ["StretchReader"]
+
+_KEPT_BYTES: Final = 160 << 20
+"""Bytes of a stripe of chunks up to which it is decompressed once and kept while it is read."""
 
 
 class StretchReader:
@@ -90,11 +94,13 @@ class StretchReader:
         stop: int,
         into: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
+        if not leaf.is_once:
+            start, stop = start + span.base, stop + span.base
         if leaf.decoder is not None:
-            return leaf.decoder.read(self._file, _path(span, leaf.path), start, stop)
+            return leaf.decoder.read(self._file, path_below(span.group, leaf.path), start, stop)
         if len(leaf.paths) == 1:
-            return self._file.read(_path(span, leaf.path), start, stop, into)
-        parts = [self._file.read(_path(span, path), start, stop) for path in leaf.paths]
+            return self._file.read(path_below(span.group, leaf.path), start, stop, into)
+        parts = [self._file.read(path_below(span.group, path), start, stop) for path in leaf.paths]
         flat = [part.reshape(stop - start, -1) for part in parts]
         return np.concatenate(flat, axis=1, dtype=leaf.dtype)
 
@@ -104,6 +110,10 @@ class StretchReader:
         """Yields the records of a leaf in blocks, each with the index of its first record.
 
         ``loaded`` has the first records of leaves that were read already.
+
+        HDF5 decompresses a chunk whole. A stripe of chunks that is larger than a block is read in
+        blocks all the same: HDF5 keeps it meanwhile up to 160 MiB. A larger one is decompressed
+        anew for every block, which takes time; a chunk of that size takes its memory in any case.
         """
         stretch, begin = self._stretch, 0
         if leaf.path in loaded:
@@ -123,18 +133,25 @@ class StretchReader:
                 count = min(step, records - start)
                 yield start, np.broadcast_to(value, (count, *value.shape[1:]))
             return
-        if leaf.record_bytes * records > self._block_bytes:
-            # Whole stripes of chunks, so that none is decompressed twice.
-            span = stretch.spans[0]
-            stripe = max(self._file.chunk_rows(_path(span, path)) for path in leaf.paths)
-            step = stripe * max(1, self._block_bytes // (stripe * leaf.record_bytes))
+        if leaf.record_bytes * records <= self._block_bytes:
+            yield begin, self.read(leaf, begin, records)
+            return
+        span = stretch.spans[0]
+        paths = [path_below(span.group, path) for path in leaf.paths]
+        stripes = [self._file.stripe(path) for path in paths]
+        stripe = max(rows for rows, _ in stripes)
+        nbytes = stripe * leaf.record_bytes
+        # Whole stripes of chunks, so that none is decompressed twice.
+        step = stripe * max(1, self._block_bytes // nbytes)
+        piece = step if nbytes <= self._block_bytes else self._block_bytes // leaf.record_bytes
+        whole = max(nbytes for _, nbytes in stripes)
+        kept = whole if piece < step and whole <= _KEPT_BYTES else 0
         start = begin
         while start < records:
             # To the end of a stripe, wherever this begins.
-            stop = min((start // step + 1) * step, records)
-            yield start, self.read(leaf, start, stop)
-            start = stop
-
-
-def _path(span: Span, path: str) -> str:
-    return f"{span.group}/{path}" if span.group else path
+            end = min(((start + span.base) // step + 1) * step - span.base, records)
+            with self._file.keeping(paths, kept):
+                while start < end:
+                    stop = min(start + max(1, piece), end)
+                    yield start, self.read(leaf, start, stop)
+                    start = stop

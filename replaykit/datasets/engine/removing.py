@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
 from replaykit.datasets.engine.filework import Written
@@ -27,17 +28,24 @@ __all__ = ["kept_episodes", "without_episodes"]
 
 _BLOCK_BYTES: Final = 1 << 20
 
+Index = npt.NDArray[np.int64]
 
-def kept_episodes(before: Plan, after: Plan) -> list[int] | None:
-    """Returns which episodes of a plan another one still has, by their positions.
+
+def kept_episodes(before: Plan, after: Plan) -> Index | None:
+    """Returns which episodes of a plan another one still has, by their positions; O(E).
 
     ``None`` where the other one has other columns, or rows that were not written.
     """
     if before.leaves != after.leaves or column_specs(before) != column_specs(after):
         return None
-    known = {_identity(episode): at for at, episode in enumerate(before.episodes)}
-    found = [known.get(_identity(episode), -1) for episode in after.episodes]
-    return None if -1 in found else found
+    found = np.empty(len(after.episodes), np.int64)
+    # Both are in the order of files and arrays.
+    rest = enumerate(map(_identity, before.episodes))
+    for at, wanted in enumerate(map(_identity, after.episodes)):
+        found[at] = next((position for position, each in rest if each == wanted), -1)
+        if found[at] < 0:
+            return None
+    return found
 
 
 def _identity(episode: Episode) -> tuple[object, ...]:
@@ -53,7 +61,7 @@ def without_episodes(
     written: Written,
     before: Plan,
     after: Plan,
-    kept: list[int],
+    kept: Index,
 ) -> tuple[dict[Key, ColumnFile], Written]:
     """Takes out the episodes that are not kept; returns the columns and what is known of them.
 
@@ -70,19 +78,23 @@ def without_episodes(
     Raises:
         OSError: the file system fails; names the file.
     """
-    runs: list[tuple[int, int, int]] = []
-    for old, episode in zip((before.episodes[at] for at in kept), after.episodes, strict=True):
-        if runs and runs[-1][0] + runs[-1][2] == old.start:
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + old.rows)
-        else:
-            runs.append((old.start, episode.start, old.rows))
+    runs = _runs(before, after, kept)
     found = {key: ColumnFile(c.path, c.spec, (after.rows,)) for key, c in columns.items()}
     statistics = {key: _move(column, runs) for key, column in found.items()}
     for path in directory.rglob("meta.json*"):
         _shorten(path, before.rows, after.rows)
     table = {name: values[kept] for name, values in written.table.items()}
-    table["start"] = np.array([episode.start for episode in after.episodes], np.int64)
+    table["start"] = after.episodes.column("start")
     return found, Written(table, statistics, written.facts, {})
+
+
+def _runs(before: Plan, after: Plan, kept: Index) -> list[tuple[int, int, int]]:
+    """Returns which rows move: from, to, how many; rows that stay side by side together."""
+    old = before.episodes.column("start")[kept]
+    new, rows = after.episodes.column("start"), after.episodes.column("rows")
+    begins = np.flatnonzero(np.append(True, old[1:] != old[:-1] + rows[:-1]))
+    counts = np.add.reduceat(rows, begins)
+    return list(zip(old[begins].tolist(), new[begins].tolist(), counts.tolist(), strict=True))
 
 
 def _move(column: ColumnFile, runs: list[tuple[int, int, int]]) -> Statistics:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.places import Notes
-from replaykit.datasets.engine.plan import Episode, Plan
+from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.sources import Sources
 
 __all__ = ["duplicates", "make_report", "summary", "warn_caller"]
@@ -20,11 +20,26 @@ _PACKAGE: Final = __name__.partition(".")[0]
 
 
 def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """Returns pairs (later episode, first episode) with equal digests ``[E, 16]``; O(E log E)."""
-    whole = np.ascontiguousarray(digests).view(np.dtype((np.void, digests.shape[1]))).reshape(-1)
-    _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
-    original = first[inverse.reshape(-1)]
-    return [(int(e), int(original[e])) for e in np.flatnonzero(original != np.arange(len(whole)))]
+    """Returns pairs (later episode, first episode) with equal digests ``[E, 16]``; O(E log E).
+
+    Memory: some 40 bytes for each episode.
+    """
+    halves = np.ascontiguousarray(digests).view(np.uint64)
+    # Mostly there are none, which half of each digest shows as well.
+    if np.diff(np.sort(halves[:, 0])).all():
+        return []
+    # Equal ones lie side by side then, in their order.
+    order = np.lexsort(halves.T)
+    ordered = halves[order]
+    repeats = np.zeros(len(order), np.bool_)
+    repeats[1:] = (ordered[1:] == ordered[:-1]).all(axis=1)
+    del ordered
+    if not repeats.any():
+        return []
+    heads = np.flatnonzero(~repeats)
+    later = np.flatnonzero(repeats)
+    first = heads[np.searchsorted(heads, later) - 1]
+    return sorted(zip(order[later].tolist(), order[first].tolist(), strict=True))
 
 
 def make_report(
@@ -43,7 +58,7 @@ def make_report(
     names = [file.name for file in sources.files]
 
     def episode(position: int) -> list[str]:
-        found: Episode = plan.episodes[position]
+        found = plan.episodes[position]
         return [names[found.file], found.name]
 
     return {

@@ -9,21 +9,22 @@ throughout.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
 
-from replaykit.datasets.engine.finding import EpisodeRef, Segments
+from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
+from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Segments
+from replaykit.datasets.engine.flat import Excluded, flat_episodes, gives_no_row
 from replaykit.datasets.engine.h5 import H5File, Leaf
 from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
 from replaykit.datasets.engine.listing import Listing, listings
-from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.engine.plan import Episode, Plan, Skipped, Span
+from replaykit.datasets.engine.places import Notes, Place, path_below
+from replaykit.datasets.engine.plan import Plan, Skipped
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.schema import SchemaUnion
 from replaykit.datasets.engine.specs import ALWAYS_KEYS
@@ -32,8 +33,6 @@ from replaykit.errors import CorpusError
 
 __all__ = ["Excluded", "scan"]
 
-Excluded = Mapping[tuple[int, str, int], str]
-"""Episodes to leave out, by file, group and first record, and why."""
 WHOLE_FILE: Final = "the whole file"
 """Stands in the report for the name of an episode."""
 _SMALL_BYTES: Final = 1 << 18
@@ -72,7 +71,7 @@ def scan(
         for unit in units_of(sources, layout, state.fail):
             listed = [next(ahead) for _ in unit]
             state.unit(unit, sources, listed[0])
-    if not state.episodes:
+    if not len(state.episodes):
         names = ", ".join(str(source.path) for source in sources.files[:5])
         skipped = "; ".join(f"{entry.name}: {entry.why}" for entry in state.skipped[:5])
         raise CorpusError(
@@ -92,8 +91,6 @@ class _Scan:
     notes: Notes
     schema: SchemaUnion | None = None
     first_file: Place | None = None
-    episodes: list[Episode] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     numbering: list[tuple[int, str]] = field(default_factory=list)
     splits: dict[str, list[int]] = field(default_factory=dict)
@@ -102,6 +99,11 @@ class _Scan:
     failed: set[int] = field(default_factory=set)
     rows: int = 0
     records: int = 0
+
+    def __post_init__(self) -> None:
+        self.spans = Spans()
+        is_flat = isinstance(self.layout.episodes, Segments)
+        self.episodes = Episodes(self.spans, is_whole=not is_flat)
 
     def fail(self, index: int, error: Exception) -> None:
         """Notes that a file cannot be read at all, or is of another layout; or raises that."""
@@ -161,15 +163,14 @@ class _Scan:
             self.numbering.append((index, found.numbering))
         for rule, text, at in found.odd:
             self.notes.add(rule, text, at)
-        numbers = [(episode.part, episode.number) for episode in found.episodes]
-        if len(set(numbers)) < len(numbers):
-            listed = sorted(number for _, number in numbers)
+        if found.episodes.has_twins:
+            listed = sorted(found.episodes.numbers.tolist())
             raise place.error(f"two episodes have one number: {listed}", "V33")
-        first, seen = len(self.episodes), self.records
-        for group, refs in groupby(found.episodes, key=lambda episode: episode.group):
+        first, seen = len(self.spans), self.records
+        for group, refs in found.episodes.by_group():
             at = place.at(group=group or None)
             try:
-                self.span(index, file, list(refs), at)
+                self.span(index, file, group, refs, at)
             except CorpusError as error:
                 if self.policies.on_invalid != "skip":
                     raise
@@ -190,7 +191,11 @@ class _Scan:
                 self.notes.add("V15", f"{text}; what is there is taken", place)
 
     def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
-        positions = {e.group: first + at for at, e in enumerate(self.episodes[first:])}
+        """Notes which episodes are of named parts; ``first`` is the first span of the file."""
+        if not splits:
+            return
+        mine = self.spans.within(range(first, len(self.spans)))
+        positions = {span.group: span.first for span in mine}
         for name, groups in splits.items():
             known = [positions[group] for group in groups if group in positions]
             self.splits.setdefault(name, []).extend(sorted(known))
@@ -201,10 +206,10 @@ class _Scan:
                 )
                 self.notes.add("V15", text, place)
 
-    def span(self, index: int, file: H5File, refs: Sequence[EpisodeRef], place: Place) -> None:
+    def span(self, index: int, file: H5File, group: str, refs: EpisodeRefs, place: Place) -> None:
+        """Takes the arrays of a group with their episodes, or none of these."""
         assert self.schema is not None
-        layout, group = self.schema.layout, refs[0].group
-        is_flat = isinstance(layout.episodes, Segments)
+        layout, first = self.schema.layout, len(self.episodes)
         beside = layout.episodes.beside if isinstance(layout.episodes, Segments) else ()
         leaves = {leaf.path: leaf for leaf in file.leaves(group, without=beside)}
         for path, decoder in layout.decoders:
@@ -213,23 +218,36 @@ class _Scan:
         records = self.schema.check_lengths(leaves, place)
         self.records += records
         facts = self._facts(file, group, records, place)
-        found = list(self._episodes(index, file, refs, leaves, records, facts, is_flat))
-        if not found:
-            return
-        specs, form = self.schema.add(leaves, records, place, count=len(found))
-        for path, spec in specs.items():
-            if self.schema.is_in_question(path, spec):
-                count = 1 if spec.is_once else records + spec.extra
-                if self._has_values(file, group, path, spec.record_bytes, count):
-                    self.schema.with_values.add(path)
-        rows = sum(episode.rows for episode in found)
-        first = len(self.episodes)
-        self.episodes.extend(found)
-        stop = first + len(found)
-        self.spans.append(
-            Span(index, group, records, first, stop, self.rows, rows, frozenset(specs), form)
-        )
-        self.rows += rows
+        rows = self.rows
+        try:
+            if refs.terminated is not None:
+                unit, starts = self.units[index], [part.start for part in file.parts] or [0]
+                columns, left_out = flat_episodes(
+                    refs, layout, self.policies.last_steps, unit, starts, self.excluded, rows
+                )
+                self.skipped.extend(left_out)
+                self.episodes.extend(columns, facts, dict(zip(unit, starts, strict=True)))
+                rows += int(columns["rows"].sum())
+            else:
+                for episode in self._episodes(index, file, refs, leaves, records, facts):
+                    self.episodes.append(episode)
+                    rows += episode.rows
+            stop = len(self.episodes)
+            if first == stop:
+                return
+            specs, form = self.schema.add(leaves, records, place, count=stop - first)
+            for path, spec in specs.items():
+                if self.schema.is_in_question(path, spec):
+                    count = 1 if spec.is_once else records + spec.extra
+                    if self._has_values(file, group, path, spec.record_bytes, count):
+                        self.schema.with_values.add(path)
+        except CorpusError:
+            self.episodes.cut(first)
+            raise
+        span = Span(index, group, records, first, stop, self.rows, rows - self.rows,
+                    frozenset(specs), form)  # fmt: skip
+        self.spans.append(span)
+        self.rows = rows
 
     def _facts(self, file: H5File, group: str, records: int, place: Place) -> Facts:
         assert self.schema is not None
@@ -251,14 +269,14 @@ class _Scan:
         self,
         index: int,
         file: H5File,
-        refs: Sequence[EpisodeRef],
+        refs: Iterable[EpisodeRef],
         leaves: Mapping[str, Leaf],
         total: int,
         facts: Facts,
-        is_flat: bool,
     ) -> Iterator[Episode]:
         assert self.schema is not None
         layout, start, unit = self.schema.layout, self.rows, self.units[index]
+        is_whole = self.episodes.is_whole
         variants: dict[bool | None, Facts] = {None: facts}
         variants |= {said: replace(facts, terminated=said) for said in (True, False)}
         for ref in refs:
@@ -270,15 +288,15 @@ class _Scan:
             rows = records - layout.lost + is_open
             why = self.excluded.get((begins, ref.group, ref.base)) if self.excluded else None
             if why is None and rows < 1:
-                why = f"it has {records} record{'s' * (records != 1)}, so it gives no row"
+                why = gives_no_row(records)
             if why is not None:
                 first = ref.base - within
-                name = ref.group if not is_flat else f"{ref.group}[{first}:{first + records}]"
+                name = ref.group if is_whole else f"{ref.group}[{first}:{first + records}]"
                 self.skipped.append(Skipped(begins, name, why))
                 continue
             yield Episode(
                 begins, ref.group, ref.number, ref.base, records, rows, start, is_open,
-                not is_flat, facts, within,
+                is_whole, facts, within,
             )  # fmt: skip
             start += rows
 
@@ -292,14 +310,15 @@ class _Scan:
     ) -> bool:
         """Whether the last step is kept although the state that it led to is not known."""
         assert self.schema is not None
-        if self.policies.unrecorded != "terminated" or not records:
-            return self.policies.unrecorded == "keep"
+        choice = self.policies.last_steps
+        if choice != "terminated" or not records:
+            return choice == "keep"
         for said in (ref.terminated, facts.terminated):
             if said is not None:
                 return said
         last = ref.base + records - 1
         return any(
-            bool(file.read(_join(ref.group, entry.name), last, last + 1).any())
+            bool(file.read(path_below(ref.group, entry.name), last, last + 1).any())
             for entry in self.schema.layout.fields
             if entry.role == "terminated" and entry.name in leaves
         )
@@ -312,7 +331,7 @@ class _Scan:
         start, step = 0, records if records * record_bytes <= _SMALL_BYTES else 1
         while start < records:
             stop = min(start + step, records)
-            if not np.isnan(file.read(_join(group, path), start, stop)).all():
+            if not np.isnan(file.read(path_below(group, path), start, stop)).all():
                 return True
             start, step = stop, max(1, self.block_bytes // max(1, record_bytes))
         return False
@@ -342,7 +361,3 @@ def is_about_the_file(error: Exception) -> bool:
     if isinstance(error, OSError):
         return isinstance(error, (PermissionError, IsADirectoryError)) or error.errno == errno.EIO
     return isinstance(error, CorpusError)
-
-
-def _join(group: str, path: str) -> str:
-    return f"{group}/{path}" if group else path

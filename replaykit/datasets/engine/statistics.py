@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Statistics"]
+from replaykit.native import moments
+from replaykit.native.lanes import MOST
 
-_PIECE: Final = 1 << 16
-"""Numbers that are looked at together."""
+__all__ = ["Statistics"]
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Statistics:
         if block.dtype.kind == "c":
             return
         flat = block.reshape(-1)
-        for start in range(0, flat.size, _PIECE):
-            self._add(flat[start : start + _PIECE])
+        for start in range(0, flat.size, MOST):
+            self._add(flat[start : start + MOST])
 
     def _add(self, block: npt.NDArray[Any]) -> None:
         if block.dtype.kind == "b":
@@ -54,21 +54,12 @@ class Statistics:
             squares = count * mean * (1 - mean)
             self.merge(Statistics(count, 0, mean == 1.0, mean > 0.0, mean, squares))
             return
-        if block.dtype.kind == "f":
-            holes = int(np.count_nonzero(np.isnan(block)))
-            if holes:
-                self.nan += holes
-                block = block[~np.isnan(block)]
-                if not block.size:
-                    return
-        with np.errstate(all="ignore"):
-            if block.dtype.itemsize == 1 and block.dtype.kind in "ui":
-                mean, squares = _of_bytes(block)
-            else:
-                mean = float(block.mean(dtype=np.float64))
-                squares = float(np.square(block - mean, dtype=np.float64).sum())
-        least, largest = block.min().item(), block.max().item()
-        self.merge(Statistics(block.size, 0, least, largest, mean, squares))
+        if block.dtype == np.float16:
+            block = block.astype(np.float32)
+        count, *found = moments(block)
+        self.nan += block.size - count
+        if count:
+            self.merge(Statistics(count, 0, *found))
 
     def merge(self, other: Statistics) -> None:
         """Adds what another one has seen after this one."""
@@ -93,15 +84,6 @@ class Statistics:
             "std": _finite(math.sqrt(self.squares / self.count)) if known else None,
             "nan": self.nan,
         }
-
-
-def _of_bytes(block: npt.NDArray[Any]) -> tuple[float, float]:
-    """Mean and sum of squared distances from it, of `_PIECE` numbers of one byte at the most."""
-    # As whole numbers, which are exact: 255 ** 2 * _PIECE is less than 2 ** 32.
-    wide = block.astype(np.int32 if block.dtype.kind == "i" else np.uint32)
-    total = int(np.add.reduce(wide, axis=None, dtype=wide.dtype))
-    squares = int(np.add.reduce(np.square(wide, out=wide), axis=None, dtype=wide.dtype))
-    return total / block.size, (squares * block.size - total * total) / block.size
 
 
 def _finite(value: Any) -> Any:

@@ -110,19 +110,32 @@ class Storing:
             return block
         if leaf.stored.kind == "b":
             return block != 0
+        real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
         with np.errstate(over="ignore", invalid="ignore"):
-            values = block.astype(leaf.stored)
-        lost = None
-        if block.dtype.kind in "fc" and leaf.stored.kind in "fc":
-            lost = np.isfinite(block) & ~np.isfinite(values)
-        elif block.dtype.kind in "iuf" and leaf.stored.kind in "iu":
-            lost = values.astype(block.dtype) != block
-        if lost is not None and lost.any():
+            values = real.astype(leaf.stored)
+        lost = _lost(block, values)
+        if lost.any():
             bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
             at = self._stretch.place_at(bad, leaf.path)
             position = self._stretch.first + self._stretch.at.at_record(bad)
             self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
         return values
+
+
+def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which numbers were changed by more than rounding when they were cast."""
+    found, made = block.dtype.kind, values.dtype.kind
+    if found not in "biufc":
+        return np.zeros(block.shape, bool)
+    if made in "iu":
+        # A number that only changes its sign comes back as it was.
+        with np.errstate(over="ignore", invalid="ignore"):
+            lost = values.astype(block.dtype) != block
+        return np.asarray(lost | ((values < 0) != (block < 0)) if found in "iuf" else lost)
+    lost = np.isfinite(block) & ~np.isfinite(values)
+    if found == "c" and made == "f":
+        lost |= block.imag != 0
+    return np.asarray(lost)
 
 
 class _Common:

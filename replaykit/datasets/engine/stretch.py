@@ -2,22 +2,24 @@
 
 An episode of ten steps is no work for the machine and much for the interpreter. Short groups of
 one file that declare the same leaves are therefore laid one after another, and all that follows
-sees arrays of one length with many episodes, as a flat file has them.
+sees arrays of one length with many episodes, as a flat file has them. What is kept of each of them
+while they are written takes memory, so that a flat file of very many is taken in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.episodes import Episode, Episodes, Span
 from replaykit.datasets.engine.places import Place
-from replaykit.datasets.engine.plan import Episode, Plan, PlannedLeaf, Span
+from replaykit.datasets.engine.plan import Plan, PlannedLeaf
 
 __all__ = ["EpisodeRows", "Stretch", "stretches"]
 
@@ -25,6 +27,8 @@ Index = npt.NDArray[np.int64]
 
 _TOGETHER_BYTES: Final = 1 << 20
 """Bytes of the widest leaf up to which spans are taken together: they stay in a fast cache."""
+_EPISODES: Final = 1 << 13
+"""Episodes of a stretch: some 700 bytes of each are held while it is written."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,13 @@ class EpisodeRows:
     is_open: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode]) -> EpisodeRows:
-        """Returns those of episodes as a plan has them."""
-        # Not a tuple for each: so many new objects have Python look for cycles among all others.
-        return cls(
-            np.array([episode.base for episode in episodes], np.int64),
-            np.array([episode.records for episode in episodes], np.int64),
-            np.array([episode.start for episode in episodes], np.int64),
-            np.array([episode.rows for episode in episodes], np.int64),
-            np.array([episode.is_open for episode in episodes], np.bool_),
-        )
+    def of(cls, episodes: Episodes, first: int, stop: int) -> EpisodeRows:
+        """Returns those of some episodes as a plan has them."""
+        names = ("base", "records", "start", "rows", "is_open")
+        return cls(*(episodes.column(name)[first:stop] for name in names))
+
+    def __len__(self) -> int:
+        return len(self.bases)
 
     @cached_property
     def stops(self) -> Index:
@@ -83,11 +84,10 @@ class Stretch:
     before: its longer leaves have place there, which the others leave zero.
 
     Attributes:
-        spans: one, or short ones.
+        spans: one or a part of one, or short ones.
         offsets: where each begins.
         records: how many there are, with the room after each but a single one.
-        episodes: those of the plan.
-        at: where they lie here.
+        at: where the episodes lie here.
         first, stop, start, rows, leaves: as those of a span.
     """
 
@@ -98,18 +98,28 @@ class Stretch:
         self.start = first.start
         self.rows = last.start + last.rows - first.start
         self.leaves = first.leaves
-        self.episodes: Sequence[Episode] = plan.episodes[self.first : self.stop]
         self.place = place
+        self._plan = plan
         if len(spans) == 1:
             room = 0
         lengths = np.array([span.records + room for span in spans], np.int64)
         self.offsets = np.cumsum(lengths) - lengths
         self.records = int(lengths.sum())
-        at = EpisodeRows.of(self.episodes)
+        at = EpisodeRows.of(plan.episodes, self.first, self.stop)
         if len(spans) > 1:
             shifts = np.repeat(self.offsets, [span.stop - span.first for span in spans])
-            at = EpisodeRows(at.bases + shifts, at.records, at.starts, at.rows, at.is_open)
+            at = replace(at, bases=at.bases + shifts)
+        elif first.base:
+            at = replace(at, bases=at.bases - first.base)
         self.at = at
+
+    def episode(self, position: int) -> Episode:
+        """Returns an episode, counted from the first one here, as the plan has it."""
+        return self._plan.episodes[self.first + position]
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Returns a fact of all episodes; see `Episodes.column`."""
+        return self._plan.episodes.column(name)[self.first : self.stop]
 
     @property
     def is_single(self) -> bool:
@@ -123,11 +133,12 @@ class Stretch:
     def place_at(self, record: int, key: str) -> Place:
         """Returns where a record of a leaf is in the corpus."""
         span = int(np.searchsorted(self.offsets, record, "right")) - 1
-        return self.place_of(span).at(key=key, record=record - int(self.offsets[span]))
+        within = record - int(self.offsets[span]) + self.spans[span].base
+        return self.place_of(span).at(key=key, record=within)
 
     def place_of_episode(self, episode: int) -> Place:
         """Returns where an episode, counted from the first of the stretch, is in the corpus."""
-        found = self.episodes[episode]
+        found = self.episode(episode)
         at = self.place.at(group=found.group or None)
         return at if found.is_whole else at.at(record=found.base)
 
@@ -137,10 +148,10 @@ class Stretch:
 
 
 def stretches(
-    plan: Plan, spans: Sequence[Span], witnesses: Sequence[PlannedLeaf], block_bytes: int,
+    plan: Plan, spans: Iterable[Span], witnesses: Sequence[PlannedLeaf], block_bytes: int,
     place: Place,
 ) -> Iterator[Stretch]:  # fmt: skip
-    """Yields the spans of one file, short ones taken together.
+    """Yields the spans of one file, short ones taken together and those of many episodes in parts.
 
     Args:
         plan: what is to be written.
@@ -156,12 +167,33 @@ def stretches(
     limit = min(limit, block_bytes // max(1, together))
     for _, alike in groupby(spans, key=lambda span: span.form):
         waiting: list[Span] = []
-        records = 0
+        records = episodes = 0
         for span in alike:
-            length = span.records + room
-            if waiting and records + length > limit:
+            length, count = span.records + room, span.stop - span.first
+            if waiting and (records + length > limit or episodes + count > _EPISODES):
                 yield Stretch(plan, waiting, room, place)
-                waiting, records = [], 0
+                waiting, records, episodes = [], 0, 0
+            if count > _EPISODES:
+                for part in _parts(plan, span):
+                    yield Stretch(plan, [part], room, place)
+                continue
             waiting.append(span)
             records += length
-        yield Stretch(plan, waiting, room, place)
+            episodes += count
+        if waiting:
+            yield Stretch(plan, waiting, room, place)
+
+
+def _parts(plan: Plan, span: Span) -> Iterator[Span]:
+    """Cuts a span of many episodes where some begin; a chunk that is cut is decompressed twice."""
+    bases, starts = (plan.episodes.column(name) for name in ("base", "start"))
+    for first in range(span.first, span.stop, _EPISODES):
+        stop = min(first + _EPISODES, span.stop)
+        is_last = stop == span.stop
+        base = 0 if first == span.first else int(bases[first])
+        end = span.records if is_last else int(bases[stop])
+        row, end_row = int(starts[first]), span.start + span.rows
+        yield replace(
+            span, first=first, stop=stop, start=row, base=base, records=end - base,
+            rows=(end_row if is_last else int(starts[stop])) - row,
+        )  # fmt: skip

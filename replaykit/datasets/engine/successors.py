@@ -24,6 +24,7 @@ def check_successor(
     stored: npt.NDArray[Any],
     columns: Mapping[Key, ColumnFile],
     judge: Judge,
+    tails: dict[Key, bytes],
 ) -> None:
     """Compares next observations with the observations that follow (rule V22).
 
@@ -34,6 +35,8 @@ def check_successor(
         stored: what was stored from there on.
         columns: the column files.
         judge: told of episodes that break the rule.
+        tails: what the last row of the stretch before arrived at, where it is of the same arrays;
+            for that what follows was not written yet.
     """
     column = columns.get(target.key[1:])
     if (
@@ -43,15 +46,22 @@ def check_successor(
         or not column.spec.entry_bytes
     ):
         return
+    size = column.spec.entry_bytes
+    tail = tails.pop(target.key, None) if row == stretch.start else None
+    if tail is not None and stretch.spans[0].base and column.read(row, 1).tobytes() == tail:
+        _note_end_without_reset(stretch, target, -1, judge)
+    if row + len(stored) == stretch.start + stretch.rows:
+        tails[target.key] = np.ascontiguousarray(stored[-1]).tobytes()
     end = min(row + len(stored), stretch.start + stretch.rows - 1)
     if end <= row:
         return
     following = column.read(row + 1, end - row).reshape(-1)
     given = np.ascontiguousarray(stored[: end - row]).reshape(-1).view(np.uint8)
-    differs = _differing(following, given, column.spec.entry_bytes)
+    differs = _differing(following, given, size)
     finals = stretch.at.finals
     lasts = finals[(finals >= row) & (finals < end)] - row
-    _note_ends_without_reset(stretch, target, row, lasts[~differs[lasts]], judge)
+    for at in lasts[~differs[lasts]].tolist():
+        _note_end_without_reset(stretch, target, stretch.at.at_row(row + at), judge)
     differs[lasts] = False
     rows = row + np.flatnonzero(differs)
     episodes, at = np.unique(
@@ -80,20 +90,19 @@ def _differing(
     return differs
 
 
-def _note_ends_without_reset(
-    stretch: Stretch, target: Target, row: int, lasts: npt.NDArray[np.int64], judge: Judge
-) -> None:
-    """Notes ends after which the next episode goes on from where the step arrived (V39)."""
+def _note_end_without_reset(stretch: Stretch, target: Target, i: int, judge: Judge) -> None:
+    """Notes an end after which the next episode goes on from where the step arrived (V39).
+
+    ``i``: the episode that ends, counted from the first of the stretch; -1 is the one before.
+    """
     if target.key[:2] != ("next", "observation"):
         return
-    for at in lasts.tolist():
-        i = stretch.at.at_row(row + at)
-        episode, following = stretch.episodes[i], stretch.episodes[i + 1]
-        goes_on = following.base == episode.base + episode.records
-        if goes_on and following.group == episode.group:
-            record = int(stretch.at.bases[i + 1]) - 1
-            text = (
-                "an end is flagged where the next episode goes on from the state that the "
-                "step arrived at: the environment was not reset there"
-            )
-            judge.notes.add("V39", text, stretch.place_at(record, ".".join(target.key)))
+    episode, following = stretch.episode(i), stretch.episode(i + 1)
+    goes_on = following.base == episode.base + episode.records
+    if goes_on and following.group == episode.group:
+        record = int(stretch.at.bases[i + 1]) - 1
+        text = (
+            "an end is flagged where the next episode goes on from the state that the "
+            "step arrived at: the environment was not reset there"
+        )
+        judge.notes.add("V39", text, stretch.place_at(record, ".".join(target.key)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,23 +35,26 @@ _DIGEST_BYTES: Final = 16
 
 
 def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
-    """Returns an episode table of so many lines, all zero."""
-    return {
-        name: np.zeros((count, _DIGEST_BYTES) if name == "digest" else count, dtype)
-        for name, (dtype, _) in EPISODE_FIELDS.items()
+    """Returns what becomes known of so many episodes while they are written, all zero."""
+    found: dict[str, npt.NDArray[Any]] = {
+        name: np.zeros(count, EPISODE_FIELDS[name][0])
+        for name in ("terminated", "truncated", "return")
     }
+    found["digest"] = np.zeros((count, _DIGEST_BYTES), np.uint8)
+    return found
 
 
 class RowWriter:
     """Writes the spans of one file and keeps the table of their episodes.
 
     Memory: one block of one leaf and one of all witnesses together, however long an episode is;
-    some 100 bytes for each episode of a span.
+    what is known of the episodes of a stretch.
 
     Args:
         plan: what is to be written.
         columns: the files of `column_specs`, or the parts of them that hold these episodes.
-        first, stop: the episodes ``first .. stop - 1`` of the plan; ``table`` is of them.
+        first: the first episode that is written, by its position in the plan.
+        table: what `empty_table` returns for all that are written; it is filled.
         block_bytes: how much of one leaf is read at a time.
         judge: decides what becomes of episodes that break a rule.
         advance: told the bytes of every block that was read.
@@ -63,7 +66,7 @@ class RowWriter:
         columns: Mapping[Key, ColumnFile],
         *,
         first: int,
-        stop: int,
+        table: Mapping[str, npt.NDArray[Any]],
         block_bytes: int,
         judge: Judge,
         advance: Callable[[int], object],
@@ -83,12 +86,14 @@ class RowWriter:
         self._required = {entry.name for entry in plan.layout.fields if entry.required}
         self._flags = EndFlags(plan.layout, judge.notes)
         self._presence = presence(plan)
+        self._has_reward = any(leaf.role == "reward" and leaf.targets for leaf in plan.leaves)
         self.statistics: dict[Key, Statistics] = {key: Statistics() for key in columns}
         self._first = first
-        self.table = empty_table(stop - first)
+        self.tails: dict[Key, bytes] = {}
+        self.table = table
 
     def write(
-        self, file: H5File, source: SourceFile, spans: Sequence[Span], memory: dict[str, Any]
+        self, file: H5File, source: SourceFile, spans: Iterable[Span], memory: dict[str, Any]
     ) -> None:
         """Writes the episodes of all spans of a file.
 
@@ -182,7 +187,8 @@ class _StretchWriter:
         """Lets the layout compare leaves; returns what was read of them on the way."""
         writer, stretch = self._writer, self._stretch
         witnesses = [leaf for leaf in writer._witnesses if stretch.leaves.issuperset(leaf.paths)]
-        if not witnesses:
+        if not witnesses or stretch.spans[0].base:
+            # Further parts of a file are as its beginning.
             return {}
         if not stretch.is_single:
             arrays = {leaf.path: self._reader.read(leaf, 0, stretch.records) for leaf in witnesses}
@@ -228,7 +234,7 @@ class _StretchWriter:
         for target, found in zip(targets, stored, strict=True):
             if found is not None:
                 columns, judge = writer._columns, writer._judge
-                check_successor(self._stretch, target, *found, columns, judge)
+                check_successor(self._stretch, target, *found, columns, judge, writer.tails)
 
     def _store_flags(self, last: Mapping[str, npt.NDArray[Any]]) -> None:
         stretch, block = self._stretch, self._writer._block_bytes
@@ -249,17 +255,11 @@ class _StretchWriter:
     def _fill_table(self, flags: Mapping[str, npt.NDArray[np.bool_]]) -> None:
         """Fills the lines of the episodes in the table."""
         stretch, first = self._stretch, self._writer._first
-        facts = [episode.facts for episode in stretch.episodes]
         lines: dict[str, Any] = {
-            "start": stretch.at.starts,
-            "length": stretch.at.rows,
-            "seed": [episode.file for episode in stretch.episodes],
-            "episode": [episode.number for episode in stretch.episodes],
-            "source_seed": [fact.source_seed for fact in facts],
-            "success": [fact.success for fact in facts],
             "terminated": flags["terminated"],
             "truncated": flags["truncated"],
-            "return": self._checks.reward,
+            # Without a reward there is no sum of it, which is not a sum of zero.
+            "return": self._checks.reward if self._writer._has_reward else np.nan,
             "digest": self._checks.digests(_DIGEST_BYTES),
         }
         here = slice(stretch.first - first, stretch.stop - first)
@@ -268,10 +268,10 @@ class _StretchWriter:
 
     def _store_ids(self) -> None:
         stretch, block = self._stretch, max(1, self._writer._block_bytes // 8)
-        numbers = np.array([episode.number for episode in stretch.episodes], np.int64)
+        numbers = stretch.column("number")
         values: dict[Key, npt.NDArray[Any]] = {
             ("episode",): numbers,
-            ("seed",): np.array([episode.file for episode in stretch.episodes], np.int64),
+            ("seed",): stretch.column("file").astype(np.int64),
         }
         for key, leaf in self._writer._presence.items():
             here = stretch.leaves.issuperset(leaf.paths)

@@ -15,6 +15,11 @@ from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.maniskill import MANISKILL
 from replaykit.datasets.families.minari import MINARI
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
+from replaykit.datasets.families.robomimic_files import (
+    ROBOMIMIC_REPOSITORY,
+    robomimic_ids,
+    robomimic_remote,
+)
 from replaykit.datasets.families.roboset import RobosetExperienceReplay
 from replaykit.datasets.families.vd4rl import VD4RL
 from replaykit.datasets.http_sources import WebFiles
@@ -134,8 +139,9 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
     """Transitions of robomimic's simulated demonstrations, and of robosuite's raw ones.
 
     Ids are ``task/kind/name``; those named ``demo`` hold simulator states only. ``split`` takes
-    the filters of the files, such as ``"train"``. Image files are rendered by their users: give
-    them with ``source``, under any id. See `RobomimicLayout`.
+    the filters of the files, such as ``"train"``. Image files of these are rendered by their users:
+    give them with ``source``, under any id. Under ``v0.1/task/kind/name`` are the files of the
+    first release, with images, on their authors' server. See `RobomimicLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Mandlekar et al., "What
     Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
@@ -146,20 +152,10 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
         True
     """
 
-    available_datasets: ClassVar[list[str]] = [
-        f"{task}/{kind}/{name}"
-        for kind, tasks, names in (
-            ("ph", ("lift", "can", "square", "transport", "tool_hang"), ("low_dim", "demo")),
-            ("mh", ("lift", "can", "square", "transport"), ("low_dim", "demo")),
-            ("mg", ("lift", "can"), ("low_dim_sparse", "low_dim_dense", "demo")),
-            ("paired", ("can",), ("low_dim", "demo")),
-        )
-        for task in tasks
-        for name in names
-    ]
+    available_datasets: ClassVar[list[str]] = robomimic_ids()
     corpus = "robomimic"
     license = "mit"
-    repository: ClassVar[str] = "robomimic/robomimic_datasets"
+    repository: ClassVar[str] = ROBOMIMIC_REPOSITORY
 
     @property
     def layout(self) -> Layout:
@@ -167,10 +163,9 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
         return ROBOSUITE if self.dataset_id.endswith("/demo") else ROBOMIMIC
 
     @classmethod
-    def remote(cls, dataset_id: str) -> HubFiles:
+    def remote(cls, dataset_id: str) -> HubFiles | WebFiles:
         """Says where the files of a data set are."""
-        folder, name = dataset_id.rsplit("/", 1)
-        return HubFiles(cls.repository, f"v1.5/{folder}", f"/{name}_v15.hdf5")
+        return robomimic_remote(dataset_id)
 
 
 class LiberoExperienceReplay(BaseDatasetExperienceReplay):
@@ -237,9 +232,11 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
 class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
     """Transitions of ManiSkill's demonstrations, with what the JSON file beside them says.
 
-    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. See
-    `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Tao
-    et al., "ManiSkill3", 2024; Apache-2.0.
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. A folder may hold
+    several files, of one observation mode or control mode each, which are data sets of their own:
+    they are named without their ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``.
+    See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
+    Tao et al., "ManiSkill3", 2024; Apache-2.0.
 
     Example:
         >>> from replaykit.datasets import ManiSkillExperienceReplay
@@ -256,6 +253,12 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Says where the files of a data set are."""
+        folder, _, name = dataset_id.rpartition("/")
+        if folder and name.startswith("trajectory"):
+            file = f"/{name}"
+            return HubFiles(
+                cls.repository, f"demos/{folder}", f"{file}.h5", beside=(f"{file}.json",)
+            )
         return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", beside=(".json",))
 
 
@@ -325,7 +328,7 @@ def load_dataset(name: str, batch_size: int, **kwargs: Any) -> BaseDatasetExperi
 
     Args:
         name: such as ``"robomimic:lift/ph/low_dim"``.
-        batch_size, kwargs: as for the class of the family.
+        batch_size, kwargs: as for the class of the family, such as ``policies`` and ``workers``.
 
     Raises:
         ValueError: a family that there is not, or what the class raises.

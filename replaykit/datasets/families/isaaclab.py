@@ -10,15 +10,14 @@ import numpy as np
 
 from replaykit.datasets.engine.decoding import Preceded
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Facts, Layout, Window
 from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.families.robomimic import first_entries
+from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
 __all__ = ["ISAACLAB", "IsaacLabLayout"]
 
-_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
 _BEFORE: Final = "obs/actions"
 _SAID: Final = {"true": True, "1": True, "false": False, "0": False}
 """What ``success`` is as text."""
@@ -35,7 +34,7 @@ class IsaacLabLayout(Layout):
 
     name: str = "isaaclab"
     version: int = 2
-    episodes: Finder = _DEMOS
+    episodes: Finder = DEMONSTRATIONS
     alignment: Alignment = STEPS
     clock: str = "actions"
     attributes: tuple[str, ...] = ("success", "seed")
@@ -59,7 +58,7 @@ class IsaacLabLayout(Layout):
                 "or LIBERO?",
                 "V04",
             )
-        group = _DEMOS.select(file.members("data"), place, self.name, is_inside=True)
+        group = DEMONSTRATIONS.select(file.members("data"), place, self.name, is_inside=True)
         # One that lacks it is named when it is read, so that it alone can be skipped.
         states: set[str] = set()
         lacking: dict[str, Place] = {}
@@ -83,10 +82,8 @@ class IsaacLabLayout(Layout):
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
     ) -> Facts:
         """Takes from the attributes whether the task was solved, which is how it terminates."""
-        seed = attributes.get("seed", -1)
         success = _success(attributes["success"], place) if "success" in attributes else -1
-        is_seed = isinstance(seed, int) and 0 <= seed < 1 << 63
-        return Facts(seed if is_seed else -1, success, success == 1)
+        return Facts(Facts.seed_of(attributes.get("seed")), success, success == 1)
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
         return tuple(path for path in (_BEFORE, "actions") if path in leaves)

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
-from replaykit.datasets.families.robomimic import first_entries, libero_signs
+from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries, libero_signs
 
 __all__ = ["LIBERO", "LiberoLayout"]
 
-_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
 _ROBOT: Final = ("info", "robot_states")
 
 
@@ -33,7 +32,7 @@ class LiberoLayout(Layout):
 
     name: str = "libero"
     version: int = 1
-    episodes: Finder = _DEMOS
+    episodes: Finder = DEMONSTRATIONS
     alignment: Alignment = ARRIVALS
     clock: str = "actions"
     count: str | None = "num_samples"

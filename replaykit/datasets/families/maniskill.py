@@ -59,11 +59,11 @@ class ManiSkillLayout(Layout):
 
     def resolve(self, file: H5File, place: Place) -> Layout:
         """Takes the simulator's states for observations where there are none."""
-        groups = [m for m in file.members() if m.is_group and "actions" in m.children]
-        if not groups or "obs" in groups[0].children:
+        first = next((m for m in file.members() if m.is_group and "actions" in m.children), None)
+        if first is None or "obs" in first.children:
             return self
-        if "env_states" not in groups[0].children:
-            raise place.at(group=groups[0].name).error(
+        if "env_states" not in first.children:
+            raise place.at(group=first.name).error(
                 "there are neither observations nor states of the simulator: replay the "
                 "trajectories with an observation mode",
                 "V12",
@@ -105,7 +105,7 @@ class ManiSkillLayout(Layout):
                 f"has {records} records, but {found.path.name} says {steps} steps", "V15"
             )
         return Facts(
-            seed if isinstance(seed, int) and 0 <= seed < 1 << 63 else -1,
+            Facts.seed_of(seed),
             int(success) if isinstance(success, bool) else -1,
         )
 

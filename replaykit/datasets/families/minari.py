@@ -93,8 +93,7 @@ class MinariLayout(Layout):
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
     ) -> Facts:
         """Takes the seed of the episode, where it was recorded."""
-        seed = attributes.get("seed", -1)
-        return Facts(seed if isinstance(seed, int) and 0 <= seed < 1 << 63 else -1)
+        return Facts(Facts.seed_of(attributes.get("seed")))
 
 
 MINARI: Final = MinariLayout()

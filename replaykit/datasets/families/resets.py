@@ -71,7 +71,7 @@ class Resets(Segments):
         before = np.flatnonzero(flagged[:-1] & goes_on)
         if self.flags_early:
             resets = np.flatnonzero(~goes_on)
-            seen = np.cumsum(flagged)[resets]
+            seen = np.searchsorted(np.flatnonzero(flagged), resets, "right")
             resets = resets[np.diff(seen, prepend=0) > 0]
         else:
             resets = np.flatnonzero(flagged[:-1] & ~goes_on)

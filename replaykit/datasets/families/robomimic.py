@@ -16,6 +16,7 @@ from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
 
 __all__ = [
+    "DEMONSTRATIONS",
     "ROBOMIMIC",
     "ROBOSUITE",
     "RobomimicLayout",
@@ -24,7 +25,8 @@ __all__ = [
     "libero_signs",
 ]
 
-_DEMOS: Final = Groups("demo_", below="data", noun="demonstration")
+DEMONSTRATIONS: Final = Groups("demo_", below="data", noun="demonstration")
+"""The groups of robomimic's files, and of those that took their shape from it."""
 _LIBERO: Final = ("bddl_file_name", "bddl_file_content", "problem_info")
 _LIBERO_DEMO: Final = ("robot_states", "init_state")
 _RAW: Final = Groups("demo_", below="data", having=("states",), noun="demonstration")
@@ -37,10 +39,10 @@ def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
     """
     if not file.has_group(below):
         return None
-    groups = [member.name for member in file.members(below) if member.is_group]
-    if not groups:
+    first = next((member.name for member in file.members(below) if member.is_group), None)
+    if first is None:
         return None
-    return {entry.name: entry.is_group for entry in file.members(f"{below}/{groups[0]}")}
+    return {entry.name: entry.is_group for entry in file.members(f"{below}/{first}")}
 
 
 def libero_signs(file: H5File, below: str) -> list[str]:
@@ -69,7 +71,7 @@ class RobomimicLayout(Layout):
 
     name: str = "robomimic"
     version: int = 1
-    episodes: Finder = _DEMOS
+    episodes: Finder = DEMONSTRATIONS
     alignment: Alignment = STEPS
     clock: str = "actions"
     count: str | None = "num_samples"

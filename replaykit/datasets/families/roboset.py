@@ -1,11 +1,15 @@
-"""RoboSet, simulation: Franka kitchen and Adroit hand, recorded by RoboHive."""
+"""RoboSet: Franka kitchen and Adroit hand in simulation, and files of real robots."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.datasets.converting import local_paths
+from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.families.roboset_real import ROBOSET_REAL, is_real_robot
 from replaykit.datasets.hub_sources import HubFiles
 
 __all__ = ["RobosetExperienceReplay"]
@@ -29,7 +33,7 @@ _BY_TASK = (
 
 
 class RobosetExperienceReplay(BaseDatasetExperienceReplay):
-    """Transitions of the simulated RoboSet tasks.
+    """Transitions of the simulated RoboSet tasks, and of recordings of real robots.
 
     The files of a data set are fetched from the Hub repository ``jdvakil/RoboSet_Sim`` at one
     commit, verified, and converted once into memory-mapped columns. A source record describes a
@@ -42,6 +46,10 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     ``next`` ``observation``, ``reward``, ``done``, ``terminated``, ``truncated``, ``info``. Flags
     and reward are ``[N, 1]``; dtypes are those of the source. They are ordered by ``seed``, then
     ``episode``.
+
+    Files of the real-robot sets are given with ``source``, under any id, and told by what is in
+    them; for URLs of them say ``layout=ROBOSET_REAL``. They have frames of a state and the command
+    given there, but neither reward nor flags: see `RobosetRealLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Sources:
     https://sites.google.com/view/robohive/roboset, MIT licence.
@@ -65,8 +73,13 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     ]
     corpus = "roboset"
     license = "mit"
-    layout = ROBOHIVE
     repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the files of the data set, or of ``source``, are laid out."""
+        own = () if self.source is None else local_paths(self.source)
+        return ROBOSET_REAL if own and is_real_robot(own[0]) else ROBOHIVE
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:

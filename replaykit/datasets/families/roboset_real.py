@@ -7,13 +7,15 @@ reward nor flag, so that T - 1 rows end truncated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Layout
 
-__all__ = ["ROBOSET_REAL", "RobosetRealLayout"]
+__all__ = ["ROBOSET_REAL", "RobosetRealLayout", "is_real_robot"]
 
 _TRIALS: Final = Groups("Trial", having=("data",), noun="trial")
 _COMMAND: Final = ("data/ctrl_arm", "data/ctrl_ee")
@@ -47,3 +49,16 @@ class RobosetRealLayout(Layout):
 
 
 ROBOSET_REAL: Final = RobosetRealLayout()
+
+
+def is_real_robot(path: Path) -> bool:
+    """Whether the first trial of a file is one of a real robot; no file that can be read is none.
+
+    Cost: opens the file, and looks at the names of one group.
+    """
+    try:
+        with open_h5(path) as file:
+            names = next((member.children for member in file.members() if member.is_group), ())
+    except (OSError, ValueError):
+        return False
+    return "data" in names and "actions" not in names

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
-from replaykit.datasets.engine.finding import EpisodeRef, Finder, Found, Segments
+from replaykit.datasets.engine.finding import EpisodeRefs, Finder, Found, Segments
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
@@ -56,13 +56,9 @@ class Steps(Segments):
         starts = [part.start for part in file.parts] or [0]
         parts = np.searchsorted(starts, bases, "right") - 1
         numbers = np.arange(len(bases)) - np.searchsorted(bases, np.take(starts, parts))
-        columns = (bases, stops - bases, zero[stops - 1], parts, numbers)
-        found.episodes = [
-            EpisodeRef("", number, base, records, terminated, part)
-            for base, records, terminated, part, number in zip(
-                *(column.tolist() for column in columns), strict=True
-            )
-        ]
+        found.episodes = EpisodeRefs(
+            numbers, None, bases, stops - bases, zero[stops - 1], parts.astype(np.int64)
+        )
         return found
 
 

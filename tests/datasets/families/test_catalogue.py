@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from replaykit.datasets import (
     AlohaExperienceReplay,
@@ -16,11 +17,13 @@ from replaykit.datasets import (
     LiberoExperienceReplay,
     ManiSkillExperienceReplay,
     MinariExperienceReplay,
+    Policies,
     RobomimicExperienceReplay,
     convert,
     load_dataset,
 )
-from replaykit.datasets.families import MINARI
+from replaykit.datasets.families import D4RL, MINARI, D4RLLayout
+from replaykit.errors import CorpusError
 from replaykit.testing import LoopbackHub
 
 
@@ -236,6 +239,68 @@ def test_files_of_ones_own_are_told_apart_by_what_is_in_them(tmp_path, monkeypat
         D4RLExperienceReplay("mine", 2, **options)
     data = D4RLExperienceReplay("mine", 2, download="force", **options)
     assert data[:]["next", "reward"].flatten().tolist() == [2.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*V36:UserWarning")
+def test_classes_take_policies_and_workers(tmp_path):
+    paths = [flat(tmp_path / f"{k}.hdf5", reward=k) for k in range(2)]
+    options = {"root": tmp_path / "root", "source": paths}
+    policies = Policies(casts={"float64": "float32"}, exclude=[("next", "observation")])
+    plain = convert(paths, D4RL, tmp_path / "plain", policies=policies)
+    for _ in range(2):  # converted, then opened
+        data = load_dataset("d4rl:mine", 2, policies=policies, workers=2, **options)
+        assert data[:]["observation"].dtype == torch.float32
+        assert (data[:] == plain[:]).all()
+        assert data.published.columns.keys() == plain.published.columns.keys()
+    for other in (None, Policies(constant="drop")):
+        for download in (True, False):
+            with pytest.raises(RuntimeError, match=r"whose policies is .*float32.* was asked for"):
+                D4RLExperienceReplay("mine", 2, policies=other, download=download, **options)
+    split = D4RLExperienceReplay("mine", 2, policies=policies, split_trajs=True, **options)
+    assert split[:]["observation"].dtype == torch.float32
+    with pytest.raises(RuntimeError, match="whose policies is"):
+        D4RLExperienceReplay("mine", 2, split_trajs=True, **options)
+    data = D4RLExperienceReplay("mine", 2, download="force", **options)
+    assert data[:]["observation"].dtype == torch.float64
+    with pytest.raises(RuntimeError, match=r"whose policies is None, but .*float32"):
+        D4RLExperienceReplay("mine", 2, policies=policies, **options)
+    # Another kind of default: what was published without a word of policies is as it was.
+    assert len(D4RLExperienceReplay("mine", 2, policies=Policies(), **options)) == len(data)
+
+
+@pytest.mark.filterwarnings("ignore:.*infos/qvel. in a.hdf5 it stays the same:UserWarning")
+def test_a_class_takes_a_layout_that_an_error_advises(tmp_path):
+    draw = np.linspace(0, 1, 40)[:, None] * np.ones(5)
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file["observations"] = np.concatenate([draw, draw], 1)
+        file["actions"], file["rewards"] = np.zeros((40, 1)), np.ones(40)
+        file["terminals"], file["timeouts"] = np.zeros(40, bool), np.arange(40) % 10 == 9
+        file["infos/qpos"], file["infos/qvel"] = draw, np.ones((40, 5))
+    options = {"root": tmp_path / "root", "source": tmp_path / "a.hdf5"}
+    with pytest.raises(CorpusError, match=r"accept them with D4RLLayout\(unreliable_ends=True\)"):
+        D4RLExperienceReplay("mine", 2, **options)
+    layout = D4RLLayout(unreliable_ends=True)
+    for _ in range(2):
+        data = D4RLExperienceReplay("mine", 2, layout=layout, **options)
+        assert data.episode_table["length"].tolist() == [9, 9, 9, 9]
+    with pytest.raises(RuntimeError, match=r"whose rules is .*, but None was asked for"):
+        D4RLExperienceReplay("mine", 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"policies": {"casts": {}}}, TypeError, "expected policies as Policies or None, got {'ca"),
+        ({"layout": "d4rl"}, TypeError, "expected layout as Layout or None, got 'd4rl'"),
+        ({"workers": 0}, ValueError, "expected workers >= 1, got 0"),
+        ({"policies": Policies(exclude=["acton"])}, ValueError, "exclude: 'acton' meets nothing"),
+    ],
+)
+def test_other_options_are_refused(tmp_path, given, error, says):
+    path = flat(tmp_path / "a.hdf5")
+    with pytest.raises(error, match=says):
+        D4RLExperienceReplay("mine", 2, root=tmp_path / "root", source=path, **given)
+    assert not (tmp_path / "root/mine").exists()
 
 
 @pytest.mark.parametrize("through", ["convert", "class"])

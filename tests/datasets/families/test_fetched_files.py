@@ -13,8 +13,14 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import D4RLExperienceReplay, convert, load_dataset, plan
-from replaykit.datasets.families import D4RL, d4rl_files
+from replaykit.datasets import (
+    D4RLExperienceReplay,
+    RobomimicExperienceReplay,
+    convert,
+    load_dataset,
+    plan,
+)
+from replaykit.datasets.families import D4RL, d4rl_files, robomimic_files
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.testing import Fault, LoopbackHub, lfs_pointer
 
@@ -262,3 +268,68 @@ def test_a_plan_of_the_web_asks_for_sizes_only(
 def test_a_plan_of_nothing(hub: LoopbackHub, name: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         plan(name)
+
+
+# -- files of a folder ----------------------------------------------------------------------------
+
+
+def trajectories(path: Path, actions: int) -> Path:
+    with h5py.File(path, "w") as file:
+        group = file.create_group("traj_0")
+        group["actions"] = np.zeros((3, actions), np.float32)
+        group["obs"] = np.arange(4.0 * actions, dtype=np.float32).reshape(4, actions)
+        group["terminated"] = group["truncated"] = np.arange(3) == 2
+    return path
+
+
+def test_a_file_of_a_folder_of_maniskill_is_a_data_set(hub: LoopbackHub, tmp_path: Path) -> None:
+    """A folder holds files of several modes, which are not of one kind."""
+    folder = "demos/Pick-v1/rl"
+    said = json.dumps({"env_info": {"env_id": "Pick-v1"}, "episodes": [{"episode_id": 0}]}).encode()
+    hub.commit(
+        "haosulab/ManiSkill_Demonstrations",
+        {
+            f"{folder}/trajectory.none.arm.h5": trajectories(tmp_path / "a.h5", 2),
+            f"{folder}/trajectory.none.arm.json": said,
+            f"{folder}/trajectory.none.arm.old.h5": trajectories(tmp_path / "c.h5", 5),
+            f"{folder}/trajectory.state.ee.h5": trajectories(tmp_path / "b.h5", 4),
+        },
+    )
+    with pytest.raises(CorpusError, match="V10"):
+        load_dataset("maniskill:Pick-v1/rl", 2, root=tmp_path / "root")
+    name = "maniskill:Pick-v1/rl/trajectory.none.arm"
+    data = load_dataset(name, 2, root=tmp_path / "root")
+    assert data[:]["action"].shape == (3, 2)
+    (file,) = data.published.manifest.source["files"]
+    assert file["name"] == f"{folder}/trajectory.none.arm.h5"
+    found = plan(name, root=tmp_path / "root")
+    assert [Path(each.name).name for each in found.files] == [
+        "trajectory.none.arm.h5", "trajectory.none.arm.json",
+    ]  # fmt: skip
+
+
+def test_first_release_of_robomimic_is_on_its_authors_server(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        demo = file.create_group("data/demo_0")
+        demo["actions"], demo["rewards"], demo["dones"] = np.zeros((2, 1)), np.ones(2), np.zeros(2)
+        demo["obs/x"] = demo["next_obs/x"] = np.ones((2, 3))
+    content = (tmp_path / "a.hdf5").read_bytes()
+    hub.commit("me/first", {"lift/ph/image.hdf5": content})
+    monkeypatch.setenv("REPLAYKIT_ROBOMIMIC_URL", f"{hub.url}/datasets/me/first/resolve/main")
+    name = "robomimic:v0.1/lift/ph/image"
+    with pytest.raises(DownloadError, match="expected 837,217,792"):
+        load_dataset(name, 2, root=tmp_path / "root")
+    monkeypatch.setitem(robomimic_files._SIZES, "lift/ph/image", len(content))
+    data = load_dataset(name, 2, root=tmp_path / "root")
+    assert data[:]["observation", "x"].shape == (2, 3)
+    assert data.published.manifest.source["origin"]["license"] == "mit"
+    ids = [id_ for id_ in RobomimicExperienceReplay.available_datasets if id_.startswith("v0.1/")]
+    sizes = [RobomimicExperienceReplay.remote(id_).known_bytes for id_ in ids]
+    assert len(ids) == 22
+    assert all(size is not None for size in sizes)
+    monkeypatch.delenv("REPLAYKIT_ROBOMIMIC_URL")
+    (file_,) = RobomimicExperienceReplay.remote("v0.1/lift/ph/low_dim").files
+    assert file_.url.endswith("rt_benchmark/lift/ph/low_dim.hdf5")
+    assert (file_.size, file_.sha256[:8]) == (18_548_952, "18106c8c")

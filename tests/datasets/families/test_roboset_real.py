@@ -9,9 +9,10 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import Policies
-from replaykit.datasets.families.roboset_real import ROBOSET_REAL
+from replaykit.datasets import Policies, RobosetExperienceReplay
+from replaykit.datasets.families import ROBOHIVE, ROBOSET_REAL
 from replaykit.errors import CorpusError
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
 
 
 def trial(frames: int, *, seed: int = 0, flat: bool = False, **more: Any) -> dict[str, Any]:
@@ -128,3 +129,30 @@ def test_camera_that_a_trial_lacks_is_never_made_of_zeros_silently(tmp_path, qui
         quietly(path, ROBOSET_REAL)
     data = quietly(path, ROBOSET_REAL, policies=Policies(missing="pad"))
     assert data[:]["present", "observation", "rgb_left"].tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*V14:UserWarning")
+def test_the_class_takes_files_of_real_robots(tmp_path, quietly):
+    """By what is in them, or by the layout that is given."""
+    path = write(tmp_path / "a.h5", trial(5), trial(4, seed=1))
+    wanted = quietly(path, ROBOSET_REAL)
+    options = {"root": tmp_path / "root", "source": path}
+    for layout in (None, ROBOSET_REAL, None):
+        data = RobosetExperienceReplay("teleoperation/mine", 4, layout=layout, **options)
+        assert (data[:] == wanted[:]).all()
+        assert data.published.manifest.converter["name"] == "roboset-real"
+    assert set(data[:].keys(True, True)) == set(wanted[:].keys(True, True))
+    assert data.sample()["observation", "rgb_left"].shape == (4, 6, 8, 3)
+    assert data.episode_table["truncated"].all()
+    # Nothing was rewarded, which is not a reward of zero.
+    assert data.episode_table["return"].isnan().all()
+
+
+def test_the_class_takes_files_of_the_simulation_as_such(tmp_path):
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**make_trial(4))
+    options = {"root": tmp_path / "root", "source": tmp_path / "a.h5"}
+    assert RobosetExperienceReplay("mine", 2, **options).layout is ROBOHIVE
+    (tmp_path / "none.h5").write_bytes(b"text")
+    with pytest.raises(CorpusError, match=r"none\.h5"):
+        RobosetExperienceReplay("other", 2, root=tmp_path / "root", source=tmp_path / "none.h5")

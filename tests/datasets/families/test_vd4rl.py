@@ -98,7 +98,7 @@ def test_every_row_wherever_the_shards_are_cut(tmp_path, expected, quietly, chec
     assert named == [path.name for path in paths]
 
 
-@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])
+@pytest.mark.parametrize("block_bytes", [1, 100, pytest.param(1 << 24, marks=pytest.mark.long)])
 def test_every_block_size_and_every_worker_gives_the_same(tmp_path, block_bytes):
     values = records(6, 5, 4, 7, terminated=(0, 3))
     write(tmp_path / "files", values, 3, 11, 13)

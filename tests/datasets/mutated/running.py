@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from replaykit.datasets.converting import local_sources
+from replaykit.datasets.engine import h5, inflating
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.opened import Published
 from tests.datasets.mutated.corpora import CORPORA, Corpus, numbers_of
@@ -42,6 +43,9 @@ def attempt(name: str, good: Path, work: Path, seed: int) -> str:
     try:
         path, _ = mutate(good, folder, seed)
         target = work / f"out-{name}{seed}"
+        # Small as they are, compressed arrays of half of the files do not go through HDF5.
+        least = 1 if seed % 2 else 1 << 15
+        vars(h5)["LEAST_BYTES"] = vars(inflating)["_LEAST_CHUNK_BYTES"] = least
         try:
             # What `convert` does, but for the buffer over the result.
             published = ensure_dataset(

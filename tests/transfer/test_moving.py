@@ -19,7 +19,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorc
 
 from replaykit import LazyTensorStorage, ReplayBuffer, to_device
 from replaykit.leafwise import raw_bytes
-from replaykit.transfer import _ALONE_BYTES, _is_plain, _move_packed, _moved
+from replaykit.transfer.moving import _ALONE_BYTES, _move_packed, _moved
+from replaykit.transfer.packing import is_plain
 
 
 class Moves:
@@ -182,7 +183,7 @@ def _move(data: Any) -> tuple[Any, list[int]]:
 
 def test_tensors_that_are_more_than_bytes_move_by_themselves() -> None:
     given_ = _of_every_kind()
-    plain = {name for name, tensor in given_.items() if _is_plain(tensor)}
+    plain = {name for name, tensor in given_.items() if is_plain(tensor)}
     assert plain == {"scalar"}
     moved, sizes = _move({**given_, "a": torch.rand(2), "b": torch.rand(3)})
     assert len(sizes) == len(given_) - len(plain) + 1

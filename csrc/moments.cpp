@@ -1,0 +1,131 @@
+// Compiled with -fno-trapping-math, without which compilers keep the branches that stand here as
+// selections; it changes no result.
+#include "moments.h"
+
+#include <limits>
+#include <type_traits>
+
+// One copy for each width of vectors, chosen when the module is loaded. Same bits: every step is
+// rounded by itself, in the same order.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define REPLAYKIT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define REPLAYKIT_INLINE __attribute__((always_inline)) inline
+#else
+#define REPLAYKIT_CLONES
+#define REPLAYKIT_INLINE inline
+#endif
+
+namespace replaykit {
+
+namespace {
+
+constexpr int kLanes = 16;
+
+REPLAYKIT_INLINE double joined(double* lanes) {
+  for (int half = kLanes / 2; half; half /= 2) {
+    for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+REPLAYKIT_INLINE Moments<T> of_numbers(const T* x, std::int64_t n) {
+  constexpr bool kHasNan = std::is_floating_point<T>::value;
+  const T none_below = kHasNan ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::min();
+  const T none_above = kHasNan ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
+  T low[kLanes], high[kLanes];
+  double sums[kLanes];
+  std::int32_t good[kLanes];
+  for (int l = 0; l < kLanes; ++l) {
+    low[l] = none_above;
+    high[l] = none_below;
+    sums[l] = 0.0;
+    good[l] = 0;
+  }
+  const auto look = [&](int l, T value) {
+    // NaN is neither less nor greater than anything.
+    const bool is_number = value == value;
+    low[l] = value < low[l] ? value : low[l];
+    high[l] = value > high[l] ? value : high[l];
+    sums[l] += is_number ? static_cast<double>(value) : 0.0;
+    good[l] += is_number;
+  };
+  const std::int64_t whole = n - n % kLanes;
+  for (std::int64_t i = 0; i < whole; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) look(l, x[i + l]);
+  }
+  for (std::int64_t i = whole; i < n; ++i) look(static_cast<int>(i - whole), x[i]);
+
+  Moments<T> found{0, none_above, none_below, 0.0, 0.0};
+  for (int l = 0; l < kLanes; ++l) {
+    found.count += good[l];
+    found.least = low[l] < found.least ? low[l] : found.least;
+    found.largest = high[l] > found.largest ? high[l] : found.largest;
+  }
+  if (!found.count) return found;
+  // No negative zero, which one order of looks finds and another one does not.
+  found.least += T(0);
+  found.largest += T(0);
+  const double mean = joined(sums) / static_cast<double>(found.count);
+  for (int l = 0; l < kLanes; ++l) sums[l] = 0.0;
+  const auto add = [&](int l, T value) {
+    const double apart = static_cast<double>(value) - mean;
+    sums[l] += value == value ? apart * apart : 0.0;
+  };
+  for (std::int64_t i = 0; i < whole; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(l, x[i + l]);
+  }
+  for (std::int64_t i = whole; i < n; ++i) add(static_cast<int>(i - whole), x[i]);
+  found.mean = mean;
+  found.squares = joined(sums);
+  return found;
+}
+
+// Wide is an integer of 32 bits that has the sum of all squares.
+template <typename T, typename Wide>
+REPLAYKIT_INLINE Moments<T> of_bytes(const T* x, std::int64_t n) {
+  T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::min();
+  Wide total = 0;
+  std::uint32_t squares = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const T value = x[i];
+    low = value < low ? value : low;
+    high = value > high ? value : high;
+    total += value;
+    squares += static_cast<std::uint32_t>(static_cast<std::int32_t>(value) * value);
+  }
+  if (!n) return {0, low, high, 0.0, 0.0};
+  const auto sum = static_cast<std::int64_t>(total);
+  const std::int64_t apart = static_cast<std::int64_t>(squares) * n - sum * sum;
+  const auto count = static_cast<double>(n);
+  return {n, low, high, static_cast<double>(sum) / count, static_cast<double>(apart) / count};
+}
+
+}  // namespace
+
+REPLAYKIT_CLONES
+Moments<float> moments(const float* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<double> moments(const double* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::int8_t> moments(const std::int8_t* x, std::int64_t n) {
+  return of_bytes<std::int8_t, std::int32_t>(x, n);
+}
+REPLAYKIT_CLONES
+Moments<std::uint8_t> moments(const std::uint8_t* x, std::int64_t n) {
+  return of_bytes<std::uint8_t, std::uint32_t>(x, n);
+}
+REPLAYKIT_CLONES
+Moments<std::int16_t> moments(const std::int16_t* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::uint16_t> moments(const std::uint16_t* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::int32_t> moments(const std::int32_t* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::uint32_t> moments(const std::uint32_t* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::int64_t> moments(const std::int64_t* x, std::int64_t n) { return of_numbers(x, n); }
+REPLAYKIT_CLONES
+Moments<std::uint64_t> moments(const std::uint64_t* x, std::int64_t n) { return of_numbers(x, n); }
+
+}  // namespace replaykit

@@ -1,0 +1,344 @@
+"""A buffer as what ``torch.utils.data.DataLoader`` iterates over, in worker processes too."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from replaykit.buffer.core import checked_batch_size
+from replaykit.buffer.drawing import Lent
+from replaykit.buffer.parcel import Parcel
+from replaykit.buffer.prefetch import Drawn
+from replaykit.buffer.readers import Reader, check_workers, for_readers
+from replaykit.buffer.sampling import Sampling
+from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
+from replaykit.samplers.eligible import eligible_records
+
+__all__ = ["BufferDataset", "stream_seed"]
+
+_EPOCH, _START, _WRITTEN = range(3)
+
+
+class BufferDataset(IterableDataset):
+    """The batches of a buffer, drawn and made where it is iterated over: in each worker process.
+
+    For a ``DataLoader`` that has ``batch_size=None``, since batches come whole. The buffer's own
+    draws, its generator and its pass are left alone.
+
+    With a sampler that goes through the rows pass by pass (`SamplerWithoutReplacement`,
+    `SliceSamplerWithoutReplacement`) an iteration is one pass, and all ranks and workers together
+    get each of its batches once: rank r of R those at r, r + R, ..., in an order that does not
+    depend on the number of workers. With any other sampler each worker of each rank draws a stream
+    of its own, seeded by ``seed``, epoch, rank and worker; it ends after ``steps``.
+
+    Workers read the rows where they lie. Forked ones have those that there were when they were
+    started, of any storage. Spawned ones open the files of a ``LazyMemmapStorage`` or a data set;
+    with ``shared=True`` either kind follows what is written.
+
+    Args:
+        buffer: a ReplayBuffer or a data set; for workers without ``device``.
+        batch_size: number of rows; None: that of the buffer.
+        steps: batches of an iteration, of all workers of this rank together; None: it has no end.
+            Only with samplers that have no passes.
+        seed: the same for all ranks.
+        rank, world_size: of this process; None: those of ``torch.distributed`` where it was
+            initialized, else 0 of 1.
+        drop_last: leave out a last batch that would be shorter, and the last ones where not every
+            rank would get one. Only with samplers that have passes.
+
+    Raises:
+        TypeError: no ReplayBuffer with rows of its own (an ensemble has none); ``rank`` without
+            ``world_size``. ValueError: a number that cannot be, an option that is for other
+            samplers; a buffer whose samples are counted, by a rate limiter or because they use
+            records up. RuntimeError: no batch size anywhere.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
+        >>> from replaykit import BufferDataset, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.arange(100))
+        >>> dataset = BufferDataset(rb, steps=3, seed=1)
+        >>> loader = DataLoader(dataset, batch_size=None, collate_fn=BufferDataset.collate)
+        >>> [batch.shape for batch in loader]
+        [torch.Size([4]), torch.Size([4]), torch.Size([4])]
+    """
+
+    def __init__(
+        self,
+        buffer: Sampling,
+        batch_size: int | None = None,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        if not isinstance(buffer, Sampling) or type(buffer)._finish is not Sampling._finish:
+            raise TypeError(
+                f"expected a ReplayBuffer with rows of its own, got {type(buffer).__name__}"
+            )
+        if buffer.sampler.consumes:
+            raise ValueError(
+                "expected a sampler that leaves the buffer as it is, got "
+                f"{type(buffer.sampler).__name__}, whose draws use records up"
+            )
+        if buffer._pace is not None:
+            raise ValueError(
+                "expected a buffer without rate_limiter, which would not know of the samples that "
+                "workers draw"
+            )
+        for name, value, least in (("steps", steps, 1), ("seed", seed, None)):
+            if value is None and name == "steps":
+                continue
+            if type(value) is not int or (least is not None and value < least):
+                bound = "" if least is None else f" of at least {least}"
+                raise ValueError(f"expected {name} as an int{bound}, got {value!r}")
+        passes = buffer.sampler.passes
+        if passes and steps is not None:
+            raise ValueError(
+                f"expected steps=None with {type(buffer.sampler).__name__}, whose pass is an "
+                f"iteration, got {steps}"
+            )
+        if drop_last and not passes:
+            raise ValueError(
+                "expected drop_last with a sampler that goes through the rows pass by pass, got "
+                f"{type(buffer.sampler).__name__}"
+            )
+        self.batch_size = (
+            buffer._size_of(None) if batch_size is None else checked_batch_size(batch_size)
+        )
+        self.steps, self.seed, self.drop_last = steps, seed, bool(drop_last)
+        self.rank, self.world_size = _place(rank, world_size)
+        self._buffer: Any = buffer
+        # Shared with workers, which go on from one iteration to the next without being told.
+        self._at = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
+        self._at[_WRITTEN] = -1
+        # By how much numbers of writes differ in this process from those where it came from.
+        self._shift = 0
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """The batch as it is: the ``collate_fn`` of a ``DataLoader`` over this."""
+        return batch
+
+    @property
+    def buffer(self) -> Any:
+        """Whose batches these are."""
+        return self._buffer
+
+    @property
+    def epoch(self) -> int:
+        """Which pass, or which streams, an iteration that begins now draws."""
+        return int(self._at[_EPOCH])
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Chooses what the next iteration draws, in workers too.
+
+        Args:
+            epoch: number of the pass, or of the streams.
+            start: how many batches of it this rank has had already.
+
+        Raises:
+            ValueError: one of them is not an int of at least 0.
+        """
+        for name, value in (("epoch", epoch), ("start", start)):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"expected {name} as an int of at least 0, got {value!r}")
+        self._at[_EPOCH], self._at[_START], self._at[_WRITTEN] = epoch, start, -1
+
+    def begin(self, epoch: int, start: int) -> None:
+        """``set_epoch`` for an iteration that begins now, of the rows that there are now."""
+        self.set_epoch(epoch, start)
+        with self._buffer._locked() as storage:
+            self._at[_WRITTEN] = storage.ledger.next_position
+
+    def __len__(self) -> int:
+        """Batches of an iteration of this rank, all workers together.
+
+        Raises:
+            TypeError: that is not known before: without ``steps``, or for slices.
+        """
+        if self.steps is not None:
+            return self.steps
+        buffer = self._buffer
+        sampler = buffer.sampler
+        if type(sampler) is not SamplerWithoutReplacement or (
+            type(buffer._sample_unit) is not Transition
+        ):
+            raise TypeError(
+                f"the batches of a {type(sampler).__name__} have no number that is known before; "
+                "give steps= where it has no passes"
+            )
+        with buffer._locked() as storage:
+            rows = len(storage)
+            if buffer._needs:
+                rows = eligible_records(storage, buffer._needs).count
+        short = 0 if self.drop_last or sampler.drop_last else self.batch_size - 1
+        whole, rest = divmod((rows + short) // self.batch_size, self.world_size)
+        return whole + int(not self.drop_last and self.rank < rest)
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draws, reads, transforms: in the process that asks for the batches."""
+        buffer, info = self._buffer, get_worker_info()
+        buffer._ready()
+        if info is not None:
+            check_workers(buffer)
+            buffer._pin_memory = False  # of this process alone; the one that trains does that
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        epoch, start, written = self._at.tolist()
+        passes, own = buffer._sampler.passes, False
+        if info is not None:
+            own = buffer.shared and buffer._sampler.prioritized
+            if written >= 0 and (passes or not buffer.shared):
+                _check_written(buffer, written + self._shift)
+        draws = _Draws(
+            buffer,
+            buffer._sampler if own else _sampler_of(buffer, drop_last=self.drop_last),
+            self.batch_size,
+        )
+        made = self._pass if passes else self._stream
+        for drawn, seed in made(draws, epoch, start, worker, workers):
+            batch = draws.read(drawn, seed)
+            yield batch if info is None else Parcel(batch)
+
+    def _pass(
+        self, draws: _Draws, epoch: int, start: int, worker: int, workers: int
+    ) -> Iterator[tuple[Drawn, int]]:
+        """Those of the batches of a pass that are this worker's: all draw all, and read theirs."""
+        draws.seed(self.seed, epoch)
+        written = draws.buffer.storage.ledger.next_position
+        number, ended = 0, False
+        while not ended:
+            mine = None
+            for rank in range(self.world_size):
+                drawn, seed = draws.next()
+                if rank == self.rank:
+                    mine = drawn, seed
+                ended = drawn.ran_out
+                if ended and self.drop_last and rank + 1 < self.world_size:
+                    return
+                if ended:
+                    break
+            _check_written(draws.buffer, written)
+            if mine is None:
+                return
+            if number >= start and (number - start) % workers == worker:
+                yield mine
+            number += 1
+
+    def _stream(
+        self, draws: _Draws, epoch: int, start: int, worker: int, workers: int
+    ) -> Iterator[tuple[Drawn, int]]:
+        """The draws of a stream; which one, is such that batches come in turn from ``start`` on."""
+        stream = (start + worker) % workers
+        draws.seed(self.seed, epoch, self.rank, stream)
+        number, ended = stream, False
+        while not ended and (self.steps is None or number < self.steps):
+            drawn, seed = draws.next()
+            if number >= start:
+                yield drawn, seed
+            number, ended = number + workers, drawn.ran_out
+
+    # -- to another process -------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if get_spawning_popen() is not None:
+            check_workers(self._buffer)
+            state["_buffer"] = for_readers(self._buffer)
+            state["_handed"] = self._buffer.storage.ledger.next_position
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        handed = state.pop("_handed", None)
+        self.__dict__.update(state)
+        if isinstance(self._buffer, Reader):
+            self._buffer = self._buffer.made()
+        if handed is not None and not self._buffer.shared:
+            self._shift = self._buffer.storage.ledger.next_position - handed
+
+
+class _Draws:
+    """Draws of a sampler, one after the other; rows are read for those that are asked for.
+
+    Each has a seed of its own for what transforms draw, so that it does not matter who reads it,
+    and whether those before it were read.
+    """
+
+    def __init__(self, buffer: Sampling, sampler: Sampler, size: int) -> None:
+        self.buffer, self._sampler, self._size = buffer, sampler, size
+        self._generator = torch.Generator()
+        self._transforms = torch.Generator()
+
+    def seed(self, *numbers: int) -> None:
+        """Begins anew."""
+        self._generator.manual_seed(stream_seed(*numbers))
+
+    def next(self) -> tuple[Drawn, int]:
+        """The next draw and its seed."""
+        with self.buffer._locked() as storage:
+            drawn = self.buffer._sampled(storage, self._sampler, self._size, self._generator)
+        return drawn, int(torch.randint(2**62, (), generator=self._generator, device="cpu"))
+
+    def read(self, drawn: Drawn, seed: int) -> Any:
+        """The batch of a draw."""
+        buffer = self.buffer
+        lent = Lent(self._transforms.manual_seed(seed), kept=drawn, generations=False)
+        with buffer._locked() as storage:
+            found = buffer._drawn(storage, drawn.size, lent)
+        return buffer._delivered(found, None)[0]
+
+
+def stream_seed(*numbers: int) -> int:
+    """A seed that follows from numbers, in which every bit of them counts."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _sampler_of(buffer: Sampling, *, drop_last: bool) -> Sampler:
+    """A sampler like the buffer's, at the beginning of a pass."""
+    with buffer._locked() as storage:
+        sampler = copy.deepcopy(buffer._sampler, {id(storage): storage})
+    if sampler.passes:
+        sampler.empty()
+    if drop_last:
+        sampler.drop_last = True  # type: ignore[attr-defined]
+    return sampler
+
+
+def _check_written(buffer: Sampling, written: int) -> None:
+    with buffer._locked() as storage:
+        now = storage.ledger.next_position
+    if now != written:
+        raise RuntimeError(
+            f"expected a buffer that nobody writes, got {abs(now - written)} rows written since "
+            "the iteration or its workers began; with a sampler that has no passes, shared=True "
+            "lets workers follow"
+        )
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise TypeError("expected rank and world_size, got one of them")
+    if rank is None or world_size is None:
+        known = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not known:
+            return 0, 1
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if type(value) is not int:
+            raise ValueError(f"expected {name} as an int, got {value!r}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"expected a rank below world_size, got {rank} of {world_size}")
+    return rank, world_size

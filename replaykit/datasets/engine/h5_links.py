@@ -1,0 +1,44 @@
+"""The entries of a group of an H5 file, of which there may be a million."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["entries_of", "links_of"]
+
+
+def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
+    """Yields the names of the links of a group, and why each is not followed, if it is not.
+
+    Soft and external links are not: an external one could name any file of this machine.
+    """
+    import h5py
+
+    names, ends = bytearray(), array("q", [0])
+    odd: dict[bytes, str] = {}
+
+    def note(name: bytes, info: Any) -> None:
+        # There may be a million, for each of which an object would be too much.
+        names.extend(name)
+        ends.append(len(names))
+        if info.type == h5py.h5l.TYPE_SOFT:
+            odd[name] = "it is a soft link, which is not followed"
+        elif info.type != h5py.h5l.TYPE_HARD:
+            odd[name] = "it is a link out of this file"
+
+    # Iterated in one go: asking for the links one by one is quadratic in their number.
+    node.links.iterate(note, info=True)
+    for begin, stop in pairwise(ends):
+        name = bytes(names[begin:stop])
+        yield name, odd.get(name)
+
+
+def entries_of(node: Any) -> Iterator[tuple[bytes, Any]]:
+    """Yields name and opened object of each entry of a group; for a link, why it is not opened."""
+    import h5py
+
+    for name, why in links_of(node):
+        yield name, h5py.h5o.open(node, name) if why is None else why

@@ -1,0 +1,276 @@
+"""Calls that wait until the law of a RateLimiter lets them go on."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from replaykit.errors import RateLimiterTimeout
+from replaykit.pace.counts import Counts, SharedCounts
+from replaykit.pace.limiter import INSERT, RateLimiter
+
+__all__ = ["Pace", "Ticket"]
+
+_ALONE = 0.05
+"""Seconds between looks whether something has changed that nobody told of: rows that another buffer
+over the same storage has written."""
+
+_PAUSES = (0.0005, 0.001, 0.002, 0.005)
+"""The same where other processes count too, which tell nobody; the last one again and again."""
+
+_DEAD = 20
+"""After how many looks it is asked whether processes have died in the middle of a call."""
+
+_WORDS = (("insert", "samples"), ("sample", "inserts"))
+
+
+class Pace:
+    """The counts of one buffer, and who waits on them.
+
+    A call is admitted before it does anything, and until it has ended its rows count against its
+    own side only: a write looks at the samples that were delivered, a sample at the rows that are
+    stored. So the law holds of what was done at every instant, also where calls fail. Nobody is
+    served in order: of those that wait, the one whose rows fit goes on.
+
+    No lock is held while waiting. Whoever holds the lock of the storage may call everything but
+    ``admit``; what is given as ``size`` may take it.
+
+    Args:
+        limiter: the law.
+        folder: where processes that share the buffer count together; None: this one alone.
+
+    Example:
+        >>> from replaykit.pace import INSERT, SAMPLE, Pace, RateLimiter
+        >>> pace = Pace(RateLimiter.queue(2))
+        >>> with pace.ticket(INSERT, None) as ticket:
+        ...     ticket.admit(2, lambda: 0)
+        ...     ticket.used(2)
+        >>> pace.may(INSERT, 1, 2), pace.may(SAMPLE, 2, 2), pace.state()
+        (False, True, {'inserts': 2, 'samples': 0})
+    """
+
+    def __init__(self, limiter: RateLimiter, folder: Path | None = None) -> None:
+        self.limiter = limiter
+        self._folder = folder
+        self._closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._epoch = self._waiting = 0
+        self._counts = Counts() if self._folder is None else SharedCounts(self._folder)
+
+    def _here(self) -> Counts:
+        """The counts, in a forked process too: threads of the parent are not here."""
+        if self._process != os.getpid():
+            before = self._counts
+            before.let_go()  # first: it would take what is locked anew along
+            self._start()
+            if self._folder is None:
+                self._counts.set(*before.done())
+        return self._counts
+
+    # -- going on -----------------------------------------------------------------------------
+
+    def ticket(self, side: int, timeout: float | None) -> Ticket:
+        """What a call holds that may wait for ``timeout`` seconds; None: without end."""
+        return Ticket(self, side, timeout)
+
+    def may(self, side: int, count: int, size: int) -> bool:
+        """Whether ``count`` rows would be admitted now, where ``size`` rows are there."""
+        counts = self._here()
+        with counts.lock:
+            return self._allowed(counts, side, count, size)
+
+    def _allowed(self, counts: Counts, side: int, count: int, size: int) -> bool:
+        inserts, samples = counts.done()
+        under_way = counts.under_way(side)
+        if side == INSERT:
+            return self.limiter.may_insert(count, inserts + under_way, samples, size + under_way)
+        return self.limiter.may_sample(count, inserts, samples + under_way, size)
+
+    def _tried(self, side: int, count: int, size: int) -> bool:
+        counts = self._here()
+        with counts.lock:
+            if not self._allowed(counts, side, count, size):
+                return False
+            counts.begin(side, count)
+            return True
+
+    def admit(self, side: int, count: int, size: Callable[[], int], timeout: float | None) -> None:
+        """Waits until ``count`` rows may be inserted or sampled; they are under way from then on.
+
+        Raises:
+            RateLimiterTimeout: they may not yet. ValueError: they never will.
+            RuntimeError: the buffer was shut down.
+        """
+        if self._tried(side, count, size()):
+            return
+        begun, looks = time.monotonic(), 0
+        self._here()
+        with self._changed:
+            self._waiting += 1
+        try:
+            while not self._admitted(side, count, size, begun, timeout, looks):
+                looks += 1
+        finally:
+            with self._changed:
+                self._waiting -= 1
+            waited = time.monotonic() - begun
+            with self._counts.lock:
+                self._counts.waited(side, waited)
+
+    def _admitted(
+        self,
+        side: int,
+        count: int,
+        size: Callable[[], int],
+        begun: float,
+        timeout: float | None,
+        looks: int,
+    ) -> bool:
+        """Looks once more, and waits for a change where it is still too early."""
+        counts, epoch = self._here(), self._epoch
+        there = size()  # may take the lock of the storage, whose holder may be telling us something
+        left = math.inf if timeout is None else begun + timeout - time.monotonic()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("this buffer was shut down")
+            if self._epoch != epoch:
+                return False
+            if self._tried(side, count, there):
+                return True
+            refusal = self.limiter.never(side, count, there)
+            if refusal is not None:
+                raise ValueError(f"{refusal}: {self.limiter!r}")
+            if looks % _DEAD == _DEAD - 1:
+                with counts.lock:
+                    if counts.forget_dead():
+                        return False
+            if left <= 0:
+                raise RateLimiterTimeout(self._why(side, count, there, timeout))
+            pause = _ALONE
+            if self._folder is not None:
+                pause = _PAUSES[min(looks, len(_PAUSES) - 1)]
+            self._changed.wait(min(left, pause))
+        return False
+
+    def _why(self, side: int, count: int, size: int, timeout: float | None) -> str:
+        state, (what, others) = self.state(), _WORDS[side]
+        rows = "1 row" if count == 1 else f"{count} rows"
+        return (
+            f"{'an' if side == INSERT else 'a'} {what} of {rows} waited {timeout or 0:g} s for "
+            f"{others}: {state['inserts']} inserted, {state['samples']} sampled, {size} there, "
+            f"with {self.limiter!r}"
+        )
+
+    def end(self, side: int, count: int, done: int) -> None:
+        """Notes that ``count`` rows that were under way are not any more, ``done`` of them (or
+        others, that nobody waited for) inserted or sampled."""
+        counts = self._here()
+        with counts.lock:
+            counts.end(side, count, done)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Has those who wait look again. Who begins to wait after this finds what has changed."""
+        self._epoch += 1
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Has those who wait in this process raise RuntimeError, and who comes later too."""
+        self._here()
+        with self._changed:
+            self._closed = True
+            self._epoch += 1
+            self._changed.notify_all()
+
+    # -- counts -------------------------------------------------------------------------------
+
+    def start_from(self, size: int) -> None:
+        """Begins anew with ``size`` rows that are there."""
+        self._set(self.limiter.counted(size), 0)
+
+    def _set(self, inserts: int, samples: int) -> None:
+        counts = self._here()
+        with counts.lock:
+            counts.set(inserts, samples)
+        self._tell()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counts, and seconds that calls have waited, all of them together."""
+        counts = self._here()
+        with counts.lock:
+            (inserts, samples), (writing, sampling) = counts.done(), counts.seconds()
+        return {
+            "inserts": inserts,
+            "samples": samples,
+            "insert_blocked_s": writing,
+            "sample_blocked_s": sampling,
+        }
+
+    def state(self) -> dict[str, int]:
+        """Returns the counts."""
+        counts = self._here()
+        with counts.lock:
+            inserts, samples = counts.done()
+        return {"inserts": inserts, "samples": samples}
+
+    @staticmethod
+    def check_state(state: object) -> None:
+        """Raises ValueError where it is nothing that ``state`` can have given."""
+        if state is None:
+            return
+        if not isinstance(state, Mapping):
+            raise ValueError(f"expected the counts of a rate limiter, got {state!r}")
+        for name in ("inserts", "samples"):
+            value = state.get(name)
+            if type(value) is not int or not 0 <= value < 2**62:
+                raise ValueError(f"expected a count for {name!r} of a rate limiter, got {value!r}")
+
+    def load_state(self, state: Mapping[str, int] | None, size: int) -> None:
+        """Goes on from a checked state; None: from ``size`` rows that are there."""
+        if state is None:
+            self.start_from(size)
+        else:
+            self._set(state["inserts"], state["samples"])
+
+
+class Ticket:
+    """The right of a call to insert or sample some rows; what is not used is given back."""
+
+    __slots__ = ("_count", "_pace", "_side", "_timeout")
+
+    def __init__(self, pace: Pace, side: int, timeout: float | None) -> None:
+        self._pace, self._side, self._timeout = pace, side, timeout
+        self._count: int | None = None
+
+    @property
+    def admitted(self) -> bool:
+        """Whether ``admit`` has let it go on."""
+        return self._count is not None
+
+    def admit(self, count: int, size: Callable[[], int]) -> None:
+        """Waits for the right; see ``Pace.admit``."""
+        self._pace.admit(self._side, count, size, self._timeout)
+        self._count = count
+
+    def used(self, done: int) -> None:
+        """Notes what was done, and gives the right back."""
+        count, self._count = self._count, 0
+        self._pace.end(self._side, count or 0, done)
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._count:
+            self.used(0)

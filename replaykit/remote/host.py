@@ -1,0 +1,186 @@
+"""The buffer inside of its actor."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.remote.packing import ITSELF, Message, pack, unpack
+from replaykit.storages import TensorStorage
+from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+
+__all__ = ["Host"]
+
+_COPIED_AT_ONCE = ("add", "extend")
+"""Methods whose rows a tensor storage copies before they return."""
+
+
+class Host:
+    """Holds one buffer; answers messages (`packing`).
+
+    The buffer is made with the actor, also when Ray starts it again. What fails then is told by
+    the first call, so that it has its own type.
+
+    Args:
+        cls: class of the buffer.
+        arguments: its keyword arguments.
+        devices: whether tensors may go to the devices that they were on at the caller.
+    """
+
+    def __init__(self, cls: type, arguments: dict[str, Any], *, devices: bool = False) -> None:
+        self._devices = devices
+        self._failure: BaseException | None = None
+        self._passes: dict[str, int] = {}
+        self._buffer: Any = None
+        try:
+            self._buffer = cls(**arguments)
+        except Exception as error:
+            self._failure = error
+
+    def ready(self) -> None:
+        """Returns when the buffer is there; raises what making it has raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def check_ahead(self) -> None:
+        """Raises ValueError where batches must not be asked for ahead.
+
+        What nobody takes in the end would be used up for nothing.
+        """
+        sampler = self._buffer.sampler
+        if getattr(sampler, "consumes", False):
+            raise ValueError(
+                f"expected a client without prefetch for a {type(sampler).__name__}: rows of "
+                "batches that nobody takes would be used up"
+            )
+
+    def sample(self, ahead: bool = False) -> Message:
+        """Returns a batch of the buffer's own batch size; ``ahead``: before anybody needs it."""
+        if ahead:
+            self.check_ahead()
+        return pack(self._buffer.sample())
+
+    def call(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
+        """Returns what a method of the buffer returns; ``ITSELF`` for the buffer itself."""
+        own = name not in _COPIED_AT_ONCE or not self._copies()
+        positional, named = self._arguments(args, keywords, own=own)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer = self._packed(getattr(self._buffer, name)(*positional, **named))
+        return _with_warnings(answer, caught)
+
+    def wait(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
+        """The same for a method that may wait for others: many run at a time.
+
+        Warnings stay in the actor: to catch them changes what holds for all threads.
+        """
+        positional, named = self._arguments(args, keywords)
+        return self._packed(getattr(self._buffer, name)(*positional, **named))
+
+    def read(self, name: str) -> Message:
+        """Returns an attribute of the buffer."""
+        return self._packed(getattr(self._buffer, name))
+
+    def assign(self, name: str, value: Message) -> None:
+        """Sets an attribute of the buffer."""
+        setattr(self._buffer, name, unpack(value, own=True, devices=self._devices))
+
+    def run(self, function: Message, args: list[Message], keywords: dict[str, Message]) -> Message:
+        """Returns ``function(buffer, *args, **keywords)``."""
+        called = unpack(function, own=True, devices=self._devices)
+        positional, named = self._arguments(args, keywords)
+        return self._packed(called(self._buffer, *positional, **named))
+
+    def step(self, client: str, number: int, ahead: bool = False) -> Message:
+        """Returns the next batch of the buffer's own iteration; None where the pass has ended.
+
+        ``number`` counts the passes that this client has seen the end of: what it asked for ahead,
+        before it knew of an end, draws nothing from the next pass.
+        """
+        if self._passes.get(client, 0) > number:
+            return pack(None)
+        if ahead:
+            self.check_ahead()
+        batch = self._buffer.next()
+        if batch is None:
+            self._passes[client] = number + 1
+        return pack(batch)
+
+    def write(self, counts: list[int], rows: Message) -> Message:
+        """Writes what several calls have handed over, in their order.
+
+        Args:
+            counts: of each call, how many rows it extended by; 0: it added one.
+            rows: those of all calls, one after the other.
+
+        Returns:
+            Of each call whether it succeeded, and its result or error.
+        """
+        data = unpack(rows, devices=self._devices)
+        whole = self._together(counts, data) if len(counts) > 1 else None
+        if whole is not None:
+            return pack(whole)
+        outcomes: list[tuple[bool, Any]] = []
+        start = 0
+        for count in counts:
+            stop = start + max(count, 1)
+            try:
+                if count:
+                    outcomes.append((True, self._buffer.extend(self._own(data[start:stop]))))
+                else:
+                    outcomes.append((True, self._buffer.add(self._own(data[start]))))
+            except Exception as error:
+                outcomes.append((False, error))
+            start = stop
+        return pack(outcomes)
+
+    def _together(self, counts: list[int], data: Any) -> list[tuple[bool, Any]] | None:
+        """All calls as one, where that is the same; None where it is not, or one of them fails."""
+        buffer = self._buffer
+        if (
+            not isinstance(buffer, ReplayBuffer)
+            or type(buffer.writer) not in (RoundRobinWriter, TensorDictRoundRobinWriter)
+            or not isinstance(buffer.storage, TensorStorage)
+            or buffer.storage.ndim > 1
+            or len(buffer.transform)
+            or len(data) > buffer.storage.max_size
+        ):
+            return None
+        try:
+            index = buffer.extend(data)
+        except Exception:
+            return None  # nothing was written: each call alone says which of them it is
+        outcomes: list[tuple[bool, Any]] = []
+        start = 0
+        for count in counts:
+            stop = start + max(count, 1)
+            outcomes.append((True, index[start:stop] if count else int(index[start])))
+            start = stop
+        return outcomes
+
+    def _arguments(
+        self, args: list[Message], keywords: dict[str, Message], *, own: bool = True
+    ) -> tuple[list[Any], dict[str, Any]]:
+        return (
+            [unpack(arg, own=own, devices=self._devices) for arg in args],
+            {name: unpack(arg, own=own, devices=self._devices) for name, arg in keywords.items()},
+        )
+
+    def _copies(self) -> bool:
+        """Whether rows are copied when they are stored: lists keep what they get."""
+        buffer = self._buffer
+        return getattr(buffer, "initialized", False) and isinstance(buffer.storage, TensorStorage)
+
+    def _own(self, rows: Any) -> Any:
+        """Rows that may be kept."""
+        return rows if self._copies() else rows.clone()
+
+    def _packed(self, result: Any) -> Message:
+        return pack(ITSELF if result is self._buffer else result)
+
+
+def _with_warnings(answer: Message, caught: list[Any]) -> Message:
+    if not caught:
+        return answer
+    return [*answer, {"warnings": [pack(warning.message) for warning in caught]}]

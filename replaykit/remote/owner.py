@@ -1,0 +1,197 @@
+"""A buffer in an actor of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, ray_module, start_ray
+from replaykit.buffer import ReplayBuffer
+from replaykit.errors import ActorLost
+from replaykit.remote.client import RayReplayBufferClient
+from replaykit.remote.host import Host
+from replaykit.remote.replies import fetch, running_ray
+
+__all__ = ["RayReplayBuffer"]
+
+_SETTLING_SECONDS = 10.0
+"""How long `close` waits for writes that a rate limiter holds up, since nobody may sample again."""
+
+_ENDING_SECONDS = 10.0
+"""How long `close` waits until the actor has gone."""
+
+_WAITING_SAMPLERS = 64
+"""Samples that may wait for rows at one time, where the buffer has a rate limiter."""
+
+
+class RayReplayBuffer(RayReplayBufferClient):
+    """Starts a buffer in a Ray actor, and owns the actor.
+
+    Has every method and property of the buffer, and those of `RayReplayBufferClient`; ``client()``
+    gives handles to others. ``with RayReplayBuffer(...) as rb:`` closes it at the end.
+
+    Args:
+        replay_buffer_cls: class of the buffer; data sets and ensembles too.
+        ray_init_config: options of ``ray.init``, which is called if Ray is not running yet. Ray
+            then goes on running until the program ends, or ``ray.shutdown()``.
+        remote_config: options of the actor, as for ``ray.remote``; one CPU and no GPU by default.
+        delayed_init: have the buffer make its components at its first use.
+        kwargs: arguments of the buffer. They are pickled: storage, sampler and writer best go as
+            functions that make them, transforms as ``transform_factory``.
+
+    Raises:
+        RuntimeError: ray is not installed. Otherwise what the buffer's own constructor raises.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, RayReplayBuffer
+        >>> def collect_and_learn():  # starts Ray where it is not running
+        ...     with RayReplayBuffer(storage=lambda: LazyTensorStorage(1000), batch_size=32) as rb:
+        ...         rb.extend(TensorDict({"x": torch.arange(100)}, [100]))
+        ...         for_learners = rb.client(prefetch=4)
+        ...         for_actors = rb.client(write_rows=64)
+        ...         return for_learners.sample()
+    """
+
+    def __init__(
+        self,
+        *,
+        replay_buffer_cls: type = ReplayBuffer,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        delayed_init: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._actor = None
+        ray = start_ray(ray_init_config)
+        options = dict(DEFAULT_REMOTE_CLASS_CONFIG if remote_config is None else remote_config)
+        devices = bool(options.get("num_gpus"))
+        paced = kwargs.get("rate_limiter") is not None
+        if paced:
+            # One thread for all writes keeps their order; samples wait beside each other.
+            options.setdefault("concurrency_groups", {"writing": 1, "sampling": _WAITING_SAMPLERS})
+        if delayed_init:
+            kwargs["delayed_init"] = True
+        host = ray.remote(**options)(Host) if options else ray.remote(Host)
+        actor = host.remote(replay_buffer_cls, kwargs, devices=devices)
+        try:
+            fetch(actor.ready.remote())
+        except BaseException:
+            _end(actor)
+            raise
+        super().__init__(actor, replay_buffer_cls, devices=devices, paced=paced)
+        self._handles: weakref.WeakSet[RayReplayBufferClient] = weakref.WeakSet()
+        self._closing = threading.Lock()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a RayReplayBuffer stays where it is; hand out its client()")
+
+    def __enter__(self) -> RayReplayBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def client(
+        self, *, prefetch: int = 0, write_rows: int = 0, write_seconds: float = 0.05
+    ) -> RayReplayBufferClient:
+        """Returns a handle that can be pickled, and does not end the actor.
+
+        Args:
+            prefetch: samples under way before they are asked for. Batches may predate later writes
+                and priorities by at most that many. ``empty``, loads and exchanged components
+                give up what the handle that calls them has under way; other handles are still given
+                theirs, of the rows from before.
+            write_rows: writes of fewer rows go together, up to this many; ``add`` and ``extend``
+                then do not wait and return what ``add_async`` returns. Every call of the handle
+                that is no write sends them first.
+            write_seconds: how long a row may be kept at most.
+
+        Raises:
+            ValueError: a negative number, or ``prefetch`` with a sampler that uses rows up.
+            RuntimeError: the buffer was closed.
+
+        Cost: none; with ``prefetch`` one round trip.
+        """
+        made = RayReplayBufferClient(
+            self._live(),
+            self._cls,
+            devices=self._devices,
+            paced=self._paced,
+            prefetch=prefetch,
+            write_rows=write_rows,
+            write_seconds=write_seconds,
+        )
+        self._handles.add(made)
+        return made
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the actor is there: not closed, and not died."""
+        actor = self._actor
+        try:
+            ref = None if actor is None else self._live().ready.remote()
+            if ref is None:
+                return False
+            ready, _ = ray_module().wait([ref], timeout=1.0)
+            if ready:
+                fetch(ref)
+        except ActorLost:
+            return False
+        return True  # or busy
+
+    def close(self) -> None:
+        """Ends the actor, once all that this process's handles have written is stored.
+
+        What handles in other processes have under way is lost; they get ActorLost. Ray goes on
+        running. Later calls raise RuntimeError; closing again does nothing.
+
+        Raises:
+            Exception: what a write has raised whose result nobody has asked for; the actor has
+                ended then too. RuntimeError: so has it where writes are lost that a rate limiter
+                still held up after 10 seconds.
+        """
+        with self._closing:
+            if self._actor is None:
+                return
+            actor = self._actor
+            failed: Exception | None = None
+            try:
+                for handle in (self, *self._handles):
+                    try:
+                        handle._outbox.settle(_SETTLING_SECONDS if self._paced else None)
+                    except ActorLost:
+                        break
+                    except TimeoutError:
+                        failed = failed or RuntimeError(
+                            "writes still had to wait for samples when the buffer was closed: they "
+                            "are lost"
+                        )
+                    except Exception as error:
+                        failed = failed or error
+            finally:
+                self._actor = None
+                self._drop_ahead()
+                _end(actor)
+        if failed is not None:
+            raise failed
+
+    def shutdown(self) -> None:
+        """The same as ``close``."""
+        self.close()
+
+
+def _end(actor: Any) -> None:
+    """Kills an actor and waits until nobody is answered any more."""
+    with contextlib.suppress(ActorLost):
+        running_ray().kill(actor, no_restart=True)
+        until = time.monotonic() + _ENDING_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                fetch(actor.ready.remote(), timeout=1.0)
+            time.sleep(0.01)

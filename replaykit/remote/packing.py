@@ -1,0 +1,338 @@
+"""Values on their way between processes: what they are, and the memory that their tensors lie in.
+
+A message is a list that Ray sends as it is: a code, a header, and the memory of the tensors as
+buffers that pickle leaves out of band, so that Ray copies them once, into its store or into the
+answer, and whoever receives them maps them. A batch of a tensor storage is one such piece with all
+small columns in it. Tensors are built anew over the piece, with their strides.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import TensorDict, fields_of, fresh_strided, has_names, new_tensordict
+from replaykit.transfer import bytes_of, is_plain, pieces_of
+
+__all__ = ["ITSELF", "Message", "pack", "unpack"]
+
+Message = list[Any]
+
+PLAIN, COLUMNS, PICKLED, SELF = range(4)
+"""What a message is: a value as it is; a tensor or a TensorDict of tensors; anything else, pickled
+with its tensors taken out; the object itself that a method was called on."""
+
+_ALIGNMENT = 64
+_TOGETHER_BYTES = 2**14
+"""Pieces below this are put together: as a buffer of their own they would take longer."""
+
+_NATIVE = (type(None), bool, int, float, str)
+
+_Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
+"""A tensor: dtype, shape, strides, the byte in its piece that it begins with, number of the piece
+(-1: it has no values)."""
+
+
+class _Itself:
+    """Stands for the object that a method was called on."""
+
+
+ITSELF = _Itself()
+
+
+def pack(value: Any) -> Message:
+    """Returns a message that `unpack` makes the value of.
+
+    Nothing is copied but small pieces, and what is a small part of its memory: the message is to
+    be sent, or pickled, before anybody changes the tensors. Gradients do not travel. Tensors on
+    other devices are copied to the CPU.
+
+    Raises:
+        TypeError, pickle.PicklingError: something that cannot be pickled.
+    """
+    if value is ITSELF:
+        return [SELF]
+    if type(value) in _NATIVE:
+        return [PLAIN, value]
+    message = _as_columns(value)
+    return _as_pickle(value) if message is None else message
+
+
+def unpack(message: Message, *, own: bool = False, devices: bool = False) -> Any:
+    """Returns the value of a message: its tensors lie in the memory that came with it.
+
+    Args:
+        own: copy that memory first. The arguments of a call lie in memory of Ray's that is gone
+            when the call has returned: whatever may be kept in an actor has to be copied.
+        devices: put tensors on the devices that they were on, where there is one. Otherwise they
+            are on the CPU.
+    """
+    code = message[0]
+    if code == PLAIN:
+        return message[1]
+    if code == SELF:
+        return ITSELF
+    blocks = [_tensor_over(block, own=own) for block in message[2:]]
+    if code == COLUMNS:
+        tree, places = _plan(message[1])
+        leaves = _placed(places, blocks)
+        return next(leaves) if tree is None else _build(tree, leaves)
+    content, places, moved = pickle.loads(message[1])
+    tensors = list(_placed(places, blocks))
+    if devices and moved and torch.cuda.is_available():
+        for number, device in moved.items():
+            tensors[number] = tensors[number].to(device)
+    return _Unpickler(io.BytesIO(content), tensors).load()
+
+
+# -- tensors and TensorDicts ------------------------------------------------------------------
+
+
+def _as_columns(value: Any) -> Message | None:
+    """The message of a plain tensor, or a plain TensorDict of them on the CPU; None for others."""
+    leaves: list[torch.Tensor] = []
+    if type(value) is torch.Tensor:
+        tree = None
+        leaves.append(value)
+    elif type(value) is TensorDict:
+        tree = _tree_of(value, leaves)
+        if tree is None:
+            return None
+    else:
+        return None
+    found = _located(leaves)
+    if found is None:
+        return None
+    places, blocks = found
+    return [COLUMNS, _header(tree, places), *blocks]
+
+
+def _tree_of(data: TensorDict, leaves: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """What a TensorDict is without its tensors, which are added to the list in order."""
+    if has_names(data):
+        return None
+    children: list[tuple[str, Any]] = []
+    for name, item in fields_of(data).items():
+        if type(item) is torch.Tensor:
+            leaves.append(item)
+            children.append((name, None))
+        elif type(item) is TensorDict:
+            below = _tree_of(item, leaves)
+            if below is None:
+                return None
+            children.append((name, below))
+        else:
+            return None
+    return tuple(data.batch_size), data.device, tuple(children)
+
+
+def _build(tree: tuple[Any, ...], leaves: Iterator[torch.Tensor]) -> TensorDict:
+    batch_size, device, children = tree
+    items = {
+        name: next(leaves) if below is None else _build(below, leaves) for name, below in children
+    }
+    return new_tensordict(items, torch.Size(batch_size), device)
+
+
+def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]] | None:
+    """Where plain CPU tensors lie, and the pieces of memory; None where one is no such tensor.
+
+    One loop in Python over the leaves, some microseconds each: it is on the way of every batch.
+    """
+    # Two arrays may begin at one address and be two memories to torch, one of them longer.
+    memories: dict[tuple[int, int], list[Any]] = {}
+    found: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, Any]] = []
+    for leaf in leaves:
+        if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+            return None
+        shape, stride, size = tuple(leaf.shape), leaf.stride(), leaf.itemsize
+        values = leaf.numel()
+        if not values:
+            found.append((leaf.dtype, shape, stride, 0, None))
+            continue
+        offset = int(leaf.storage_offset()) * size
+        reach = offset + size
+        for count, step in zip(shape, stride, strict=True):
+            reach += (count - 1) * step * size
+        begin = (leaf.data_ptr() - offset, leaf.untyped_storage().nbytes())
+        memory = memories.get(begin)
+        if memory is None:
+            memories[begin] = [offset, reach, values * size, leaf]
+        else:
+            memory[0] = min(memory[0], offset)
+            memory[1] = max(memory[1], reach)
+            memory[2] += values * size
+        found.append((leaf.dtype, shape, stride, offset, begin))
+    pieces: list[torch.Tensor] = []
+    at: dict[tuple[int, int], tuple[int, int]] = {}
+    for begin, (first, last, used, leaf) in memories.items():
+        first -= first % _ALIGNMENT
+        if used * 2 < last - first:
+            return _located_apart(leaves)
+        at[begin] = (len(pieces), first)
+        pieces.append(bytes_of(leaf, first, last))
+    numbers, shifts, blocks = _joined(pieces)
+    places = []
+    for dtype, shape, stride, offset, memory_begin in found:
+        if memory_begin is None:
+            places.append((dtype, shape, stride, 0, -1))
+            continue
+        piece, first = at[memory_begin]
+        places.append((dtype, shape, stride, offset - first + shifts[piece], numbers[piece]))
+    return tuple(places), blocks
+
+
+def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]:
+    """The same where some tensors are a small part of their memory: these are copied alone."""
+    full = [leaf.detach() for leaf in leaves if leaf.numel()]
+    pieces = pieces_of(full)
+    numbers, shifts, blocks = _joined([raw.cpu() for raw, _, _ in pieces])
+    where: dict[int, tuple[int, int]] = {}
+    for piece, (_, inside, first) in enumerate(pieces):
+        for place in inside:
+            begin = int(full[place].storage_offset()) * full[place].itemsize
+            where[place] = (begin - first + shifts[piece], numbers[piece])
+    places, place = [], 0
+    for leaf in leaves:
+        shape = tuple(leaf.shape)
+        if not leaf.numel():
+            places.append((leaf.dtype, shape, leaf.stride(), 0, -1))
+            continue
+        places.append((leaf.dtype, shape, full[place].stride(), *where[place]))
+        place += 1
+    return tuple(places), blocks
+
+
+def _joined(pieces: list[torch.Tensor]) -> tuple[list[int], list[int], list[Any]]:
+    """Where each piece begins among the buffers that are sent, and these: small ones together."""
+    small = [number for number, raw in enumerate(pieces) if len(raw) < _TOGETHER_BYTES]
+    numbers, shifts = [0] * len(pieces), [0] * len(pieces)
+    blocks: list[Any] = []
+    if len(small) > 1:
+        size = 0
+        for number in small:
+            shifts[number] = size
+            size += -(-len(pieces[number]) // _ALIGNMENT) * _ALIGNMENT
+        stage = torch.empty(size, dtype=torch.uint8, device="cpu")
+        for number in small:
+            raw = pieces[number]
+            stage[shifts[number] : shifts[number] + len(raw)] = raw
+        blocks.append(_buffer(stage))
+        alone = [number for number in range(len(pieces)) if number not in set(small)]
+    else:
+        alone = list(range(len(pieces)))
+    for number in alone:
+        numbers[number] = len(blocks)
+        blocks.append(_buffer(pieces[number]))
+    return numbers, shifts, blocks
+
+
+def _buffer(raw: torch.Tensor) -> pickle.PickleBuffer:
+    array: Any = raw.numpy()
+    return pickle.PickleBuffer(array)
+
+
+@lru_cache(maxsize=512)
+def _header(tree: tuple[Any, ...] | None, places: tuple[_Place, ...]) -> bytes:
+    return pickle.dumps((tree, places), protocol=5)
+
+
+@lru_cache(maxsize=512)
+def _plan(header: bytes) -> tuple[Any, tuple[_Place, ...]]:
+    tree, places = pickle.loads(header)
+    return tree, places
+
+
+def _placed(places: tuple[_Place, ...], blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, over the blocks."""
+    views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for dtype, shape, stride, offset, number in places:
+        if number < 0:
+            yield torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            continue
+        view = views.get((number, dtype))
+        if view is None:
+            block = blocks[number]
+            whole = len(block) - len(block) % dtype.itemsize
+            view = views[number, dtype] = block[:whole].view(dtype)
+        yield fresh_strided(view, torch.Size(shape), stride, offset // dtype.itemsize)
+
+
+class _Memory:
+    """Lets NumPy take memory for its own to change that Ray calls read-only.
+
+    What is in a message belongs to whoever asked for it, and nobody else has it.
+    """
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.owner = array
+        found = array.__array_interface__
+        self.__array_interface__ = {**found, "data": (found["data"][0], False)}
+
+
+def _tensor_over(block: Any, *, own: bool) -> torch.Tensor:
+    array = np.frombuffer(block, np.uint8)
+    if own:
+        array = array.copy()
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+# -- anything else ----------------------------------------------------------------------------
+
+
+def _as_pickle(value: Any) -> Message:
+    """The message of any object: pickled, with the tensors in it as pieces beside it."""
+    tensors: list[torch.Tensor] = []
+    file = io.BytesIO()
+    _pickler()(file, tensors).dump(value)
+    devices = {number: t.device for number, t in enumerate(tensors) if t.device.type != "cpu"}
+    places, blocks = _located_apart(tensors)
+    content = (file.getvalue(), places, devices)
+    return [PICKLED, pickle.dumps(content, protocol=5), *blocks]
+
+
+@lru_cache(maxsize=1)
+def _pickler() -> Callable[[io.BytesIO, list[torch.Tensor]], Any]:
+    from cloudpickle import Pickler
+
+    class Extracting(Pickler):
+        """Takes tensors out of what it pickles; one that is there twice is there twice again."""
+
+        def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+            super().__init__(file, protocol=5)
+            self._tensors = tensors
+            self._numbers: dict[int, int] = {}
+
+        def persistent_id(self, obj: Any) -> int | None:
+            if type(obj) is not torch.Tensor or not _travels(obj):
+                return None
+            number = self._numbers.setdefault(id(obj), len(self._tensors))
+            if number == len(self._tensors):
+                self._tensors.append(obj)
+            return number
+
+    return Extracting
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is its bytes, now or once it is detached."""
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return False
+    return not tensor.numel() or is_plain(tensor.detach())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> torch.Tensor:
+        return self._tensors[number]

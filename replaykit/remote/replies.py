@@ -1,0 +1,175 @@
+"""What an actor answers, read once, with the errors that a local buffer would raise."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+from replaykit._ray import ray_module
+from replaykit.errors import ActorLost
+from replaykit.remote.packing import Message, unpack
+
+__all__ = ["RemoteResult", "Reply", "fetch", "raise_as_local", "running_ray"]
+
+
+def fetch(ref: Any, timeout: float | None = None) -> Any:
+    """Returns what an object reference stands for.
+
+    Raises:
+        ActorLost: the actor has ended, or Ray. TimeoutError: not within that many seconds.
+            Otherwise what the call has raised in the actor, whose traceback is the cause.
+    """
+    ray = running_ray()
+    try:
+        return ray.get(ref, timeout=timeout)
+    except Exception as error:
+        raise_as_local(error)
+        raise
+
+
+def running_ray() -> Any:
+    """Returns ray.
+
+    Raises:
+        ActorLost: it is not running any more; asked for anything it would start again, without the
+            actors that there were.
+    """
+    ray = ray_module()
+    if not ray.is_initialized():
+        raise ActorLost("Ray is not running any more, and the actor of this buffer has ended")
+    return ray
+
+
+def raise_as_local(error: BaseException) -> None:
+    """Raises what a local call would have raised in the place of an error of Ray's; returns where
+    it is none."""
+    exceptions = ray_module().exceptions
+    if isinstance(error, exceptions.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, exceptions.RayTaskError) or not isinstance(cause, BaseException):
+            return
+        raise cause from error
+    if isinstance(error, exceptions.RayActorError):
+        raise ActorLost(f"the actor of this buffer has ended: {error}") from error
+
+
+class Reply:
+    """The answer to one message, which is fetched once however often it is asked for.
+
+    Args:
+        ref: the object reference; None where the message has not been sent yet.
+        send: sends it, after which ``ref`` is set.
+
+    Attributes:
+        error: what ``get`` has found to raise.
+    """
+
+    def __init__(self, ref: Any = None, send: Callable[[], None] | None = None) -> None:
+        self.ref = ref
+        self._send = send
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self.error: Exception | None = None
+        self._known = False
+
+    def sent(self) -> Any:
+        """Returns the object reference, once the message is on its way."""
+        if self.ref is None and self._send is not None:
+            self._send()
+        return self.ref
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Returns the value; raises what `fetch` raises."""
+        ref = None if self._known else self.sent()
+        with self._lock:
+            if not self._known:
+                try:
+                    self._value = unpack_reply(fetch(ref, timeout))
+                except ray_module().exceptions.GetTimeoutError:
+                    raise TimeoutError(f"no answer within {timeout} seconds") from None
+                except Exception as error:
+                    self.error = error
+                self._known = True
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+    async def wait(self) -> Any:
+        """Returns the value to a coroutine; raises what `fetch` raises."""
+        if not self._known:
+            try:
+                message = await self.sent()
+            except Exception as error:
+                raise_as_local(error)
+                raise
+            with self._lock:
+                if not self._known:
+                    self._value, self._known = unpack_reply(message), True
+        return self.get()
+
+    def fail(self, error: Exception) -> None:
+        """Has ``get`` raise this: the message could not be sent."""
+        self.error, self._known = error, True
+
+    def is_ready(self) -> bool:
+        """Whether ``get`` would not wait."""
+        if self._known:
+            return True
+        ready, _ = running_ray().wait([self.sent()], timeout=0, fetch_local=False)
+        return bool(ready)
+
+
+class RemoteResult:
+    """What a call will return: wait for it with ``result()``, or with ``await``.
+
+    Example:
+        >>> from replaykit import RayReplayBufferClient
+        >>> def learn(handle: RayReplayBufferClient, update):
+        ...     ahead = handle.sample_async()
+        ...     for _ in range(100):
+        ...         batch, ahead = ahead.result(), handle.sample_async()
+        ...         update(batch)
+    """
+
+    def __init__(self, reply: Reply, pick: Callable[[Any], Any] | None = None) -> None:
+        self._reply = reply
+        self._pick = pick
+
+    @property
+    def ref(self) -> Any:
+        """Ray's object reference, to be given to ``ray.wait`` with others.
+
+        What it holds is packed: the value comes from ``result``.
+        """
+        return self._reply.sent()
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self._reply.is_ready()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns what the call returned.
+
+        Raises:
+            TimeoutError: it has not, within that many seconds. Otherwise whatever it raised.
+        """
+        return self._picked(self._reply.get(timeout))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        value = yield from self._reply.wait().__await__()
+        return self._picked(value)
+
+    def _picked(self, value: Any) -> Any:
+        return value if self._pick is None else self._pick(value)
+
+
+def unpack_reply(message: Message) -> Any:
+    """Returns the value of an answer, after what the call had to warn of."""
+    told = message[-1]
+    if type(told) is dict:
+        message = message[:-1]
+        for packed in told["warnings"]:
+            warnings.warn(unpack(packed), stacklevel=5)
+    return unpack(message, devices=True)

@@ -1,0 +1,289 @@
+"""Shards as Ray actors, and the actor that restarts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from replaykit._ray import actor_class, start_ray
+from replaykit.sharding.errors import ShardDied
+from replaykit.sharding.facts import ShardFacts, ShardLoss
+from replaykit.sharding.holder import ShardHolder
+from replaykit.sharding.losses import Losses
+from replaykit.sharding.recipe import ShardRecipe
+from replaykit.sharding.shards import WRITES, Reply, Restored, Shard
+from replaykit.sharding.wire import decoded, encoded
+from replaykit.structure import Node
+
+__all__ = ["RayShard", "RaySupervisor"]
+
+DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
+"""What a shard asks of the cluster unless told otherwise: it waits most of the time."""
+
+_SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "commit_load"})
+"""Works on files, beside which the shard goes on answering."""
+
+_LOOK_AGAIN_S = 0.005
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class _ShardActor:
+    """A holder in a process of its own. Its event loop runs one message at a time, but for those
+    that work on files.
+
+    What fails when the holder is made is the answer to every message, so that it has its own type.
+    """
+
+    def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int) -> None:
+        self._failure: Exception | None = None
+        self._saver: Any = None
+        try:
+            self._holder = ShardHolder(recipe, shard, incarnation)
+        except Exception as error:
+            self._failure = error
+
+    async def call(self, verb: str, args: Any) -> tuple[bool, Any]:
+        """Runs a method of the holder; returns whether it went well, and the answer or error."""
+        if self._failure is not None:
+            return False, self._failure
+        try:
+            return True, encoded(await self._answer(verb, decoded(args, own=True)))
+        except Exception as error:
+            return False, error
+
+    async def _answer(self, verb: str, args: tuple[Any, ...]) -> Any:
+        if self._saver is None and self._holder.recipe.checkpoint_dir is not None:
+            self._saver = asyncio.create_task(self._save_again_and_again())
+        method = getattr(self._holder, verb)
+        if verb in WRITES:
+            while not self._holder.admits(args[0]):
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        elif verb in _SLOW:
+            return await asyncio.to_thread(method, *args)
+        return method(*args)
+
+    async def _save_again_and_again(self) -> None:
+        pause = max(0.01, min(1.0, self._holder.recipe.checkpoint_interval / 4))
+        while True:
+            await asyncio.sleep(pause)
+            await asyncio.to_thread(self._holder.save_if_due)
+
+
+class _RayReply:
+    """An answer of an actor."""
+
+    def __init__(self, ref: Any, shard: int, incarnation: int) -> None:
+        self._ref, self._shard, self._incarnation = ref, shard, incarnation
+
+    def result(self, timeout: float | None = None) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+        within = None if timeout is None or timeout == float("inf") else timeout
+        try:
+            went_well, value = ray.get(self._ref, timeout=within)
+        except (RayActorError, ObjectLostError):
+            raise ShardDied(self._shard, self._incarnation) from None
+        except GetTimeoutError:
+            raise TimeoutError(f"shard {self._shard} has not answered within {timeout} s") from None
+        if not went_well:
+            raise value
+        return decoded(value)
+
+
+class RayShard:
+    """A shard in an actor; can be pickled."""
+
+    def __init__(self, actor: Any, shard: int, incarnation: int) -> None:
+        self.actor, self.shard, self.incarnation = actor, shard, incarnation
+
+    def call(self, verb: str, *args: Any) -> Reply:
+        """Sends a message; does not wait."""
+        ref = self.actor.call.remote(verb, encoded(args))
+        return _RayReply(ref, self.shard, self.incarnation)
+
+
+class _SupervisorActor:
+    """Owns the shards: they end with it, and it with whoever made it."""
+
+    def __init__(self, recipe: ShardRecipe, config: dict[str, Any]) -> None:
+        self._recipe, self._config = recipe, config
+        self._losses = Losses()
+        self._root: Node | None = None
+        self._shards: list[RayShard] = []
+        self._restarts: dict[int, Any] = {}
+
+    async def start(self) -> tuple[bool, Any]:
+        """Starts all shards; returns whether they are there, and they or the error."""
+        try:
+            self._shards = [self._made(shard, 0) for shard in range(self._recipe.num_shards)]
+            await asyncio.gather(*(self._facts(shard) for shard in self._shards))
+        except Exception as error:
+            return False, error
+        return True, self._shards
+
+    def _made(self, shard: int, incarnation: int) -> RayShard:
+        actor = actor_class(_ShardActor, self._config).remote(self._recipe, shard, incarnation)
+        return RayShard(actor, shard, incarnation)
+
+    async def _facts(self, shard: RayShard) -> ShardFacts:
+        went_well, value = await shard.actor.call.remote("facts", encoded(()))
+        if not went_well:
+            raise value
+        found: ShardFacts = decoded(value)
+        return found
+
+    async def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        """Told of a death."""
+        self._losses.died(shard, incarnation, written, rows)
+        self._see_to(shard, incarnation)
+
+    def _see_to(self, shard: int, incarnation: int) -> None:
+        """Has a shard restarted, unless this incarnation of it has a successor or will have."""
+        if self._shards[shard].incarnation == incarnation and shard not in self._restarts:
+            self._restarts[shard] = asyncio.create_task(self._restart(shard))
+
+    async def _restart(self, number: int) -> None:
+        """Makes the next incarnation of a shard; its machine may be gone for a while."""
+        import ray
+
+        died = old = self._shards[number]
+        pause = _FIRST_PAUSE_S
+        try:
+            while True:
+                ray.kill(old.actor, no_restart=True)  # it may only have been out of reach
+                new = self._made(number, old.incarnation + 1)
+                try:
+                    facts = await self._facts(new)
+                    break
+                except (
+                    Exception
+                ) as error:  # this one has died too, or its checkpoint cannot be read
+                    _LOG.warning("shard %d could not be restarted, trying again: %s", number, error)
+                    await asyncio.sleep(pause)
+                    old, pause = new, min(2 * pause, _LONGEST_PAUSE_S)
+            self._losses.came_back(number, died.incarnation, facts)
+            self._shards[number] = new
+        finally:
+            del self._restarts[number]
+
+    async def restored(self, shard: int, incarnation: int, timeout: float) -> Any:
+        """The incarnation after that one, if it is there after so long."""
+        from ray.exceptions import RayActorError
+
+        for again in range(2):
+            found = self._shards[shard]
+            if found.incarnation > incarnation:
+                loss = self._losses.newest(shard)
+                with contextlib.suppress(RayActorError):  # it may have died again
+                    return Restored(found, found.incarnation, await self._facts(found), loss)
+                self._see_to(shard, found.incarnation)
+                return None
+            self._see_to(shard, incarnation)
+            if not again:
+                await asyncio.wait([self._restarts[shard]], timeout=timeout)
+        return None
+
+    async def losses(self) -> list[ShardLoss]:
+        """All losses."""
+        return self._losses.all()
+
+    async def agree(self, root: Node | None) -> Node | None:
+        """How rows look: the first one counts."""
+        if self._root is None:
+            self._root = root
+        return self._root
+
+    async def replace(self, root: Node | None) -> None:
+        """Rows look like this from now on."""
+        self._root = root
+
+    async def close(self) -> None:
+        """Ends all shards."""
+        import ray
+
+        for task in self._restarts.values():
+            task.cancel()
+        for shard in self._shards:
+            ray.kill(shard.actor, no_restart=True)
+
+
+class RaySupervisor:
+    """The supervisor as clients see it; can be pickled."""
+
+    def __init__(self, actor: Any, shards: list[RayShard]) -> None:
+        self._actor, self._shards = actor, shards
+
+    @classmethod
+    def start(
+        cls,
+        recipe: ShardRecipe,
+        remote_config: dict[str, Any] | None,
+        ray_init_config: dict[str, Any] | None,
+        timeout: float,
+    ) -> RaySupervisor:
+        """Starts Ray where it is not running, the supervisor, and the shards.
+
+        Raises:
+            RuntimeError: ray is not installed. What making a shard has raised.
+        """
+        ray = start_ray(ray_init_config)
+        config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
+        actor = actor_class(_SupervisorActor, {"num_cpus": 0}).remote(recipe, config)
+        try:
+            went_well, shards = ray.get(actor.start.remote(), timeout=timeout or None)
+            if not went_well:
+                raise shards
+        except BaseException:
+            ray.kill(actor, no_restart=True)  # the shards that it has made end with it
+            raise
+        return cls(actor, shards)
+
+    def members(self) -> list[tuple[Shard, int]]:
+        """The shards, and which incarnation of each."""
+        return [(shard, shard.incarnation) for shard in self._shards]
+
+    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        self._actor.report.remote(shard, incarnation, written, rows)
+
+    def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
+        found: Restored | None = self._ask(self._actor.restored, shard, incarnation, timeout)
+        return found
+
+    def losses(self) -> list[ShardLoss]:
+        found: list[ShardLoss] = self._ask(self._actor.losses)
+        return found
+
+    def agree(self, root: Node | None) -> Node | None:
+        found: Node | None = self._ask(self._actor.agree, root)
+        return found
+
+    def replace(self, root: Node | None) -> None:
+        self._ask(self._actor.replace, root)
+
+    @staticmethod
+    def _ask(method: Any, *args: Any) -> Any:
+        import ray
+        from ray.exceptions import RayActorError
+
+        try:
+            return ray.get(method.remote(*args))
+        except RayActorError:
+            raise RuntimeError(
+                "the shards have ended: their buffer was closed, or its process has died"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the shards and the supervisor. Ray goes on running: others may use it by now."""
+        import ray
+
+        if ray.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                self._ask(self._actor.close)
+            ray.kill(self._actor, no_restart=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": []}

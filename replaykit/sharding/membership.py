@@ -1,0 +1,160 @@
+"""The shards that a client talks to: who is there, who comes back, and what is known of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replaykit.sharding.errors import ShardDied, ShardLossWarning
+from replaykit.sharding.facts import ShardFacts, ShardLoss, Terms
+from replaykit.sharding.shards import Reply, Restored, Shard, Supervisor
+from replaykit.sharding.table import ShardTable
+
+__all__ = ["Members"]
+
+_LOOK_AGAIN = 0.05
+"""Seconds between two questions whether a shard is back, while there are others."""
+
+
+class Members:
+    """Sends messages to shards, learns from the answers, and notices deaths. Thread-safe.
+
+    Args:
+        shards: as they were when the client was made.
+        supervisor: who restarts them.
+        on_loss: called with what was lost, in the thread that learns it; None: a warning.
+        timeout: seconds after which waiting for a shard is given up.
+    """
+
+    def __init__(
+        self,
+        shards: list[tuple[Shard, int]],
+        supervisor: Supervisor,
+        on_loss: Callable[[ShardLoss], None] | None,
+        timeout: float,
+    ) -> None:
+        self.supervisor, self.on_loss, self.timeout = supervisor, on_loss, timeout
+        self.table = ShardTable(len(shards))
+        self.shards = [shard for shard, _ in shards]
+        self.table.incarnations = [incarnation for _, incarnation in shards]
+        self._lock = threading.Lock()
+        self._looked = [0.0] * len(shards)
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def send(self, shard: int, verb: str, *args: Any) -> tuple[int, Reply]:
+        """Asks a shard; returns which incarnation was asked, and the answer to come."""
+        with self._lock:
+            to, incarnation = self.shards[shard], self.table.incarnations[shard]
+        return incarnation, to.call(verb, *args)
+
+    def take(self, shard: int, sent: tuple[int, Reply], within: float | None = None) -> Any:
+        """Takes an answer; facts in it are learned.
+
+        Raises:
+            ShardDied: there is none; it is noted. TimeoutError: not in time. What the shard raised.
+        """
+        incarnation, reply = sent
+        try:
+            answer = reply.result(self.timeout if within is None else within)
+        except ShardDied:
+            self.died(shard, incarnation)
+            raise ShardDied(shard, incarnation) from None
+        facts = answer if isinstance(answer, ShardFacts) else None
+        if isinstance(answer, tuple):
+            facts = next((item for item in answer if isinstance(item, ShardFacts)), None)
+        if facts is not None:
+            late = self.table.learn(shard, incarnation, facts)
+            if late is not None:  # another thread has noticed a death before this was taken
+                self.supervisor.report(shard, incarnation, *late)
+        return answer
+
+    def ask_all(self, verb: str, *args: Any) -> dict[int, Any]:
+        """Asks all shards that are there; answers by shard, of those that gave one."""
+        replies = {shard: self.send(shard, verb, *args) for shard in self.present()}
+        answers = {}
+        for shard, sent in replies.items():
+            try:
+                answers[shard] = self.take(shard, sent)
+            except ShardDied:
+                continue
+        return answers
+
+    def refresh(self, terms: Terms | None, max_age: float) -> None:
+        """Asks the shards of which nothing young enough is known."""
+        self.present()
+        old = self.table.old(terms, max_age)
+        replies = {shard: self.send(shard, "facts", terms) for shard in old}
+        for shard, sent in replies.items():
+            try:
+                self.take(shard, sent)
+            except ShardDied:
+                continue
+
+    # -- deaths -------------------------------------------------------------------------------
+
+    def died(self, shard: int, incarnation: int) -> None:
+        """Notes a death, and has the shard restarted; does not wait."""
+        known = self.table.lost(shard, incarnation)
+        if known is not None:
+            self.supervisor.report(shard, incarnation, *known)
+
+    def present(self) -> list[int]:
+        """The shards that are there; looks whether others have come back."""
+        for shard in range(len(self.shards)):
+            if not self.table.is_there(shard):
+                now = time.monotonic()
+                if now >= self._looked[shard] + _LOOK_AGAIN:
+                    self._looked[shard] = now
+                    self._look(shard, 0.0)
+        return self.table.there()
+
+    def wait_for(self, shards: Sequence[int], until: float) -> None:
+        """Waits until one of these shards is there.
+
+        Raises:
+            TimeoutError: none is at that time.
+        """
+        while not any(self.table.is_there(shard) for shard in shards):
+            if time.monotonic() >= until:
+                who = f"shard {shards[0]}" if len(shards) == 1 else f"none of shards {shards}"
+                has = "has not" if len(shards) == 1 else "has"
+                raise TimeoutError(f"{who} {has} come back within {self.timeout} s")
+            for shard in shards:
+                self._look(shard, _LOOK_AGAIN)
+
+    def _look(self, shard: int, timeout: float) -> None:
+        incarnation = self.table.incarnations[shard]
+        found = self.supervisor.restored(shard, incarnation, timeout)
+        if found is not None:
+            self._take_back(shard, incarnation, found)
+
+    def _take_back(self, shard: int, incarnation: int, found: Restored) -> None:
+        with self._lock:
+            if self.table.incarnations[shard] != incarnation:
+                return  # another thread was faster
+            self.shards[shard] = found.shard
+            self.table.back(shard, found.incarnation, found.facts)
+        if self.on_loss is not None:
+            self.on_loss(found.loss)
+        else:
+            warnings.warn(str(found.loss), ShardLossWarning, stacklevel=5)
+
+    # -- being handed on ----------------------------------------------------------------------
+
+    def again(self, on_loss: Callable[[ShardLoss], None] | None) -> Members:
+        """The same shards for another client, which knows nothing of them yet."""
+        with self._lock:
+            pairs = list(zip(self.shards, self.table.incarnations, strict=True))
+        return Members(pairs, self.supervisor, on_loss, self.timeout)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        other = self.again(self.on_loss)
+        pairs = list(zip(other.shards, other.table.incarnations, strict=True))
+        return pairs, self.supervisor, self.on_loss, self.timeout
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]

@@ -1,0 +1,418 @@
+"""Batches for ``torch.utils.data.DataLoader``: whose they are, in what order, and once more."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from replaykit import (
+    BufferDataset,
+    ConsumingSampler,
+    HindsightGoal,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    RateLimiter,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
+
+pytestmark = [
+    # Of newer Pythons, about processes that are forked beside threads that wait.
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    pytest.mark.skipif(
+        "fork" not in multiprocessing.get_all_start_methods(), reason="needs processes that fork"
+    ),
+]
+
+ROWS = 40
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    gc.collect()  # an error knows the frames that it came through, and so its loader
+    assert not multiprocessing.active_children()
+
+
+def rows(count: int = ROWS, start: int = 0) -> TensorDict:
+    number = torch.arange(start, start + count)
+    goal = number.float()[:, None]
+    done = (number % 5 == 4)[:, None]
+    after = {"achieved": goal + 1, "goal": goal * 0, "reward": goal, "done": done}
+    return TensorDict({"id": number, "goal": goal * 0, "next": after}, [count])
+
+
+def filled(sampler: Any = None, **options: Any) -> ReplayBuffer:
+    options = {"storage": LazyTensorStorage(ROWS), "batch_size": 6, **options}
+    rb = ReplayBuffer(sampler=sampler, **options)
+    rb.extend(rows())
+    return rb
+
+
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(ROWS, 1.0, 1.0)
+
+
+PASSES: dict[str, Callable[[], Any]] = {
+    "rows": SamplerWithoutReplacement,
+    "slices": lambda: SliceSamplerWithoutReplacement(slice_len=3),
+}
+STREAMS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "prioritized": prioritized,
+    "slices": lambda: SliceSampler(slice_len=3),
+}
+
+
+def ids(batches: Any) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in batches]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+# -- passes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 9])
+def test_ranks_have_every_row_once_together(world_size: int) -> None:
+    rb = filled(SamplerWithoutReplacement())
+    for epoch in range(2):
+        found = []
+        for rank in range(world_size):
+            loader = rb.dataloader(rank=rank, world_size=world_size, seed=5)
+            loader.epoch = epoch
+            batches = ids(loader)
+            assert len(batches) == len(loader)
+            found += batches
+        assert sorted(flat(found)) == list(range(ROWS))
+
+
+def test_slices_of_each_episode_come_once() -> None:
+    rb = filled(PASSES["slices"]())
+    batches = [ids(rb.dataloader(rank=rank, world_size=2)) for rank in range(2)]
+    episodes = sorted(first // 5 for first in flat([flat(found)[::3] for found in batches]))
+    assert episodes == list(range(ROWS // 5))
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_pass_is_the_same_whoever_makes_it(kind: str) -> None:
+    rb = filled(PASSES[kind]())
+    expected = ids(rb.dataloader(rank=1, world_size=2, seed=3))
+    for workers in (1, 2):
+        loader = rb.dataloader(workers=workers, rank=1, world_size=2, seed=3)
+        assert ids(loader) == expected
+        assert ids(loader) != expected  # the next epoch
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("batch_size", [6, 7, 40])
+def test_with_drop_last_ranks_have_equally_many_whole_batches(batch_size: int) -> None:
+    rb = filled(SamplerWithoutReplacement())
+    for world_size in (1, 2, 4):
+        found = []
+        for rank in range(world_size):
+            loader = rb.dataloader(batch_size, rank=rank, world_size=world_size, drop_last=True)
+            found.append(ids(loader))
+            assert len(loader) == len(found[-1]) == ROWS // batch_size // world_size
+        together = flat([flat(batches) for batches in found])
+        assert len(set(together)) == len(together)
+        assert all(len(batch) == batch_size for batches in found for batch in batches)
+
+
+def test_epochs_are_in_different_orders_and_come_again() -> None:
+    rb = filled(SamplerWithoutReplacement())
+    loader, again = rb.dataloader(seed=1), rb.dataloader(seed=1)
+    epochs = [ids(loader) for _ in range(3)]
+    assert [ids(again) for _ in range(3)] == epochs
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert ids(rb.dataloader(seed=2)) != epochs[0]
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_workers_and_ranks_draw_different_streams_that_come_again(kind: str) -> None:
+    rb = filled(STREAMS[kind]())
+    seen = []
+    for rank in range(2):
+        options = {"steps": 7, "seed": 4, "rank": rank, "world_size": 2, "workers": 2}
+        loader = rb.dataloader(18, **options)
+        batches = ids(loader)
+        assert len(batches) == len(loader) == 7
+        seen += batches
+        if rank:
+            assert ids(rb.dataloader(18, **options)) == batches
+            seen += ids(loader)  # the next epoch
+    assert len({str(batch) for batch in seen}) == len(seen) == 21
+
+
+def test_the_law_is_that_of_the_sampler() -> None:
+    """Chi-square of both workers' draws, uniform and by priority."""
+    weight = torch.arange(ROWS).float() + 1
+    for sampler, law in ((None, torch.ones(ROWS)), (prioritized(), weight)):
+        rb = filled(sampler)
+        if sampler is not None:
+            rb.update_priority(torch.arange(ROWS), weight)
+        loader = rb.dataloader(200, workers=2, steps=50, seed=9)
+        counts = torch.bincount(torch.tensor(flat(ids(loader))), minlength=ROWS)
+        expected = law / law.sum() * counts.sum()
+        statistic = float(((counts - expected) ** 2 / expected).sum())
+        assert counts.sum() == 10_000
+        # 39 degrees of freedom: 1 in 10,000 above 81, and as many below 12.
+        assert 12 < statistic < 81
+
+
+def test_a_stream_without_steps_has_no_end() -> None:
+    rb = filled()
+    loader = rb.dataloader()
+    assert len(list(itertools.islice(loader, 60))) == 60
+    with pytest.raises(TypeError, match="no number that is known"):
+        len(loader)
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_a_worker_is_the_one_made_here(same: Any) -> None:
+    """With what transforms draw, marks, generations and all."""
+    for sampler in (None, prioritized(), STREAMS["slices"]()):
+        rb = filled(
+            sampler,
+            transform=HindsightGoal(0.5, achieved="achieved", goal="goal"),
+            writer=RoundRobinWriter(track_generations=True),
+        )
+        here, there = (list(rb.dataloader(workers=n, steps=4, seed=1)) for n in (0, 1))
+        for left, right in zip(here, there, strict=True):
+            same(left, right)
+            assert right["index_generation"].dtype == torch.int64
+        assert any((batch["next", "goal"] != 0).any() for batch in here)
+        # One memory, whatever number of leaves.
+        found = {leaf.untyped_storage().data_ptr() for leaf in there[0].values(True, True)}
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_data_loader_takes_it_too(workers: int) -> None:
+    dataset = BufferDataset(filled(SamplerWithoutReplacement()), seed=1)
+    loader = DataLoader(
+        dataset, batch_size=None, collate_fn=BufferDataset.collate, num_workers=workers
+    )
+    first, again = ids(loader), ids(loader)
+    assert sorted(flat(first)) == list(range(ROWS))
+    assert first == again
+    dataset.set_epoch(1)
+    assert ids(loader) != first
+    dataset.set_epoch(0, start=3)
+    assert ids(loader) == first[3:]
+
+
+def test_lists_of_objects_are_read_by_forked_workers() -> None:
+    rb = ReplayBuffer(storage=ListStorage(9), collate_fn=list, batch_size=3)
+    rb.extend([{"text": f"row {number}"} for number in range(9)])
+    loader = rb.dataloader(workers=1, steps=5)
+    assert {item["text"] for batch in loader for item in batch} <= {f"row {n}" for n in range(9)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_of_the_buffer_or_of_torch_is_drawn_from(workers: int, same: Any) -> None:
+    for sampler in (RandomSampler, SamplerWithoutReplacement, prioritized):
+        one, other = (
+            filled(sampler(), generator=torch.Generator().manual_seed(3)) for _ in range(2)
+        )
+        same(one.sample(), other.sample())
+        state = torch.get_rng_state()
+        list(itertools.islice(one.dataloader(workers=workers), 3))
+        assert torch.get_rng_state().equal(state)
+        same(one.state_dict(), other.state_dict())
+        for _ in range(8):
+            same(one.sample(), other.sample())
+
+
+# -- going on -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["pass", "stream"])
+def test_an_iteration_goes_on_where_its_state_was_taken(kind: str, workers: int, same: Any) -> None:
+    """At every batch, with what transforms draw; the epoch after it is the next one."""
+    passes = kind == "pass"
+    rb = filled(
+        SamplerWithoutReplacement() if passes else None,
+        transform=HindsightGoal(0.5, achieved="achieved", goal="goal"),
+    )
+    options: dict[str, Any] = {"workers": workers, "steps": None if passes else 7, "seed": 8}
+    loader = rb.dataloader(**options)
+    expected = [list(loader), list(loader)]
+    for step in range(8) if not workers else (3,):
+        stopped = rb.dataloader(**options)
+        for _ in itertools.islice(stopped, step):
+            pass
+        state = stopped.state_dict()
+        assert (state["epoch"], state["step"]) == (0, step)
+        resumed = rb.dataloader(**options)
+        resumed.load_state_dict(state)
+        for left, right in zip(list(resumed), expected[0][step:], strict=True):
+            same(left, right)
+        assert resumed.state_dict() == {**state, "epoch": 1, "step": 0}
+        if not workers:
+            for left, right in zip(list(resumed), expected[1], strict=True):
+                same(left, right)
+
+
+def test_an_iteration_that_is_left_is_followed_by_the_next_epoch() -> None:
+    rb = filled(SamplerWithoutReplacement())
+    epochs = rb.dataloader()
+    expected = [ids(epochs) for _ in range(2)]
+    loader = rb.dataloader()
+    assert ids(itertools.islice(loader, 2)) == expected[0][:2]
+    assert ids(loader) == expected[1]
+
+
+def test_workers_that_persist_go_from_epoch_to_epoch() -> None:
+    rb = filled(SamplerWithoutReplacement())
+    once, loader = rb.dataloader(), rb.dataloader(workers=2, persistent_workers=True)
+    assert [ids(loader) for _ in range(3)] == [ids(once) for _ in range(3)]
+    assert len(multiprocessing.active_children()) == 2
+    rb.extend(rows(3))
+    with pytest.raises(RuntimeError, match="nobody writes, got 3 rows written"):
+        list(loader)
+
+
+def test_the_state_of_other_batches_is_refused() -> None:
+    rb = filled()
+    loader = rb.dataloader(steps=5)
+    list(itertools.islice(loader, 2))
+    state = loader.state_dict()
+    others: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 1},
+        "batch_size": {"batch_size": 3},
+        "rank": {"rank": 1, "world_size": 2},
+        "workers": {"workers": 2},
+    }
+    for options in others.values():
+        other = rb.dataloader(**{"steps": 5, **options})
+        with pytest.raises(ValueError, match="expected the state of a loader with"):
+            other.load_state_dict(state)
+        assert (other.epoch, other.step) == (0, 0)
+    with pytest.raises(ValueError, match="expected the state of a loader"):
+        loader.load_state_dict({**state, "step": -1})
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_transform_reaches_the_loop(workers: int) -> None:
+    def fails(batch: Any) -> Any:
+        if 17 in batch["id"].tolist():
+            raise ArithmeticError("row 17")
+        return batch
+
+    rb = filled(SamplerWithoutReplacement(shuffle=False), transform=fails)
+    loader = iter(rb.dataloader(workers=workers))
+    found = ids(itertools.islice(loader, 2))
+    with pytest.raises(ArithmeticError, match="row 17"):
+        next(loader)
+    assert found == [list(range(6)), list(range(6, 12))]
+
+
+def test_rows_written_under_the_workers_are_said() -> None:
+    for change in (
+        lambda rb: rb.extend(rows(1)),
+        lambda rb: rb.set_at_("id", torch.tensor([3]), torch.tensor([0])),
+    ):
+        rb = filled()
+        loader = iter(rb.dataloader(workers=1))
+        next(loader)
+        change(rb)
+        with pytest.raises(RuntimeError, match="nobody writes while worker processes read it"):
+            next(loader)
+
+
+def test_rows_written_during_a_pass_are_said() -> None:
+    rb = filled(SamplerWithoutReplacement())
+    loader = iter(rb.dataloader())
+    next(loader)
+    rb.extend(rows(2))
+    with pytest.raises(RuntimeError, match="got 2 rows written"):
+        next(loader)
+
+
+def test_one_iteration_at_a_time() -> None:
+    loader = filled().dataloader()
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        next(first)
+    next(second)
+    assert (loader.epoch, loader.step) == (1, 1)
+
+
+REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "ReplayBufferEnsemble", lambda: BufferDataset(ReplayBufferEnsemble(filled()), 4)),
+    (TypeError, "expected a ReplayBuffer", lambda: BufferDataset([1, 2], 1)),  # type: ignore[arg-type]
+    (TypeError, "rank and world_size", lambda: filled().dataloader(rank=0)),
+    (ValueError, "below world_size", lambda: filled().dataloader(rank=2, world_size=2)),
+    (ValueError, "rank as an int", lambda: filled().dataloader(rank=0.5, world_size=2)),  # type: ignore[arg-type]
+    (ValueError, "steps as an int", lambda: filled().dataloader(steps=0)),
+    (ValueError, "seed as an int", lambda: filled().dataloader(seed="a")),  # type: ignore[arg-type]
+    (ValueError, "batch_size as an int", lambda: filled().dataloader(0)),
+    (ValueError, "workers as an int", lambda: filled().dataloader(workers=-1)),
+    (ValueError, "drop_last with", lambda: filled().dataloader(drop_last=True)),
+    (
+        ValueError,
+        "steps=None with SamplerWithoutReplacement",
+        lambda: filled(SamplerWithoutReplacement()).dataloader(steps=3),
+    ),
+    (RuntimeError, "batch_size", lambda: filled(batch_size=None).dataloader()),
+    (ValueError, "device='meta'", lambda: filled(device="meta").dataloader(workers=1)),
+    (
+        RuntimeError,
+        "a ListStorage would be copied",
+        lambda: filled(storage=ListStorage(ROWS)).dataloader(
+            workers=1, multiprocessing_context="spawn"
+        ),
+    ),
+    (
+        RuntimeError,
+        "a LazyTensorStorage would be copied",
+        lambda: filled().dataloader(workers=1, multiprocessing_context="forkserver"),
+    ),
+    (
+        ValueError,
+        "ConsumingSampler, whose draws use",
+        lambda: filled(ConsumingSampler()).dataloader(),
+    ),
+    (
+        ValueError,
+        "without rate_limiter",
+        lambda: filled(rate_limiter=RateLimiter(1.0, 1, 100.0)).dataloader(),
+    ),
+    (ValueError, "epoch as an int", lambda: BufferDataset(filled()).set_epoch(-1)),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "call"), REFUSED, ids=[m for _, m, _ in REFUSED])
+def test_what_cannot_be_is_refused_by_name(
+    error: type[Exception], match: str, call: Callable[[], Any]
+) -> None:
+    with pytest.raises(error, match=match):
+        call()

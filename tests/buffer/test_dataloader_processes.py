@@ -1,0 +1,231 @@
+"""Workers that read rows where they lie, spawned and forked, and what becomes of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
+from replaykit.buffer.parcel import Parcel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    pytest.mark.skipif(
+        "fork" not in multiprocessing.get_all_start_methods(), reason="needs processes that fork"
+    ),
+]
+
+ROWS = 30
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    gc.collect()  # an error knows the frames that it came through, and so its loader
+    assert not multiprocessing.active_children()
+
+
+def rows(count: int = ROWS, start: int = 0) -> TensorDict:
+    number = torch.arange(start, start + count)
+    leaves = {
+        "id": number,
+        "wide": number[:, None].repeat(1, 300),
+        "next": {"done": number % 5 == 4},
+    }
+    return TensorDict(leaves, [count])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_rows_in_files_are_read_where_they_lie(method: str, tmp_path: Path) -> None:
+    """What is changed in the file behind everybody's back, the worker sees."""
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(20, scratch_dir=tmp_path),
+        sampler=SliceSampler(slice_len=2),
+        batch_size=4,
+        writer=RoundRobinWriter(track_generations=True),
+    )
+    rb.extend(rows())  # once round: an episode begins at row 25, and the ring at slot 10
+    loader = iter(
+        rb.dataloader(workers=1, multiprocessing_context=method, prefetch_factor=1, seed=2)
+    )
+    found = list(itertools.islice(loader, 6))
+    for batch in found:
+        assert (batch["wide"] == batch["id"][:, None]).all()
+        assert (batch["index"] == batch["id"] % 20).all()
+        assert (batch["index_generation"] == (batch["id"] >= 20)).all()
+        first, second = batch["id"].view(2, 2).T
+        assert (second == first + 1).all()
+        assert (first % 5 != 4).all()
+        assert (first >= 10).all()
+    (wide,) = tmp_path.glob("wide.memmap")
+    np.memmap(wide, dtype=np.int64, mode="r+")[:] = -7
+    later = list(itertools.islice(loader, 8))
+    assert (later[-1]["wide"] == -7).all()
+    assert (later[-1]["id"] >= 10).all()
+
+
+def test_workers_follow_a_shared_buffer() -> None:
+    """New rows and new priorities come to processes that have long been drawing."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(ROWS),
+        sampler=PrioritizedSampler(ROWS, 1.0, 1.0),
+        batch_size=20,
+        shared=True,
+    )
+    rb.extend(rows(10))
+    loader = iter(rb.dataloader(workers=2, prefetch_factor=1))
+    for batch in itertools.islice(loader, 4):
+        assert (batch["id"] < 10).all()
+    rb.extend(rows(20, 10))
+    rb.update_priority(torch.arange(ROWS), (torch.arange(ROWS) == 23).float())
+    last: Any = None
+    for last in itertools.islice(loader, 8):
+        assert (last["wide"] == last["id"][:, None]).all()
+    assert (last["id"] == 23).all()
+
+
+def test_a_shared_buffer_that_is_written_has_no_passes() -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(ROWS),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=2,
+        shared=True,
+    )
+    rb.extend(rows(20))
+    loader = iter(rb.dataloader(workers=1, prefetch_factor=1))
+    next(loader)
+    rb.extend(rows(1))
+    with pytest.raises(RuntimeError, match="got 1 rows written"):
+        list(loader)
+
+
+def test_priorities_of_one_process_are_not_for_spawned_ones(tmp_path: Path) -> None:
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(ROWS), sampler=PrioritizedSampler(ROWS, 1.0, 1.0), batch_size=4
+    )
+    rb.extend(rows())
+    loader = rb.dataloader(workers=1, multiprocessing_context="spawn")
+    with pytest.raises(RuntimeError, match="PrioritizedSampler cannot be handed to a spawned"):
+        iter(loader)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kind", ["dedup", "empty"])
+def test_files_that_are_not_all_of_it_are_not_for_spawned_ones(kind: str) -> None:
+    storage = LazyMemmapStorage(ROWS, dedup_next=["id"] if kind == "dedup" else False)
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    if kind == "dedup":
+        number = torch.arange(ROWS)
+        rb.extend(TensorDict({"id": number, "next": {"id": number + 1}}, [ROWS]))
+    with pytest.raises(RuntimeError, match="a LazyMemmapStorage would be copied"):
+        rb.dataloader(workers=1, multiprocessing_context="spawn")
+
+
+def test_a_fork_beside_prefetching_threads_is_no_trouble() -> None:
+    """Threads of the parent that hold locks, or draw, at the moment of the fork."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(ROWS),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=4,
+        prefetch=3,
+    )
+    rb.extend(rows())
+    for _ in range(4):
+        rb.sample()
+        found = [batch["id"] for batch in rb.dataloader(workers=1)]
+        assert sorted(torch.cat(found).tolist()) == list(range(ROWS))
+    rb.shutdown()
+    assert not multiprocessing.active_children()
+
+
+def test_a_program_that_leaves_its_loader_ends(run_python: Any) -> None:
+    """In the middle of an iteration that has no end, without a word."""
+    done = run_python(_LEFT, timeout=60)
+    assert done.stdout.split() == ["4"]
+    assert done.stderr == ""
+
+
+_LEFT = """
+import torch
+from replaykit import LazyTensorStorage, ReplayBuffer
+rb = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=4, prefetch=2)
+rb.extend(torch.arange(9))
+rb.sample()
+loader = iter(rb.dataloader(workers=1, multiprocessing_context="fork"))
+print(len(next(loader)), flush=True)
+"""
+
+
+# -- the way of a batch ---------------------------------------------------------------------------
+
+
+@tensorclass
+class _Point:
+    x: torch.Tensor
+    label: str
+
+
+def _batches() -> dict[str, Any]:
+    memory = torch.arange(20.0)
+    leaves = {"x": memory[:6].view(2, 3), "n": {"y": memory[4:8].view(2, 2)}}
+    return {
+        "tensor": torch.arange(3),
+        "tensordict": TensorDict(leaves, [2], names=["time"]),
+        "locked": TensorDict(leaves, [2]).lock_(),
+        "objects": TensorDict({**leaves, "s": NonTensorData("text", batch_size=[2])}, [2]),
+        "tensorclass": _Point(x=torch.rand(2), label="a", batch_size=[2]),
+        "ragged": LazyStackedTensorDict(
+            TensorDict({"x": torch.rand(3)}, []), TensorDict({"x": torch.rand(4)}, [])
+        ),
+        "pytree": {"a": [torch.rand(2), None, "text"], 3: (torch.zeros(0, 2), np.arange(3))},
+        "sparse": [torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True)],
+        "nothing": [],
+    }
+
+
+@pytest.mark.parametrize("name", _batches())
+def test_containers_arrive_as_they_are(name: str) -> None:
+    batch = _batches()[name]
+    found = pickle.loads(ForkingPickler.dumps(Parcel(batch)))
+    assert type(found) is type(batch)
+    if name == "pytree":
+        assert found["a"][0].equal(batch["a"][0])
+        assert found["a"][1:] == [None, "text"]
+        assert found[3][0].shape == (0, 2)
+        assert (found[3][1] == np.arange(3)).all()
+    elif name == "sparse":
+        assert found[0].to_dense().equal(torch.eye(3))
+        assert found[1].requires_grad
+    elif name == "tensor":
+        assert found.equal(batch)
+    elif name == "ragged":
+        assert [row["x"].tolist() for row in found] == [row["x"].tolist() for row in batch]
+    elif name == "tensorclass":
+        assert found.x.equal(batch.x)
+        assert found.label == "a"
+    elif name != "nothing":
+        assert found.batch_size == batch.batch_size
+        assert found.names == batch.names
+        assert found.is_locked == batch.is_locked
+        assert found["x"].equal(batch["x"])
+        assert found["n", "y"].equal(batch["n", "y"])
+        assert name != "objects" or found["s"] == "text"

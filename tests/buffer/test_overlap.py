@@ -1,0 +1,104 @@
+"""Batches are made while the learner works: a loop takes as long as the longer of its halves.
+
+What takes time here is sleep, which needs no processor, so that a busy machine says the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+
+SECONDS = 0.03
+TURNS = 12
+
+
+class SlowRead(LazyTensorStorage):
+    """Rows that take a while to read, with the lock held."""
+
+    def read(self, index: torch.Tensor, **options: Any) -> Any:
+        time.sleep(SECONDS)
+        return super().read(index, **options)
+
+
+def slow_transform(batch: Any) -> Any:
+    time.sleep(SECONDS)
+    return batch
+
+
+def spent(buffer: ReplayBuffer) -> float:
+    """Seconds a turn of sample and step, in the long run."""
+    for _ in range(3):
+        buffer.sample()
+    start = time.monotonic()
+    for _ in range(TURNS):
+        buffer.sample()
+        time.sleep(SECONDS)
+    return (time.monotonic() - start) / TURNS
+
+
+@pytest.mark.parametrize("slow", ["read", "transform"])
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_a_loop_takes_the_longer_of_its_halves(slow: str, sampler: Any) -> None:
+    """At most 1.15 of it, where both take equally long; one after the other they take 2."""
+    storage = SlowRead(400) if slow == "read" else LazyTensorStorage(400)
+    ratios = []
+    for _ in range(6):
+        buffer = ReplayBuffer(
+            storage=storage,
+            sampler=sampler(),
+            batch_size=4,
+            prefetch=2,
+            transform=None if slow == "read" else slow_transform,
+        )
+        if not len(buffer):
+            buffer.extend(TensorDict({"id": torch.arange(400)}, [400]))
+        ratios.append(spent(buffer) / SECONDS)
+        buffer.shutdown()
+        if ratios[-1] <= 1.15:
+            return
+    raise AssertionError(ratios)
+
+
+def test_who_waits_for_the_lock_has_it_before_the_next_draw(eventually: Any) -> None:
+    """A write, or an update of priorities, waits for one batch to be read and not for two."""
+    order: list[str] = []
+    reading, go = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Watched(LazyTensorStorage):
+        def read(self, index: torch.Tensor, **options: Any) -> Any:
+            reading.release()
+            assert go.acquire(timeout=20)
+            order.append("read")
+            return super().read(index, **options)
+
+    for _ in range(20):
+        order.clear()
+        buffer = ReplayBuffer(storage=Watched(10), batch_size=4, prefetch=3)
+        buffer.extend(TensorDict({"id": torch.arange(10)}, [10]))
+
+        def write(buffer: ReplayBuffer = buffer) -> None:
+            with buffer._locked():
+                order.append("write")
+
+        consumer = threading.Thread(target=buffer.sample)
+        consumer.start()
+        assert reading.acquire(timeout=20)
+        writer = threading.Thread(target=write)
+        writer.start()
+        queue = buffer._prefetcher
+        assert queue is not None
+        assert eventually(lambda queue=queue: queue._waiting)
+        go.release(20)
+        for thread in (consumer, writer):
+            thread.join(20)
+        buffer.shutdown()
+        assert order.index("write") == 1
+        while go.acquire(blocking=False) or reading.acquire(blocking=False):
+            pass

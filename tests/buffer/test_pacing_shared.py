@@ -1,0 +1,231 @@
+"""Processes that keep each other's pace, and one that is killed while it waits or draws."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, RateLimiter, ReplayBuffer
+from replaykit.errors import RateLimiterTimeout
+from tests.storages.sharing import another
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def numbers(first: int, count: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def shared(limiter: RateLimiter, capacity: int = 200) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=LazyTensorStorage(capacity), shared=True, rate_limiter=limiter)
+    rb.extend(numbers(0, 1))
+    return rb
+
+
+def counts(rb: ReplayBuffer) -> tuple[int, int]:
+    stats = rb.stats()
+    return stats["inserts"], stats["samples"]
+
+
+@pytest.fixture(params=["fork", "forkserver"])
+def context(request: pytest.FixtureRequest) -> Any:
+    """Processes that have the buffer from before, or that get it pickled, as spawned ones do."""
+    found = multiprocessing.get_context(request.param)
+    if request.param == "forkserver":  # which has imported everything
+        found.set_forkserver_preload(["tests.buffer.test_pacing_shared"])
+    return found
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Any]]:
+    """Those that are in it do not outlive the test."""
+    started: list[Any] = []
+    yield started
+    for process in started:
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+        process.close()
+
+
+def within(seconds: float, told: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if told():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def write(rb: ReplayBuffer, total: int) -> None:
+    for at in range(0, total, 3):
+        rb.extend(numbers(at, 3), timeout=60)
+
+
+def read(rb: ReplayBuffer, total: int) -> None:
+    for _ in range(0, total, 4):
+        rb.sample(4, timeout=60)
+
+
+def test_processes_keep_each_others_pace(context: Any, processes: list[Any]) -> None:
+    ratio, least, error = 2, 10, 40
+    rb = shared(RateLimiter(ratio, least, error))
+    work = [(write, 150), (write, 150), (read, 300), (read, 300)]
+    for target, total in work:
+        processes.append(context.Process(target=target, args=(rb, total)))
+        processes[-1].start()
+    while any(process.is_alive() for process in processes):
+        inserts, samples = counts(rb)
+        if samples:
+            assert ratio * least - error <= inserts * ratio - samples <= ratio * least + error
+        time.sleep(0.001)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert counts(rb) == (301, 600)
+    assert rb.write_count == 301
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_processes_that_are_killed_all_the_time_break_nothing(processes: list[Any]) -> None:
+    """Two minutes; a writer or a reader is killed and replaced every quarter of a second."""
+    chance, context = random.Random(0), multiprocessing.get_context("fork")
+    ratio, least, error = 2, 10, 40
+    rb = shared(RateLimiter(ratio, least, error))
+    work = [write, write, read, read]
+
+    def start(number: int) -> None:
+        process = context.Process(target=work[number], args=(rb, 10**9))
+        process.start()
+        processes[number : number + 1] = [process]
+
+    for number in range(4):
+        start(number)
+    until, kill = time.monotonic() + 120, time.monotonic()
+    before, kills = counts(rb), 0
+    while time.monotonic() < until:
+        inserts, samples = counts(rb)
+        if samples:
+            assert ratio * least - error <= inserts * ratio - samples <= ratio * least + error
+        if time.monotonic() - kill > 0.25:
+            number = chance.randrange(4)
+            processes[number].kill()
+            processes[number].join(10)
+            processes[number].close()
+            start(number)
+            kill, kills = time.monotonic(), kills + 1
+            if kills % 40 == 0:  # all of them are going on
+                now = counts(rb)
+                assert now[0] > before[0] + 100
+                assert now[1] > before[1] + 200
+                before = now
+        time.sleep(0.001)
+    assert kills > 100
+
+
+def sample_for_ever(rb: ReplayBuffer, ready: Any) -> None:
+    ready.set()
+    rb.sample(4)
+
+
+def insert_for_ever(rb: ReplayBuffer, ready: Any) -> None:
+    ready.set()
+    rb.extend(numbers(0, 4))
+
+
+@pytest.mark.parametrize("side", [insert_for_ever, sample_for_ever])
+def test_one_that_is_killed_while_it_waits_stops_nobody(
+    side: Any, context: Any, processes: list[Any]
+) -> None:
+    rb = shared(RateLimiter.queue(6), 60)
+    if side is insert_for_ever:
+        rb.extend(numbers(0, 5))
+    ready = context.Event()
+    process = context.Process(target=side, args=(rb, ready))
+    processes.append(process)
+    process.start()
+    assert ready.wait(60)
+    time.sleep(0.1)
+    process.kill()
+    process.join(10)
+    before = counts(rb)
+    assert before == ((6, 0) if side is insert_for_ever else (1, 0))
+    rb.sample(1, timeout=5)
+    for _ in range(20):
+        rb.extend(numbers(0, 1), timeout=5)
+        rb.sample(1, timeout=5)
+    assert counts(rb) == (before[0] + 20, 21)
+
+
+def die_in(rb: ReplayBuffer, call: str) -> None:
+    """Is killed when it has been let go on and has not come to its end."""
+    if call == "sample":
+        rb._next = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        rb.sample(4)
+    else:
+        rb._writer.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        rb.extend(numbers(0, 4))
+
+
+@pytest.mark.parametrize("call", ["sample", "extend"])
+def test_what_was_under_way_in_a_killed_process_is_forgotten(
+    call: str, context: Any, processes: list[Any]
+) -> None:
+    rb = shared(RateLimiter.queue(6), 60)
+    if call == "sample":
+        rb.extend(numbers(0, 5))
+    process = context.Process(target=die_in, args=(rb, call))
+    processes.append(process)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    if call == "sample":  # its four rows are there for others
+        assert len(rb.sample(6, timeout=10)) == 6
+    else:
+        rb.extend(numbers(0, 5), timeout=10)
+        assert counts(rb) == (6, 0)
+
+
+def test_what_is_under_way_in_a_living_process_is_not() -> None:
+    rb = shared(RateLimiter.queue(6), 60)
+    other = another(rb)
+    rb.extend(numbers(0, 5))
+    assert other._pace is not None
+    with other._sample_ticket(None) as ticket:
+        assert ticket is not None
+        ticket.admit(4, lambda: 6)
+        with pytest.raises(RateLimiterTimeout):
+            rb.sample(3, timeout=0.3)
+        rb.sample(2, timeout=5)
+        with pytest.raises(RateLimiterTimeout):  # what was not delivered has not made room
+            rb.extend(numbers(0, 3), timeout=0.1)
+    rb.sample(4, timeout=5)
+    assert counts(rb) == counts(other) == (6, 6)
+    for one in (rb, other):
+        one.shutdown()
+
+
+def test_a_copy_counts_by_itself() -> None:
+    import copy
+
+    rb = shared(RateLimiter.queue(6), 60)
+    mine = copy.deepcopy(rb)
+    mine.extend(numbers(0, 3))
+    assert (counts(mine), counts(rb)) == ((4, 0), (1, 0))
+
+
+def test_shutdown_is_that_of_one_process() -> None:
+    rb = shared(RateLimiter.queue(2), 60)
+    other = another(rb)
+    rb.shutdown()
+    other.sample(1, timeout=5)
+    other.extend(numbers(0, 2), timeout=5)
+    assert counts(other) == (3, 1)

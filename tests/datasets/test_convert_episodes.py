@@ -1,0 +1,225 @@
+"""Very many episodes, and very large chunks: memory that does not follow them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies, convert
+from replaykit.datasets.engine import episodes as episodes_module
+from replaykit.datasets.engine import finding, reading, stretch
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
+from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Groups
+from replaykit.datasets.engine.layout import Facts
+from replaykit.datasets.engine.names import Names
+from replaykit.datasets.families import D4RL, ROBOMIMIC
+from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.sources import Sources
+
+PEAK = """
+import sys
+from pathlib import Path
+import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families import D4RL
+from replaykit.datasets.sources import Sources
+def peak():
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
+small, large, work = map(Path, sys.argv[1:4])
+def convert(path):
+    sources = Sources.local([path])
+    ensure_dataset(work / path.stem, get_sources=lambda: sources, layout=D4RL,
+                   options=ConvertOptions(block_bytes=int(sys.argv[4])))
+convert(small)
+before = peak()
+convert(large)
+print(peak() - before)
+"""
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+
+
+def flat(path: Path, episodes: int, rows: int, *, width: int = 1, successors: bool = True) -> Path:
+    """Episodes of so many steps; every third one terminates."""
+    count = episodes * rows
+    last = np.arange(count) % rows == rows - 1
+    number = np.arange(count) // rows
+    observation = np.arange(count, dtype=np.float32)[:, None] + np.zeros(width, np.float32)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("observations", data=observation, chunks=(min(count, 4096), width))
+        if successors:
+            file["next_observations"] = observation + 1 + last[:, None] * np.float32(0.5)
+        file["actions"] = np.zeros((count, 1), np.float32)
+        file["rewards"] = np.ones(count, np.float32)
+        file["terminals"], file["timeouts"] = last & (number % 3 == 0), last & (number % 3 > 0)
+    return path
+
+
+def growth(small: Path, large: Path, work: Path, block_bytes: int) -> int:
+    """How many bytes the peak of memory grows by the second conversion."""
+    command = [sys.executable, "-W", "ignore", "-c", PEAK, *map(str, (small, large, work))]
+    command.append(str(block_bytes))
+    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("episodes", "rows", "block", "most"),
+    [
+        # What is held of an episode, and what is held of 8,192 while they are written.
+        (60_000, 2, 1 << 20, 60_000 * 250 + (24 << 20)),
+        pytest.param(1_000_000, 10, 16 << 20, 256 << 20, marks=pytest.mark.long),
+    ],
+)
+def test_memory_of_many_episodes(tmp_path, episodes, rows, block, most):
+    small = flat(tmp_path / "small.h5", 50, 4)
+    large = flat(tmp_path / "large.h5", episodes, rows)
+    assert growth(small, large, tmp_path, block) < most
+    data = open_published(tmp_path / "large")
+    table = data.episodes
+    assert table["start"].tolist() == list(range(0, episodes * rows, rows))
+    assert (table["length"] == rows).all()
+    assert (table["return"] == rows).all()
+    assert table["terminated"].tolist() == [number % 3 == 0 for number in range(episodes)]
+    assert (
+        data.columns["observation",]
+        .flatten()
+        .equal(
+            data.columns["observation",].new_tensor(np.arange(episodes * rows, dtype=np.float32))
+        )
+    )
+
+
+@needs_proc
+def test_memory_of_a_large_chunk(tmp_path):
+    """A chunk of 64 MiB in blocks of 1 MiB: HDF5 holds it, the rest is blocks."""
+    small = flat(tmp_path / "small.h5", 50, 4)
+    large, rows = tmp_path / "large.h5", 16_384
+    with h5py.File(large, "w") as file:
+        values = np.arange(rows, dtype=np.float32)[:, None] + np.zeros(1024, np.float32)
+        file.create_dataset(
+            "observations", data=values, chunks=values.shape, compression="gzip", compression_opts=1
+        )
+        file["actions"], file["rewards"] = np.zeros((rows, 1)), np.zeros(rows)
+        file["terminals"] = np.arange(rows) % 8192 == 8191
+        file["timeouts"] = np.zeros(rows, bool)
+    assert growth(small, large, tmp_path, 1 << 20) < 92 << 20
+    data = open_published(tmp_path / "large")
+    assert data.columns["observation",][:, 77].tolist() == list(range(rows))
+
+
+def content(root: Path) -> dict[str, object]:
+    found: dict[str, object] = {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    manifest = json.loads((root / "manifest.json").read_text())
+    found["counts"] = [manifest["rows"], manifest["episodes"], manifest["report"]]
+    return found
+
+
+def made(path: Path, target: Path, block_bytes: int) -> None:
+    options = ConvertOptions(block_bytes=block_bytes)
+    sources = Sources.local([path])
+    ensure_dataset(target, get_sources=lambda: sources, layout=D4RL, options=options)
+
+
+@pytest.mark.filterwarnings("ignore:.*was not reset there:UserWarning")
+@pytest.mark.parametrize("successors", [True, False])
+@pytest.mark.parametrize(("episodes", "block"), [(1, 1 << 20), (3, 64), (7, 100)])
+def test_rows_do_not_depend_on_how_a_file_is_cut(
+    tmp_path, monkeypatch, successors, episodes, block
+):
+    path = flat(tmp_path / "a.h5", 20, 5, width=3, successors=successors)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("infos/goal", data=np.arange(300.0).reshape(100, 3), chunks=(30, 3))
+        file["infos/alone"] = np.ones(1)
+        file["timeouts"][99] = file["terminals"][99] = False
+        file["terminals"][17] = True  # where nothing was reset
+    made(path, tmp_path / "whole", 1 << 20)
+    monkeypatch.setattr(stretch, "_EPISODES", episodes)
+    monkeypatch.setattr(reading, "_KEPT_BYTES", block)
+    monkeypatch.setattr(finding, "_TOGETHER", 3)
+    monkeypatch.setattr(episodes_module, "_TOGETHER", 4)
+    made(path, tmp_path / "cut", block)
+    assert content(tmp_path / "whole") == content(tmp_path / "cut")
+    verify_published(tmp_path / "cut")
+
+
+def test_an_error_in_a_later_part_names_its_record_in_the_file(tmp_path, monkeypatch):
+    path = flat(tmp_path / "a.h5", 20, 5)
+    with h5py.File(path, "r+") as file:
+        file["actions"][63] = np.nan
+    monkeypatch.setattr(stretch, "_EPISODES", 4)
+    policies = Policies(on_invalid="skip")
+    with pytest.warns(UserWarning, match=r"\[60:65\]: .*actions, record 63: .*NaN"):
+        data = convert(path, D4RL, tmp_path / "data", policies=policies)
+    assert data.episode_table["episode"].tolist() == [*range(12), *range(13, 20)]
+
+
+def test_episodes_are_those_that_were_added():
+    spans = Spans()
+    episodes, wanted = Episodes(spans, is_whole=False), []
+    for span in range(3):
+        first = len(wanted)
+        for at in range(span + 1):
+            facts = Facts(at, at - 1, (None, True, False)[at])
+            place = (span, f"g{span}", at, 10 * at, 10, 9, 9 * len(wanted))
+            wanted.append(Episode(*place, bool(at % 2), False, facts, 5 * (span == 2)))
+            episodes.append(wanted[-1])
+        rows = 9 * (len(wanted) - first)
+        leaves = frozenset("ab"[: 1 + span % 2])
+        spans.append(Span(span, f"g{span}", 30, first, len(wanted), 9 * first, rows, leaves, span))
+    assert list(episodes) == wanted == [episodes[at] for at in range(6)]
+    assert episodes[-1] == wanted[-1]
+    assert list(episodes.names()) == [episode.name for episode in wanted]
+    assert [spans[at].stop for at in range(3)] == [1, 3, 6]
+    assert [span.group for span in spans] == ["g0", "g1", "g2"]
+    assert spans.by_file() == {0: range(1), 1: range(1, 2), 2: range(2, 3)}
+    assert (spans.rows, spans.records) == (54, 90)
+    episodes.cut(4)
+    assert list(episodes) == wanted[:4]
+    assert episodes.column("is_open").tolist() == [False, False, True, False]
+
+
+def test_names_can_be_cut():
+    names = Names(["a", "", "\u00e9\u00df", "d"])
+    names.cut(3)
+    names.append("e")
+    assert list(names) == ["a", "", "\u00e9\u00df", "e"]
+    names.cut(0)
+    assert list(names) == []
+
+
+def test_references_of_several_files_may_have_one_number():
+    refs = EpisodeRefs(np.array([0, 1, 0]), parts=np.array([0, 0, 1]))
+    assert not refs.has_twins
+    assert list(refs)[2] == EpisodeRef("", 0, part=1)
+    assert EpisodeRefs(np.array([0, 1, 0])).has_twins
+
+
+def test_order_of_groups_is_that_of_their_numbers(tmp_path):
+    """Told by the numbers where all names are alike, by the names where not."""
+    names = ["demo_10", "demo_9", "demo_0"]
+    for more, expected in (
+        ((), ["demo_0", "demo_9", "demo_10"]),
+        (("demo_01",), ["demo_0", "demo_01", "demo_9", "demo_10"]),
+        (("demo_9b",), ["demo_0", "demo_9", "demo_9b", "demo_10"]),
+    ):
+        path = tmp_path / f"{len(expected)}{''.join(more)}.h5"
+        with h5py.File(path, "w") as file:
+            for number, name in enumerate((*names, *more)):
+                demo = file.create_group(f"data/{name}")
+                demo["actions"], demo["rewards"] = np.zeros((2, 1)), np.zeros(2)
+                demo["dones"] = np.zeros(2)
+                demo["obs/x"] = demo["next_obs/x"] = np.full((2, 1), float(number))
+        found = convert(path, ROBOMIMIC, tmp_path / path.stem)
+        assert found.published.groups() == [f"data/{name}" for name in expected]
+    assert Groups("demo_").number("demo_9b") == 9

@@ -1,0 +1,153 @@
+"""Chunks that are inflated here have the values that h5py reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets.engine import inflating
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.errors import CorpusError
+
+pytest.importorskip("isal")
+
+GZIP: dict[str, Any] = {"compression": "gzip"}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each reading of an array was done without HDF5."""
+    said: list[bool] = []
+    original = inflating.inflate
+
+    def watched(*args: Any) -> bool:
+        said.append(original(*args))
+        return said[-1]
+
+    monkeypatch.setattr("replaykit.datasets.engine.h5.inflate", watched)
+    monkeypatch.setattr(inflating, "_LEAST_CHUNK_BYTES", 1)
+    return said
+
+
+def _write(path: Path, values: np.ndarray[Any, Any], **how: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("values", data=values, **how)
+    return path
+
+
+def _check(path: Path) -> None:
+    with h5py.File(path) as file:
+        values = file["values"][...]
+    with open_h5(path) as ours:
+        for start, stop in ((0, len(values)), (1, len(values)), (337, 901), (0, 800)):
+            found = ours.read("values", start, stop)
+            assert found.dtype == values.dtype
+            assert found.tobytes() == values[start:stop].tobytes()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "chunks"),
+    [
+        ("float32", (1000, 17), None),
+        ("float32", (1000, 17), (64, 5)),
+        ("float64", (1000, 3, 7), (1, 3, 7)),
+        ("uint8", (1000, 12, 8, 3), (7, 12, 5, 2)),
+        ("int64", (20_000,), (4096,)),
+        ("bool", (70_000,), (4096,)),
+        ("float16", (1000, 40), (999, 39)),
+    ],
+)
+def test_values_are_those_of_h5py(tmp_path, taken, dtype, shape, chunks, shuffle):
+    values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    _check(_write(tmp_path / "a.h5", values, chunks=chunks, shuffle=shuffle, **GZIP))
+    assert any(taken)
+    assert all(taken)
+
+
+def test_arrays_that_may_grow_have_chunks_beyond_their_end(tmp_path, taken):
+    values = np.arange(30_000.0).reshape(1000, 30)
+    _check(_write(tmp_path / "a.h5", values, chunks=(512, 64), maxshape=(None, None), **GZIP))
+    assert any(taken)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        (">f4", GZIP),
+        ("float32", {**GZIP, "fletcher32": True}),
+        ("float32", {"compression": "lzf"}),
+        ("float32", {"chunks": (10, 30)}),
+        ("float32", {}),
+    ],
+    ids=["other byte order", "checksums", "other compression", "chunks alone", "in one piece"],
+)
+def test_what_is_stored_in_another_way_is_left_to_hdf5(tmp_path, taken, dtype, how):
+    values = np.arange(30_000.0).astype(dtype).reshape(1000, 30)
+    path = _write(tmp_path / "a.h5", values, **how)
+    with open_h5(path) as ours:
+        np.testing.assert_array_equal(ours.read("values", 0, 1000), values)
+    assert taken == [False]
+
+
+def test_chunks_that_were_never_written_have_the_fill_value(tmp_path, taken):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        node = file.create_dataset(
+            "values", (1000, 30), "float32", chunks=(100, 30), fillvalue=7.5, **GZIP
+        )
+        node[:100] = 1
+    _check(tmp_path / "a.h5")
+    assert not all(taken)
+
+
+def test_chunks_that_passed_by_a_filter_are_read_as_they_are(tmp_path, taken):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        node = file.create_dataset("values", (1000, 30), "float32", chunks=(1000, 30), **GZIP)
+        raw = np.arange(30_000, dtype=np.float32).tobytes()
+        node.id.write_direct_chunk((0, 0), raw, filter_mask=1)
+    _check(tmp_path / "a.h5")
+    assert not any(taken)
+
+
+@pytest.mark.parametrize("stored", [b"no zlib at all", None], ids=["nonsense", "too short"])
+def test_damaged_chunks_are_refused_in_the_words_of_hdf5(tmp_path, stored):
+    import zlib
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        node = file.create_dataset("values", (1000, 30), "float32", chunks=(1000, 30), **GZIP)
+        node.id.write_direct_chunk((0, 0), stored or zlib.compress(bytes(1000))[:-3])
+    with (
+        open_h5(tmp_path / "a.h5") as ours,
+        pytest.raises(CorpusError, match=r"a\.h5: values: cannot be read .*\[V03\]"),
+    ):
+        ours.read("values", 0, 1000)
+
+
+def test_small_chunks_are_left_to_hdf5_which_is_faster(tmp_path, taken, monkeypatch):
+    monkeypatch.undo()
+    assert inflating._LEAST_CHUNK_BYTES > 1
+    values = np.arange(70_000, dtype=np.float32).reshape(10_000, 7)
+    path = _write(tmp_path / "a.h5", values, chunks=(4, 7), **GZIP)
+    into = np.empty_like(values)
+    with h5py.File(path) as file:
+        assert not inflating.inflate(file["values"].id, 0, 10_000, into, h5py.h5t.NATIVE_FLOAT)
+
+
+def test_no_record_beyond_the_end_is_made_up(tmp_path):
+    values = np.arange(40_960, dtype=np.float32).reshape(10, 4096)
+    path = _write(tmp_path / "a.h5", values, chunks=(8, 4096), **GZIP)
+    into = np.empty((9, 4096), np.float32)
+    with h5py.File(path) as file:
+        node = file["values"].id
+        assert inflating.inflate(node, 5, 10, into[:5], h5py.h5t.NATIVE_FLOAT)
+        np.testing.assert_array_equal(into[:5], values[5:])
+        assert not inflating.inflate(node, 5, 14, into, h5py.h5t.NATIVE_FLOAT)
+
+
+def test_without_the_library_hdf5_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(inflating, "_decompressor", lambda: None)
+    _check(_write(tmp_path / "a.h5", np.arange(40_000.0).reshape(1000, 40), **GZIP))

@@ -1,0 +1,94 @@
+"""An actor that answers at once, in this process, and as much of Ray as a handle asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from replaykit import RayReplayBufferClient, ReplayBuffer
+from replaykit.remote.host import Host
+
+__all__ = ["Actor", "client_of", "failing", "stand_in"]
+
+
+class _TaskError(Exception):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _ActorError(Exception):
+    pass
+
+
+class _GetTimeoutError(Exception):
+    pass
+
+
+class _Ray:
+    """What `replaykit.remote.replies` uses of Ray; references are functions."""
+
+    exceptions = SimpleNamespace(
+        RayTaskError=_TaskError, RayActorError=_ActorError, GetTimeoutError=_GetTimeoutError
+    )
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
+        return ref()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has handles use this in the place of Ray."""
+    monkeypatch.setattr("replaykit.remote.replies.ray_module", _Ray)
+
+
+class Actor:
+    """A `Host` of a buffer, with the methods of a handle of Ray's.
+
+    Attributes:
+        called: names of the methods called, in their order.
+        busy: what is asked for meanwhile has no answer yet.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._host = Host(ReplayBuffer, arguments)
+        self._host.ready()
+        self.called: list[str] = []
+        self.busy = False
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any, **keywords: Any) -> Any:
+            self.called.append(name)
+            if self.busy:
+                return _no_answer
+            try:
+                result = getattr(self._host, name)(*args, **keywords)
+            except Exception as error:
+                return failing(error)
+            return lambda: result
+
+        method = SimpleNamespace(remote=remote)
+        method.options = lambda **_: method
+        return method
+
+
+def client_of(actor: Actor, **options: Any) -> RayReplayBufferClient:
+    """A handle of it."""
+    return RayReplayBufferClient(actor, ReplayBuffer, **options)
+
+
+def _no_answer() -> Any:
+    raise _GetTimeoutError
+
+
+def failing(error: Exception) -> Any:
+    """The reference of a call that raised this in the actor."""
+
+    def get() -> Any:
+        raise _TaskError(error)
+
+    return get

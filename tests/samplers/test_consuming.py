@@ -1,0 +1,466 @@
+"""ConsumingSampler against a plain model: how often records are drawn, which slots are reused."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pickle
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ConsumingSampler,
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NStep,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    Sequence,
+    StorageEnsemble,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+)
+from replaykit.samplers.live import LiveSlots
+from tests.samplers.chi_square import chi_square_p
+
+
+def numbers(first: int, count: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def consuming(uses: int = 1, capacity: int = 10, **options: Any) -> ReplayBuffer:
+    options.setdefault("storage", LazyTensorStorage(capacity))
+    return ReplayBuffer(
+        consume_after_n_samples=uses,
+        generator=torch.Generator().manual_seed(options.pop("seed", 0)),
+        **options,
+    )
+
+
+class Model:
+    """Slots in a list, uses in another, and a queue of free ones."""
+
+    def __init__(self, capacity: int, uses: int) -> None:
+        self.capacity, self.most = capacity, uses
+        self.rows: list[int] = []
+        self.uses: list[int] = []
+        self.free: list[int] = []
+        self.cursor = 0
+
+    def write(self, rows: list[int]) -> list[int]:
+        return [self._put(row) for row in rows]
+
+    def _put(self, row: int) -> int:
+        if self.free:
+            slot = self.free.pop(0)
+        else:
+            slot, self.cursor = self.cursor, (self.cursor + 1) % self.capacity
+        if slot == len(self.rows):
+            self.rows.append(row)
+            self.uses.append(0)
+        self.rows[slot], self.uses[slot] = row, 0
+        return slot
+
+    def use(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.uses[slot] += 1
+            if self.uses[slot] == self.most:
+                self.free.append(slot)
+
+    @property
+    def live(self) -> list[int]:
+        return [slot for slot, uses in enumerate(self.uses) if uses < self.most]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plain_model_agrees(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    uses, capacity = chance.randint(1, 3), chance.choice([5, 9, 30])
+    storage = [
+        LazyTensorStorage(capacity),
+        ListStorage(capacity),
+        LazyMemmapStorage(capacity, scratch_dir=tmp_path / "rows"),
+        LazyStackStorage(capacity),
+    ][seed % 4]
+    rb = consuming(uses, storage=storage, seed=seed)
+    model = Model(capacity, uses)
+    next_row = 0
+    for _ in range(150):
+        if chance.random() < 0.5:
+            # No more than there are slots: which row of a batch stays is a matter of the writer.
+            n = chance.randint(1, min(7, capacity - len(model.free) or 7, capacity))
+            index = rb.extend(numbers(next_row, n))
+            assert index.tolist() == model.write(list(range(next_row, next_row + n)))
+            next_row += n
+        elif chance.random() < 0.2 and model.live:
+            slot = rb.add(numbers(next_row, 1)[0])
+            assert [slot] == model.write([next_row])
+            next_row += 1
+        elif model.live:
+            n = chance.randint(1, 8)
+            batch, info = rb.sample(n, return_info=True)
+            drawn = info["index"].tolist()
+            assert len(set(drawn)) == len(drawn) == min(n, len(model.live))
+            assert set(drawn) <= set(model.live)
+            assert batch["number"].tolist() == [model.rows[slot] for slot in drawn]
+            model.use(drawn)
+            assert rb.sampler.ran_out is (not model.live)
+        elif model.rows:
+            with pytest.raises(RuntimeError, match=f"has been sampled {uses} times"):
+                rb.sample(1)
+        assert len(rb) == len(model.live)
+        assert rb.can_sample(1) is bool(model.live)
+        assert rb.storage[:] is not None if model.rows else True
+    assert rb.write_count == next_row
+    assert rb.stats()["size"] == len(model.live)
+
+
+def test_each_row_is_as_likely() -> None:
+    """Counts of pairs over many first batches; seed fixed, so that it cannot flicker."""
+    rb = consuming(1, 40, batch_size=4)
+    found: Counter[int] = Counter()
+    rb.extend(numbers(0, 40))
+    for _ in range(1500):
+        rb.sampler.attach(rb.storage)  # nothing was drawn
+        found.update(rb.sampler.sample(rb.storage, 4)[0].tolist())  # repeated draws are dropped
+        found.update(rb.sampler.sample(rb.storage, 20)[0].tolist())  # a permutation
+    counts = [found[i] for i in range(40)]
+    assert sum(counts) == 1500 * 24
+    # Each batch is without repetition, so that counts vary less than independent draws would.
+    assert chi_square_p(counts) > 0.01
+    assert np.std(counts) > 5
+
+
+def test_order_of_a_batch_is_random() -> None:
+    rb = consuming(1, 4)
+    orders: Counter[tuple[int, ...]] = Counter()
+    rb.extend(numbers(0, 4))
+    for _ in range(2400):
+        rb.sampler.attach(rb.storage)
+        orders[tuple(rb.sampler.sample(rb.storage, 3)[0].tolist())] += 1
+    assert len(orders) == 24
+    assert chi_square_p(list(orders.values())) > 0.01
+
+
+@pytest.mark.pitfall("SL10")
+def test_a_draw_does_not_look_at_all_rows() -> None:
+    """Draws and writes of 64 of 10^6 rows take at most twice as long as of 10^4."""
+
+    def seconds(count: int) -> float:
+        rb = consuming(1, count)
+        rb.extend(numbers(0, count))
+        rb.extend(numbers(0, len(rb.sample(64))))  # the tables that reuse takes
+        best = float("inf")
+        for _ in range(60):
+            began = time.perf_counter()
+            rb.sample(64)
+            rb.extend(batch)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    batch = numbers(0, 64)
+    # Who else uses the processor's caches may disturb one of them, hardly three in a row.
+    assert any(seconds(1_000_000) < 2 * seconds(10_000) for _ in range(3))
+
+
+def test_iteration_ends_when_nothing_is_left() -> None:
+    rb = consuming(2, batch_size=4)
+    rb.extend(numbers(0, 10))
+    drawn = [batch["number"].tolist() for batch in rb]
+    assert Counter(functools.reduce(operator.iadd, drawn, [])) == dict.fromkeys(range(10), 2)
+    assert list(rb) == []
+    assert rb.next() is None
+    rb.extend(numbers(10, 3))
+    assert sorted(
+        functools.reduce(operator.iadd, (batch["number"].tolist() for batch in rb), [])
+    ) == [*(10, 10, 11, 11, 12, 12)]
+    rb.extend(numbers(20, 2))
+    assert sorted((rb.next()["number"].tolist(), rb.next()["number"].tolist())[0]) == [20, 21]
+    assert rb.next() is None
+
+
+def test_a_batch_longer_than_the_capacity_leaves_its_newest_rows() -> None:
+    rb = consuming(1, 4)
+    rb.extend(numbers(0, 4))
+    freed = rb.sample(2, return_info=True)[1]["index"].tolist()
+    index = rb.extend(numbers(10, 9)).tolist()
+    assert index[:2] == freed
+    assert index[2:] == [0, 1, 2, 3, 0, 1, 2]
+    last = {slot: 10 + i for i, slot in enumerate(index)}
+    assert rb["number"].tolist() == [last[slot] for slot in range(4)]
+    assert len(rb) == 4
+
+
+def test_a_batch_that_could_not_be_made_is_given_back() -> None:
+    fails = [True]
+
+    def transform(data: Any) -> Any:
+        if fails[0]:
+            raise OSError("no")
+        return data
+
+    for size in (None, 3):
+        fails[0] = True
+        rb = consuming(2, transform=transform, batch_size=4)
+        rb.extend(numbers(0, 5))
+        with pytest.raises(OSError, match="no"):
+            rb.sample(size)
+        assert len(rb) == 5
+        fails[0] = False
+        drawn = [n for batch in rb for n in batch["number"].tolist()]
+        assert Counter(drawn) == dict.fromkeys(range(5), 2)
+
+
+def test_a_row_that_was_written_meanwhile_is_not_given_back() -> None:
+    rb = consuming(2, 4, batch_size=4)
+
+    def transform(data: Any) -> Any:
+        rb.extend(numbers(10, 1))  # as another thread does
+        raise OSError("no")
+
+    rb.append_transform(transform)
+    rb.extend(numbers(0, 4))
+    rb.sampler.sample(rb.storage, 4)  # all of them once
+    with pytest.raises(OSError, match="no"):
+        rb.sample()
+    # Their second use was taken back, but for the slot that holds another row now.
+    uses = rb.sampler.state_dict()["_sample_count"]
+    assert sorted(uses.tolist()) == [0, 1, 1, 1]
+    assert len(rb) == 4
+
+
+def test_rows_of_another_buffer_over_the_same_storage() -> None:
+    storage = LazyTensorStorage(6)
+    rb, other = consuming(1, storage=storage), ReplayBuffer(storage=storage)
+    other.extend(numbers(0, 4))
+    assert len(rb) == 4
+    freed = rb.sample(4, return_info=True)[1]["index"].tolist()
+    other.writer.write_at(torch.tensor(freed[:1]), numbers(50, 1))
+    assert (len(rb), rb.sample(3)["number"].tolist()) == (1, [50])
+    assert rb.extend(numbers(60, 2)).tolist() == freed[1:3]
+    other.empty()
+    assert len(rb) == 0
+    other.extend(numbers(0, 2))
+    assert sorted(rb.sample(9)["number"].tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("form", ["dumps", "state_dict", "pickle"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_saved_buffer_goes_on_alike(form: str, seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    rb = consuming(2, 12, batch_size=3, seed=seed)
+
+    def step(one: ReplayBuffer, plan: list[int]) -> list[Any]:
+        found: list[Any] = []
+        for n in plan:
+            if n:
+                found.append(one.extend(numbers(n * 7, n)).tolist())
+            elif len(one):
+                found.append(one.sample()["number"].tolist())
+        return found
+
+    def plan() -> list[int]:
+        return [chance.choice([0, 0, 0, 1, 2, 4]) for _ in range(40)]
+
+    step(rb, [9, *plan()])
+    again = consuming(2, 12, batch_size=3, seed=99)
+    if form == "dumps":
+        rb.dumps(tmp_path / "saved")
+        again.loads(tmp_path / "saved")
+    elif form == "state_dict":
+        again.load_state_dict(rb.state_dict())
+    else:
+        again = pickle.loads(pickle.dumps(rb))
+    rest = plan()
+    assert step(again, rest) == step(rb, rest)
+    assert rb.state_dict()["_consume_after_n_samples"] == 2
+
+
+@pytest.mark.parametrize("capacity", [7, 40])
+def test_another_capacity_keeps_what_was_counted(capacity: int) -> None:
+    rb = consuming(2, 10)
+    rb.extend(numbers(0, 10))
+    rb.sample(6)
+    rb.sample(6)
+    state = rb.sampler.state_dict()
+    uses = dict(zip(rb["number"].tolist(), state["_sample_count"].tolist(), strict=True))
+    again = consuming(2, capacity)
+    if capacity < 10:
+        with pytest.warns(UserWarning, match="3 rows"):
+            again.load_state_dict(rb.state_dict())
+    else:
+        again.load_state_dict(rb.state_dict())
+    kept = again["number"].tolist()
+    assert kept == list(range(10 - min(capacity, 10), 10))
+    assert again.sampler.state_dict()["_sample_count"].tolist() == [uses[row] for row in kept]
+    assert len(again) == sum(uses[row] < 2 for row in kept)
+    while len(again):
+        again.sample(5)
+    free = [uses[row] for row in kept]
+    index = again.extend(numbers(100, len(free))).tolist()
+    assert sorted(index) == list(range(len(free)))
+
+
+def test_states_that_cannot_be_are_refused() -> None:
+    rb = consuming(2, 6)
+    rb.extend(numbers(0, 6))
+    rb.sample(4)
+    good = rb.state_dict()
+    for name, bad in (
+        ("_max_sample_count", 3),
+        ("_ran_out", 1),
+        ("_sampleable", torch.arange(5)),
+        ("_sampleable", torch.zeros(6)),
+        ("_free", torch.tensor([2])),
+        ("_sample_count", torch.full((6,), 2)),
+        ("_sample_count", torch.full((6,), -1)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            rb.load_state_dict({**good, "_sampler": {**good["_sampler"], name: bad}})
+    assert len(rb) == 6
+    with pytest.raises(ValueError, match="sampler"):
+        ReplayBuffer(storage=LazyTensorStorage(6)).load_state_dict(good)
+
+
+# -- what it goes with ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, 1.5, "2"])
+def test_uses_are_whole_numbers(given: Any) -> None:
+    with pytest.raises(TypeError, match="max_sample_count as an int"):
+        ConsumingSampler(given)
+    with pytest.raises(TypeError, match="consume_after_n_samples as an int"):
+        ReplayBuffer(consume_after_n_samples=given)
+
+
+@pytest.mark.parametrize("given", [0, -3])
+def test_uses_are_at_least_one(given: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ConsumingSampler(given)
+    with pytest.raises(ValueError, match="at least 1"):
+        ReplayBuffer(consume_after_n_samples=given)
+
+
+def test_samplers_that_the_argument_goes_with() -> None:
+    own = ConsumingSampler(3)
+    for sampler in (None, RandomSampler(), RandomSampler, own, lambda: ConsumingSampler(3)):
+        rb = ReplayBuffer(sampler=sampler, consume_after_n_samples=3)
+        assert isinstance(rb.sampler, ConsumingSampler)
+        assert rb.sampler.max_sample_count == 3
+    for sampler in (
+        ConsumingSampler(2),
+        SamplerWithoutReplacement(),
+        lambda: PrioritizedSampler(alpha=0.5, beta=0.5),
+    ):
+        with pytest.raises(ValueError, match="consume_after_n_samples=3 with a RandomSampler"):
+            ReplayBuffer(sampler=sampler, consume_after_n_samples=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"prefetch": 2, "batch_size": 2}, ValueError, "prefetch"),
+        ({"storage": lambda: LazyTensorStorage(8, ndim=2)}, ValueError, "ndim"),
+        ({"shared": True, "storage": lambda: LazyTensorStorage(8)}, ValueError, "shared"),
+        ({"sample_unit": Sequence(2)}, ValueError, "Sequence"),
+        ({"writer": TensorDictMaxValueWriter()}, TypeError, "write_at"),
+        (
+            {"writer": ImmutableDatasetWriter(), "storage": TensorStorage(torch.zeros(4))},
+            TypeError,
+            "write_at",
+        ),
+    ],
+)
+def test_what_it_does_not_go_with(options: Any, error: type[Exception], said: str) -> None:
+    def made(**more: Any) -> Any:
+        given = {key: value() if callable(value) else value for key, value in options.items()}
+        return ReplayBuffer(**{"storage": LazyTensorStorage(8), **given, **more})
+
+    for more in ({"sampler": ConsumingSampler()}, {"consume_after_n_samples": 1}):
+        with pytest.raises(error, match=said):
+            made(**more)
+    plain = made()
+    if "shared" not in options:
+        before = plain.sampler
+        with pytest.raises(error, match=said):
+            plain.set_sampler(ConsumingSampler())
+        assert plain.sampler is before
+
+
+def test_storages_that_it_does_not_go_with() -> None:
+    with pytest.raises(TypeError, match="list or tensor storage"):
+        ReplayBuffer(storage=StorageEnsemble(LazyTensorStorage(4)), sampler=ConsumingSampler())
+    rb = consuming()
+    for part, error in (
+        (lambda: rb.set_writer(TensorDictMaxValueWriter()), TypeError),
+        (lambda: rb.set_storage(LazyTensorStorage(8, ndim=2)), ValueError),
+    ):
+        with pytest.raises(error):
+            part()
+    assert isinstance(rb.writer, RoundRobinWriter)
+    rb.extend(numbers(0, 3))
+    assert len(rb) == 3
+
+
+def test_transforms_that_read_the_rows_around_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows around"):
+        consuming(transform=NStep(2, 0.9))
+    rb = consuming()
+    with pytest.raises(ValueError, match="rows around"):
+        rb.append_transform(NStep(2, 0.9))
+    assert len(rb.transform) == 0
+    plain = ReplayBuffer(transform=NStep(2, 0.9))
+    with pytest.raises(ValueError, match="rows around"):
+        plain.set_sampler(ConsumingSampler())
+
+
+# -- the slots ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_stay_in_line(seed: int) -> None:
+    """Writes out of line, and draws that are taken back, against two lists."""
+    chance = random.Random(seed)
+    slots, live, line, most = LiveSlots(), set(range(20)), [], 1
+    slots.written(np.arange(20))
+    for _ in range(400):
+        turn = chance.random()
+        if turn < 0.4 and live:
+            drawn = chance.sample(sorted(live), chance.randint(1, len(live)))
+            slots.use(np.array(drawn), most)
+            live -= set(drawn)
+            line += drawn
+        elif turn < 0.6 and line:
+            free = slots.free(chance.randint(1, 25)).tolist()
+            assert free == line[: len(free)]
+            slots.written(np.array(free))
+            live |= set(free)
+            line = line[len(free) :]
+        elif turn < 0.8 and line:  # by somebody else, or taken back
+            gone = chance.sample(line, chance.randint(1, len(line)))
+            if turn < 0.7:
+                slots.written(np.array(gone))
+            else:
+                slots.unused(np.array(gone), most)
+            live |= set(gone)
+            line = [slot for slot in line if slot not in gone]
+        assert slots.count == len(live)
+        assert set(slots.at(np.arange(slots.count)).tolist()) == live
+        if turn > 0.95:
+            assert slots.free(99).tolist() == line
+            slots = LiveSlots.of(*slots.state(), most)
+    assert slots.state()[2].tolist() == line

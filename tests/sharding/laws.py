@@ -1,0 +1,50 @@
+"""Exact laws, and how often what was drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+Array = np.ndarray[Any, Any]
+
+
+def chi_square(found: Array, expected: Array) -> float:
+    """How far counts are from what is expected, in standard deviations of chi-square."""
+    assert found.sum() == pytest.approx(expected.sum())
+    assert not found[expected == 0].any()
+    there = expected > 0
+    value = ((found[there] - expected[there]) ** 2 / expected[there]).sum()
+    freedom = there.sum() - 1
+    return float((value - freedom) / np.sqrt(2 * freedom))
+
+
+def episodes(lengths: list[int], first: int = 0) -> TensorDict:
+    """Rows of whole episodes, one after another; ``x`` numbers them all."""
+    ids = torch.repeat_interleave(torch.arange(len(lengths)) + first, torch.tensor(lengths))
+    step = torch.cat([torch.arange(length) for length in lengths])
+    last = torch.cat([torch.arange(length) == length - 1 for length in lengths])
+    rows = {
+        "episode": ids,
+        "step": step,
+        "x": torch.arange(len(ids)) + 1000 * first,
+        "next": {"done": last[:, None]},
+    }
+    return TensorDict(rows, [len(ids)])
+
+
+def counts(buffer: Any, draws: int, batch: int, rows: int, key: str = "x") -> Array:
+    """How often each row came first in a window of a sample, or was drawn."""
+    found = np.zeros(rows, np.int64)
+    for _ in range(draws // batch):
+        sample = buffer.sample(batch)
+        if "sequence_id" in sample:
+            window = sample["sequence_id"]
+            first = torch.ones_like(window, dtype=torch.bool)
+            first[1:] = window[1:] != window[:-1]
+            sample = sample[first]
+        found += np.bincount(sample[key].numpy(), minlength=rows)
+    return found

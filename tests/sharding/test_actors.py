@@ -1,0 +1,160 @@
+"""Shards as actors of a real Ray that runs here."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ShardedReplayBuffer,
+    ShardLoss,
+    SliceSampler,
+)
+from replaykit.errors import SchemaError
+from tests.ray_cluster import RAY_MARKS
+from tests.sharding.laws import chi_square, counts, episodes
+
+pytestmark = RAY_MARKS
+
+
+@pytest.fixture
+def make(ray_cluster: Any) -> Iterator[Callable[..., ShardedReplayBuffer]]:
+    made: list[ShardedReplayBuffer] = []
+
+    def sharded(**arguments: Any) -> ShardedReplayBuffer:
+        arguments.setdefault("generator", torch.Generator().manual_seed(0))
+        made.append(ShardedReplayBuffer(remote_config={"num_cpus": 0}, **arguments))
+        return made[-1]
+
+    yield sharded
+    for one in made:
+        one.close()
+
+
+def test_two_actors_are_one_buffer(
+    make: Any, sharded: Any, ray_cluster: Any, tmp_path: Path
+) -> None:
+    """Laws, weights, updates, refusals, reading, clients elsewhere, a death, a checkpoint: of one
+    pair of actors, since each takes seconds to start."""
+    losses: list[ShardLoss] = []
+
+    def prioritized() -> PrioritizedSampler:
+        return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
+
+    rb = make(
+        num_shards=2,
+        storage=lambda: LazyTensorStorage(400),
+        sampler=prioritized,
+        batch_size=100,
+        checkpoint_dir=tmp_path / "own",
+        checkpoint_interval=0.05,
+        on_loss=losses.append,
+    )
+    rows = TensorDict({"x": torch.arange(20), "wide": torch.rand(20, 300)}, [20])
+    index = rb.extend(rows)
+    assert index.tolist() == list(range(20))
+    p = torch.rand(20, generator=torch.Generator().manual_seed(1)) + 0.1
+    rb.update_priority(index, p)
+    v = p.double().numpy()
+    assert abs(chi_square(counts(rb, 20_000, 2000, 20), 20_000 * v / v.sum())) < 4
+    batch = rb.sample()
+    np.testing.assert_allclose(batch["priority_weight"], v.min() / v[batch["x"]], rtol=1e-5)
+    assert torch.equal(batch["wide"], rows["wide"][batch["x"]])
+    batch["x"] += 1  # its memory is the learner's
+    with pytest.raises(SchemaError, match="key 'wide': expected float32"):
+        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    with pytest.raises(IndexError, match="got 99 at 0"):
+        rb.update_priority(torch.tensor([99]), 1.0)
+    assert torch.equal(rb[torch.tensor([7, 2])]["x"], torch.tensor([7, 2]))
+
+    @ray_cluster.remote(num_cpus=0)
+    def elsewhere(client: Any) -> int:
+        client.extend(TensorDict({"x": torch.arange(20, 30), "wide": torch.rand(10, 300)}, [10]))
+        return int(client.sample(64)["x"].max())
+
+    assert ray_cluster.get(elsewhere.remote(rb.client())) < 30
+    assert len(rb) == 30
+    with pytest.raises(TypeError, match=r"send buffer\.client\(\)"):
+        pickle.dumps(rb)
+
+    rb.dumps(tmp_path / "all")
+    _until(lambda: _saved(tmp_path / "own") == 2)
+    time.sleep(0.5)  # the newest rows too
+    victim = rb._members.shards[1]
+    ray_cluster.kill(victim.actor)
+    rounds = 0
+    while not losses:
+        drawn = rb.sample(200)["x"] % 2
+        if not rb._members.table.is_there(1):  # sampling goes on while the shard is away
+            assert not drawn.any()
+            rounds += 1
+    assert rounds > 1
+    assert losses == [ShardLoss(1, 0, 15, 15, 0, 15)]
+    assert len(rb) == 30
+    assert rb.stats()["rows_lost"] == 0
+    drawn = rb.sample(2000)["x"]
+    assert len((drawn % 2).unique()) == 2
+    rb.loads(tmp_path / "all")
+    assert sorted(rb[:]["x"].tolist()) == list(range(30))
+
+    three, five = (sharded(count, sampler=prioritized) for count in (3, 5))
+    three.extend(rows)
+    three.dumps(tmp_path / "three")
+    rb.loads(tmp_path / "three")
+    assert torch.equal(rb[:]["wide"], rows["wide"])
+    rb.dumps(tmp_path / "all")
+    five.loads(tmp_path / "all")
+    assert torch.equal(five[:]["wide"], rows["wide"])
+    with pytest.raises(FileExistsError, match="another buffer") as refused:
+        make(num_shards=1, storage=lambda: LazyTensorStorage(4), checkpoint_dir=tmp_path / "own")
+    assert type(refused.value) is FileExistsError
+    client = rb.client(on_loss=losses.append)
+    rb.close()
+    with pytest.raises(RuntimeError, match="shut down"):
+        rb.sample()
+    with pytest.raises(RuntimeError, match="the shards have ended"):
+        client.sample()
+
+
+def _saved(folder: Path) -> int:
+    return len(list(folder.glob("*/manifest.json")))
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.long
+def test_a_dead_actor_without_a_checkpoint_comes_back_empty(make: Any, ray_cluster: Any) -> None:
+    losses: list[ShardLoss] = []
+    rb = make(
+        num_shards=2,
+        storage=lambda: LazyTensorStorage(100),
+        sampler=lambda: SliceSampler(slice_len=2),
+        shard_key="episode",
+        on_loss=losses.append,
+    )
+    rb.extend(episodes([4] * 10))
+    sizes = rb.stats()["shards"]
+    assert sum(sizes) == 40
+    assert rb.sample(20)["x"].reshape(10, 2).diff(dim=1).eq(1).all()
+    ray_cluster.kill(rb._members.shards[0].actor)
+    # Rows of keys whose shard is away wait for it.
+    rb.extend(episodes([4] * 10, first=10))
+    _until(lambda: bool(rb.sample(20).shape) and bool(losses))
+    assert losses == [ShardLoss(0, 0, 0, sizes[0], sizes[0], 0)]
+    assert rb.stats()["rows_lost"] == sizes[0]
+    assert len(rb) == 80 - sizes[0]

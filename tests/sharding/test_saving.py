@@ -1,0 +1,379 @@
+"""One checkpoint of all shards: one instant, all or nothing, for any number of shards."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler
+from replaykit.errors import CheckpointError
+from replaykit.sharding import saving
+from replaykit.sharding.barrier import Barrier, Known, Stamp, missing_parts
+from replaykit.sharding.errors import BarrierBusy
+from tests.sharding.laws import chi_square, counts, episodes
+
+
+def numbered(first: int, count: int) -> TensorDict:
+    return TensorDict({"x": torch.arange(first, first + count)}, [count])
+
+
+def test_both_draw_the_same_batches_afterwards(sharded: Any, tmp_path: Path) -> None:
+    """C10: rows, indices, priorities, the generator."""
+
+    def make() -> Any:
+        return sharded(
+            3, 20, sampler=lambda: PrioritizedSampler(alpha=0.8, beta=0.5), batch_size=16
+        )
+
+    rb, other = make(), make()
+    index = rb.extend(numbered(0, 75))[-50:]
+    rb.update_priority(index, torch.rand(50, generator=torch.Generator().manual_seed(2)))
+    rb.sample()
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    for _ in range(3):
+        one, two = rb.sample(), other.sample()
+        for key in ("x", "index", "priority_weight", "index_generation"):
+            assert torch.equal(one[key], two[key])
+    assert rb.extend(numbered(75, 4)).tolist() == other.extend(numbered(75, 4)).tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_rows_in_turn_are_dealt_anew(sharded: Any, tmp_path: Path, shards: int) -> None:
+    """In the order of their age, with their priorities; draws are of the same law."""
+
+    def sampler() -> Any:
+        return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
+
+    rb, other = sharded(3, 10, sampler=sampler), sharded(shards, 40, sampler=sampler)
+    rb.extend(numbered(0, 41))
+    p = torch.rand(30, generator=torch.Generator().manual_seed(4)) + 0.1
+    rb.update_priority(torch.arange(30), p)
+    rb.dumps(tmp_path)
+    other.extend(numbered(500, 7))
+    other.loads(tmp_path)
+    kept, raw = rb[:]["x"], np.zeros(41)
+    raw[kept.numpy()] = p.numpy()
+    found = other[torch.arange(30)]["x"]
+    assert sorted(found.tolist()) == sorted(kept.tolist())
+    assert found.tolist() == sorted(found.tolist())
+    assert other.stats()["shards"] == [len(range(s, 30, shards)) for s in range(shards)]
+    drawn = counts(other, 20_000, 2000, 41)
+    assert abs(chi_square(drawn, 20_000 * raw / raw.sum())) < 4
+    assert other.extend(numbered(41, 1)).tolist() == [30]
+    assert float(other.sample(1)["priority_weight"]) <= 1
+
+
+@pytest.mark.parametrize("shards", [2, 5])
+def test_episodes_stay_whole_in_other_numbers_of_shards(
+    sharded: Any, tmp_path: Path, shards: int
+) -> None:
+    """The windows are those that were there, and as likely."""
+    lengths, length = [6, 3, 9, 4, 7, 5, 8, 2], 3
+
+    def sampler() -> Any:
+        return PrioritizedSliceSampler(alpha=1.0, beta=0.0, slice_len=length)
+
+    rb = sharded(3, sampler=sampler, shard_key="episode")
+    rows = episodes(lengths)
+    p = torch.rand(len(rows), generator=torch.Generator().manual_seed(6)) + 0.1
+    for first in range(0, len(rows), 5):
+        rb.update_priority(rb.extend(rows[first : first + 5]), p[first : first + 5])
+    rb.dumps(tmp_path)
+    other = sharded(shards, sampler=sampler, shard_key="episode")
+    other.loads(tmp_path)
+    assert len(other) == len(rows)
+    begin = np.cumsum([0, *lengths[:-1]])
+    v = np.zeros(len(rows))
+    for first, size in zip(begin, lengths, strict=True):
+        v[first : first + max(0, size - 2)] = p.numpy()[first : first + max(0, size - 2)]
+    found = counts(other, 30_000, 3000, len(rows))
+    drawn = found.sum()
+    assert abs(chi_square(found, drawn * v / v.sum())) < 4
+
+
+def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
+    """Open episodes of one id in two shards that become one, and what is written next: without
+    ids the only thing between them is the cut."""
+    rb = sharded(
+        4, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k", batch_size=8
+    )
+    rows = TensorDict(
+        {
+            "k": torch.arange(12) // 2,
+            "x": torch.arange(12),
+            "next": {"done": torch.zeros(12, 1, dtype=torch.bool)},
+        },
+        [12],
+    )
+    for first in range(0, 12, 2):
+        rb.extend(rows[first : first + 2])
+        for shard in rb._members.shards:
+            shard.holder.buffer.cut()
+    rb.dumps(tmp_path)
+    other = sharded(
+        1, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k", batch_size=400
+    )
+    other.loads(tmp_path)
+    other.extend(rows[:2])
+    windows = other.sample()["x"].reshape(200, 2)
+    assert (windows[:, 1] - windows[:, 0] == 1).all()
+    assert set(windows[:, 0].tolist()) == set(range(0, 12, 2))
+
+
+def test_rows_that_do_not_fit_are_told(sharded: Any, tmp_path: Path) -> None:
+    rb, other = sharded(3, 20), sharded(2, 12)
+    rb.extend(numbered(0, 60))
+    rb.dumps(tmp_path)
+    with pytest.warns(UserWarning, match="36 of 60 rows do not fit into 2 shards"):
+        other.loads(tmp_path)
+    assert sorted(other[:]["x"].tolist()) == list(range(36, 60))
+
+
+@pytest.mark.parametrize("damage", ["manifest", "shard", "gone", "none"])
+def test_a_damaged_checkpoint_changes_nothing(sharded: Any, tmp_path: Path, damage: str) -> None:
+    rb = sharded(3)
+    rb.extend(numbered(0, 30))
+    rb.dumps(tmp_path / "saved")
+    shards = next((tmp_path / "saved" / "shards").iterdir())
+    if damage == "manifest":
+        file = tmp_path / "saved" / "manifest.json"
+        file.write_bytes(file.read_bytes()[:-40])
+    elif damage == "shard":
+        file = max((shards / "00001").iterdir(), key=lambda file: file.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0x40
+        file.write_bytes(bytes(content))
+    elif damage == "gone":
+        shutil.rmtree(shards / "00002")
+    else:
+        shutil.rmtree(tmp_path / "saved")
+    for count in (2, 3):
+        other = sharded(count)
+        other.extend(numbered(100, 6))
+        with pytest.raises((CheckpointError, FileNotFoundError)):
+            other.loads(tmp_path / "saved")
+        assert sorted(other[:]["x"].tolist()) == list(range(100, 106))
+        other.extend(numbered(106, 1))
+
+
+def test_a_save_that_fails_leaves_the_one_before(sharded: Any, tmp_path: Path) -> None:
+    rb = sharded(3, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 9))
+    rb.dumps(tmp_path)
+    rb.extend(numbered(9, 9))
+    holder = rb._members.shards[2].holder
+
+    def fails(path: Any) -> Any:
+        raise OSError("no room")
+
+    holder._snapshot, taken = fails, holder._snapshot
+    with pytest.raises(OSError, match="no room"):
+        rb.dumps(tmp_path)
+    assert len(list((tmp_path / "shards").iterdir())) == 1
+    other = sharded(3)
+    other.loads(tmp_path)
+    assert sorted(other[:]["x"].tolist()) == list(range(9))
+    rb.extend(numbered(18, 9))  # nobody waits any more
+    holder._snapshot = taken
+    rb.dumps(tmp_path)
+    assert len(list((tmp_path / "shards").iterdir())) == 1
+    other.loads(tmp_path)
+    assert len(other) == 27
+
+
+@pytest.mark.parametrize("files", ["torn", "whole"])
+def test_a_shard_that_dies_while_it_writes_files_leaves_the_save_before(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str
+) -> None:
+    """It has answered that it began; its successor, which is there when all are asked whether
+    they are done, knows nothing of it."""
+    rb = sharded(3, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 9))
+    rb.dumps(tmp_path)
+    before = list((tmp_path / "shards").iterdir())
+    first, last = rb._members.shards[0], rb._members.shards[2]
+    send = last.call
+
+    def dies_meanwhile(verb: str, *args: Any) -> Any:
+        if verb == "begin_save":
+            manifest = Path(args[1]).parent / "00000" / "manifest.json"
+            while not manifest.exists():
+                time.sleep(0.001)
+            if files == "torn":
+                manifest.unlink()
+            first.kill()
+        return send(verb, *args)
+
+    last.call = dies_meanwhile
+    with pytest.raises(RuntimeError, match="shard 0 has been restarted while all were saved"):
+        rb.dumps(tmp_path)
+    last.call = send
+    monkeypatch.setattr(saving, "_DRAIN_S", 0.05)  # the rows that died with it do not come
+    assert list((tmp_path / "shards").iterdir()) == before
+    other = sharded(3)
+    other.loads(tmp_path)
+    assert sorted(other[:]["x"].tolist()) == list(range(9))
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert sorted(other[:]["x"].tolist()) == [x for x in range(9) if x % 3]
+
+
+def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) -> None:
+    rb = sharded(2)
+    rb.extend(numbered(0, 4))
+    rb.dumps(tmp_path)
+    shard = rb._members.shards[1]
+    send = shard.call
+
+    def loses_files(verb: str, *args: Any) -> Any:
+        reply = send(verb, *args)
+        if verb == "finish_save":
+            (tmp_path / "shards" / args[0] / "00001" / "manifest.json").unlink(missing_ok=True)
+        return reply
+
+    shard.call = loses_files
+    rb.extend(numbered(4, 4))
+    with pytest.raises(CheckpointError, match=r"expected manifest\.json of a shard in .*00001"):
+        rb.dumps(tmp_path)
+    other = sharded(2)
+    other.loads(tmp_path)
+    assert len(other) == 4
+
+
+def test_two_who_save_at_once_each_wait_for_their_own_files(sharded: Any, tmp_path: Path) -> None:
+    """One may freeze the shards as soon as the other has thawed them, files or not."""
+    rb = sharded(1)
+    rb.extend(numbered(0, 4))
+    holder = rb._members.shards[0].holder
+    for token in ("one", "two"):
+        holder.freeze(token, 60)
+        holder.begin_save(token, str(tmp_path / token))
+        holder.thaw(token)
+    for token in ("one", "two"):
+        holder.finish_save(token)
+        assert (tmp_path / token / "manifest.json").exists()
+    with pytest.raises(RuntimeError, match="restarted"):
+        holder.finish_save("one")
+
+
+def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path) -> None:
+    """Threads write batches over all shards while saves go on."""
+    rb = sharded(4, 10_000)
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def write(which: int) -> None:
+        client = rb.client()
+        number = 0
+        try:
+            while not stop.is_set():
+                batch = which + 10 * number
+                client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
+                number += 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(which,)) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    sizes = []
+    try:
+        for number in range(6):
+            rb.dumps(tmp_path / str(number))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    for number in range(6):
+        other = sharded(3, 20_000)
+        other.loads(tmp_path / str(number))
+        if len(other):
+            found, size = np.unique(other[:]["x"].numpy(), return_counts=True)
+            assert (size == 8).all()
+            for which in range(3):  # and of each writer all until one
+                mine = found[found % 10 == which] // 10
+                assert mine.tolist() == list(range(len(mine)))
+        sizes.append(len(other))
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
+
+
+def test_saves_to_one_place_follow_one_another(sharded: Any, tmp_path: Path) -> None:
+    """C12: of two buffers that save at once one is there, whole; and a load meets one of them."""
+    buffers = [sharded(2), sharded(3)]
+    for number, rb in enumerate(buffers):
+        rb.extend(numbered(100 * number, 30))
+    buffers[0].dumps(tmp_path)
+    failed: list[BaseException] = []
+
+    def save(rb: Any) -> None:
+        try:
+            for _ in range(4):
+                rb.dumps(tmp_path)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(rb,)) for rb in buffers]
+    for thread in threads:
+        thread.start()
+    other = sharded(2)
+    for _ in range(3):
+        other.loads(tmp_path)
+        found = sorted(other[:]["x"].tolist())
+        assert found in (list(range(30)), list(range(100, 130)))
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(list((tmp_path / "shards").iterdir())) == 1
+
+
+def test_a_write_that_was_begun_is_let_through() -> None:
+    barriers = [Barrier(), Barrier()]
+    begun, later = Stamp("a", 4, 0b11, 4), Stamp("b", 0, 0b11, 0)
+    barriers[0].came(begun, None)
+    found = {number: barrier.freeze("t", 60) for number, barrier in enumerate(barriers)}
+    assert missing_parts(found) == {1: {("a", 4)}}
+    assert not barriers[1].admits(begun)
+    barriers[1].let_through("t", {("a", 4)})
+    assert barriers[1].admits(begun)
+    assert not barriers[1].admits(later)
+    assert not barriers[0].admits(later)
+    assert barriers[0].admits(begun)  # which gets the answer that it got
+    assert not barriers[1].has_all({("a", 4)})
+    barriers[1].came(begun, None)
+    assert barriers[1].has_all({("a", 4)})
+    with pytest.raises(BarrierBusy):
+        barriers[0].freeze("other", 60)
+    barriers[0].thaw("other")
+    assert barriers[0].frozen
+    barriers[0].thaw("t")
+    assert barriers[0].admits(later)
+
+
+def test_writes_that_are_long_done_are_forgotten() -> None:
+    """What is kept of a client is what it has under way, also while shards hear of it unevenly."""
+    one, two = Barrier(), Barrier()
+    for number in range(100):
+        one.came(Stamp("a", number, 0b1 if number else 0b11, max(0, number - 1)), None)
+    two.came(Stamp("a", 0, 0b11, 0), None)
+    assert len(one.state()) == 2
+    assert missing_parts({0: one.freeze("t", 1), 1: two.freeze("t", 1)}) == {}
+    assert missing_parts({0: Known({}, {"a": 5}), 1: Known({("a", 3): 0b11}, {"a": 3})}) == {}
+
+
+def test_writes_do_not_wait_longer_than_was_promised() -> None:
+    barrier = Barrier()
+    barrier.freeze("t", 0.0)
+    assert barrier.admits(Stamp("a", 0, 1, 0))
+    with pytest.raises(RuntimeError, match="held back for too long"):
+        barrier.check("t")
