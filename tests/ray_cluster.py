@@ -32,7 +32,7 @@ def ray_cluster() -> Iterator[Any]:
     """The module ray, initialised; its workers import this checkout."""
     if " " in sys.executable:
         pytest.skip("Ray starts no workers with an interpreter whose path has a space")
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="needs the extra `ray`")
     # Not pytest's own folder: the sockets below would have names that are too long.
     folder = tempfile.mkdtemp(prefix="rk-ray-")
     before = os.environ.get("PYTHONPATH")

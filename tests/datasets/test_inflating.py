@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from isal import isal_zlib
 
 from replaykit.datasets.engine import inflating
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.errors import CorpusError
-
-pytest.importorskip("isal")
 
 GZIP: dict[str, Any] = {"compression": "gzip"}
 
@@ -115,8 +117,6 @@ def test_chunks_that_passed_by_a_filter_are_read_as_they_are(tmp_path, taken):
 
 @pytest.mark.parametrize("stored", [b"no zlib at all", None], ids=["nonsense", "too short"])
 def test_damaged_chunks_are_refused_in_the_words_of_hdf5(tmp_path, stored):
-    import zlib
-
     with h5py.File(tmp_path / "a.h5", "w") as file:
         node = file.create_dataset("values", (1000, 30), "float32", chunks=(1000, 30), **GZIP)
         node.id.write_direct_chunk((0, 0), stored or zlib.compress(bytes(1000))[:-3])
@@ -151,3 +151,62 @@ def test_no_record_beyond_the_end_is_made_up(tmp_path):
 def test_without_the_library_hdf5_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(inflating, "_decompressor", lambda: None)
     _check(_write(tmp_path / "a.h5", np.arange(40_000.0).reshape(1000, 40), **GZIP))
+
+
+@dataclass
+class Answering:
+    """A low-level dataset that gives each chunk as it is told to."""
+
+    node: Any
+    chunk: tuple[int, bytes] | Exception
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def read_direct_chunk(self, _: tuple[int, ...]) -> tuple[int, bytes]:
+        if isinstance(self.chunk, Exception):
+            raise self.chunk
+        return self.chunk
+
+
+@pytest.fixture
+def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
+    """Whether an array was inflated, given what its chunk is said to be."""
+    values = np.zeros((1000, 30), np.float32)
+    with h5py.File(_write(tmp_path / "a.h5", values, chunks=(1000, 30), **GZIP)) as file:
+        node = file["values"].id
+
+        def run(chunk: tuple[int, bytes] | Exception, into: np.ndarray[Any, Any] = values) -> bool:
+            return inflating.inflate(Answering(node, chunk), 0, 1000, into, h5py.h5t.NATIVE_FLOAT)
+
+        yield run
+
+
+WHOLE = (0, zlib.compress(bytes(120_000)))
+
+
+def test_a_chunk_that_cannot_be_had_or_inflated_is_left_to_hdf5(inflated):
+    assert inflated(WHOLE)
+    for error in (OSError, ValueError, KeyError, RuntimeError):
+        assert not inflated(error("no such chunk"))
+    assert not inflated((0, b"no zlib at all"))
+
+
+@pytest.mark.parametrize("error", [MemoryError, TypeError])
+def test_no_other_fault_is_hidden(inflated, monkeypatch, error):
+    with pytest.raises(error, match="of another kind"):
+        inflated(error("of another kind"))
+
+    def raising(*_: object) -> bytes:
+        raise error("of another kind")
+
+    monkeypatch.setattr(isal_zlib, "decompress", raising)
+    with pytest.raises(error, match="of another kind"):
+        inflated(WHOLE)
+
+
+def test_a_fault_in_placing_the_values_is_not_hidden(inflated):
+    into = np.empty((1000, 30), np.float32)
+    into.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        inflated(WHOLE, into)

@@ -78,7 +78,7 @@ class ShardlessRay:
 @pytest.mark.parametrize("fails", [False, True])
 def test_ray_goes_on_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Others may have come to use it since it was started for the shards."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs the extra `ray`")
     from replaykit.sharding.actors import RaySupervisor
 
     ray = ShardlessRay()

@@ -23,6 +23,9 @@ LEAST_BYTES: Final = 1 << 15
 _LEAST_CHUNK_BYTES: Final = 1 << 11
 """Bytes of a chunk below which asking for it takes longer than inflating it."""
 _ZLIB_FORMAT: Final = 15
+_NO_CHUNK: Final = (OSError, ValueError, KeyError, RuntimeError)
+"""What h5py makes of HDF5's errors where a chunk was never written or cannot be read."""
+_Decompress = Callable[[bytes, int], bytes | None]
 
 
 def inflate(node: Any, start: int, stop: int, into: npt.NDArray[Any], memory_type: Any) -> bool:
@@ -52,27 +55,34 @@ def inflate(node: Any, start: int, stop: int, into: npt.NDArray[Any], memory_typ
         return False
     grid = [range(start - start % chunk[0], stop, chunk[0])]
     grid += [range(0, size, step) for size, step in zip(shape[1:], chunk[1:], strict=True)]
-    try:
-        for corner in product(*grid):
-            skipped_filters, stored = node.read_direct_chunk(corner)
-            content = decompress(stored, _ZLIB_FORMAT, nbytes)
-            if skipped_filters or len(content) != nbytes:
-                return False
-            found = np.frombuffer(content, np.uint8)
-            if is_shuffled:
-                found = np.ascontiguousarray(found.reshape(into.itemsize, -1).T).reshape(-1)
-            values = found.view(into.dtype).reshape(chunk)
-            first, last = max(corner[0], start), min(corner[0] + chunk[0], stop)
-            place = [slice(first - start, last - start)]
-            place += [slice(at, at + n) for at, n in zip(corner[1:], chunk[1:], strict=True)]
-            part = records[tuple(place)]
-            # The chunks at the upper edges reach beyond the array.
-            inside = [slice(first - corner[0], last - corner[0]), *map(slice, part.shape[1:])]
-            part[...] = values[tuple(inside)]
-    except Exception:
-        # Whatever it is, HDF5 meets it too, and says what is wrong with the file.
-        return False
+    for corner in product(*grid):
+        content = _content(node, corner, decompress, nbytes)
+        if content is None or len(content) != nbytes:
+            return False
+        found = np.frombuffer(content, np.uint8)
+        if is_shuffled:
+            found = np.ascontiguousarray(found.reshape(into.itemsize, -1).T).reshape(-1)
+        values = found.view(into.dtype).reshape(chunk)
+        first, last = max(corner[0], start), min(corner[0] + chunk[0], stop)
+        place = [slice(first - start, last - start)]
+        place += [slice(at, at + n) for at, n in zip(corner[1:], chunk[1:], strict=True)]
+        part = records[tuple(place)]
+        # The chunks at the upper edges reach beyond the array.
+        inside = [slice(first - corner[0], last - corner[0]), *map(slice, part.shape[1:])]
+        part[...] = values[tuple(inside)]
     return True
+
+
+def _content(
+    node: Any, corner: tuple[int, ...], decompress: _Decompress, nbytes: int
+) -> bytes | None:
+    """The bytes of a chunk; ``None`` if it passed by a filter, or cannot be had."""
+    try:
+        skipped_filters, stored = node.read_direct_chunk(corner)
+    except _NO_CHUNK:
+        # Whatever it is, HDF5 meets it too, and says what is wrong with the file.
+        return None
+    return None if skipped_filters else decompress(stored, nbytes)
 
 
 def _is_shuffled(properties: Any) -> bool | None:
@@ -88,9 +98,18 @@ def _is_shuffled(properties: Any) -> bool | None:
 
 
 @lru_cache(maxsize=1)
-def _decompressor() -> Callable[[bytes, int, int], bytes] | None:
+def _decompressor() -> _Decompress | None:
+    """What inflates a chunk of so many bytes; ``None`` from it if the chunk is damaged."""
     try:
         from isal import isal_zlib
     except ImportError:
         return None
-    return isal_zlib.decompress
+    damaged: Any = isal_zlib.error  # a class, of which its stubs say that it is an exception
+
+    def decompress(stored: bytes, nbytes: int) -> bytes | None:
+        try:
+            return isal_zlib.decompress(stored, _ZLIB_FORMAT, nbytes)
+        except damaged:
+            return None
+
+    return decompress
