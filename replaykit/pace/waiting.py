@@ -86,7 +86,9 @@ class Pace:
         """Whether ``count`` rows would be admitted now, where ``size`` rows are there."""
         counts = self._here()
         with counts.lock:
-            return self._allowed(counts, side, count, size)
+            if self._allowed(counts, side, count, size):
+                return True
+            return counts.forget_dead() and self._allowed(counts, side, count, size)
 
     def _allowed(self, counts: Counts, side: int, count: int, size: int) -> bool:
         inserts, samples = counts.done()
@@ -149,7 +151,7 @@ class Pace:
             refusal = self.limiter.never(side, count, there)
             if refusal is not None:
                 raise ValueError(f"{refusal}: {self.limiter!r}")
-            if looks % _DEAD == _DEAD - 1:
+            if left <= 0 or looks % _DEAD == _DEAD - 1:  # who never waits long asks too
                 with counts.lock:
                     if counts.forget_dead():
                         return False

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,15 +55,6 @@ def processes() -> Iterator[list[Any]]:
             process.kill()
         process.join(10)
         process.close()
-
-
-def within(seconds: float, told: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if told():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def write(rb: ReplayBuffer, total: int) -> None:
@@ -131,13 +122,26 @@ def test_processes_that_are_killed_all_the_time_break_nothing(processes: list[An
     assert kills > 100
 
 
+def tell_when_waiting(rb: ReplayBuffer, ready: Any) -> None:
+    """Sets the event when a call has been refused twice: it looks a third time, since it waits."""
+    size, looks = rb._size, [0]
+
+    def looked() -> int:
+        looks[0] += 1
+        if looks[0] == 3:
+            ready.set()
+        return size()
+
+    rb._size = looked  # type: ignore[method-assign]
+
+
 def sample_for_ever(rb: ReplayBuffer, ready: Any) -> None:
-    ready.set()
+    tell_when_waiting(rb, ready)
     rb.sample(4)
 
 
 def insert_for_ever(rb: ReplayBuffer, ready: Any) -> None:
-    ready.set()
+    tell_when_waiting(rb, ready)
     rb.extend(numbers(0, 4))
 
 
@@ -153,15 +157,14 @@ def test_one_that_is_killed_while_it_waits_stops_nobody(
     processes.append(process)
     process.start()
     assert ready.wait(60)
-    time.sleep(0.1)
     process.kill()
-    process.join(10)
+    process.join(60)
     before = counts(rb)
     assert before == ((6, 0) if side is insert_for_ever else (1, 0))
-    rb.sample(1, timeout=5)
+    rb.sample(1, timeout=60)
     for _ in range(20):
-        rb.extend(numbers(0, 1), timeout=5)
-        rb.sample(1, timeout=5)
+        rb.extend(numbers(0, 1), timeout=60)
+        rb.sample(1, timeout=60)
     assert counts(rb) == (before[0] + 20, 21)
 
 
@@ -188,10 +191,31 @@ def test_what_was_under_way_in_a_killed_process_is_forgotten(
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     if call == "sample":  # its four rows are there for others
-        assert len(rb.sample(6, timeout=10)) == 6
+        assert len(rb.sample(6, timeout=60)) == 6
     else:
-        rb.extend(numbers(0, 5), timeout=10)
+        rb.extend(numbers(0, 5), timeout=60)
         assert counts(rb) == (6, 0)
+
+
+@pytest.mark.parametrize("call", ["sample", "extend", "can_sample"])
+def test_who_does_not_wait_forgets_it_too(call: str, processes: list[Any]) -> None:
+    """An event loop that asks again and again with ``timeout=0`` would be refused for ever."""
+    rb = shared(RateLimiter.queue(6), 60)
+    if call != "extend":
+        rb.extend(numbers(0, 5))
+    died_in = "extend" if call == "extend" else "sample"
+    process = multiprocessing.get_context("fork").Process(target=die_in, args=(rb, died_in))
+    processes.append(process)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    if call == "sample":
+        assert len(rb.sample(6, timeout=0)) == 6
+    elif call == "extend":
+        rb.extend(numbers(0, 5), timeout=0)
+        assert counts(rb) == (6, 0)
+    else:
+        assert rb.can_sample(6)
 
 
 def test_what_is_under_way_in_a_living_process_is_not() -> None:
@@ -204,10 +228,10 @@ def test_what_is_under_way_in_a_living_process_is_not() -> None:
         ticket.admit(4, lambda: 6)
         with pytest.raises(RateLimiterTimeout):
             rb.sample(3, timeout=0.3)
-        rb.sample(2, timeout=5)
+        rb.sample(2, timeout=60)
         with pytest.raises(RateLimiterTimeout):  # what was not delivered has not made room
             rb.extend(numbers(0, 3), timeout=0.1)
-    rb.sample(4, timeout=5)
+    rb.sample(4, timeout=60)
     assert counts(rb) == counts(other) == (6, 6)
     for one in (rb, other):
         one.shutdown()
@@ -226,6 +250,6 @@ def test_shutdown_is_that_of_one_process() -> None:
     rb = shared(RateLimiter.queue(2), 60)
     other = another(rb)
     rb.shutdown()
-    other.sample(1, timeout=5)
-    other.extend(numbers(0, 2), timeout=5)
+    other.sample(1, timeout=60)
+    other.extend(numbers(0, 2), timeout=60)
     assert counts(other) == (3, 1)
