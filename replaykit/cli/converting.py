@@ -10,33 +10,13 @@ from rich.text import Text
 
 from replaykit.cli.listing import tell_dataset
 from replaykit.cli.output import Debug, Json, Output, plain
-from replaykit.cli.policies import (
-    AllNan,
-    Cast,
-    Constant,
-    Copies,
-    CopiesOf,
-    Duplicate,
-    Exclude,
-    Extra,
-    ExtraKeys,
-    Include,
-    Invalid,
-    Kept,
-    Missing,
-    MissingKeys,
-    OnInvalid,
-    Repeated,
-    RepeatedKeys,
-    Strict,
-    Unrecorded,
-    UnrecordedEnds,
-    policies_of,
-)
+from replaykit.cli.policies import takes_policies
+from replaykit.datasets import Policies
 
 __all__ = ["convert"]
 
 
+@takes_policies
 def convert(
     context: typer.Context,
     files: Annotated[
@@ -57,19 +37,8 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    cast: Cast = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    missing: MissingKeys = Missing.layout,
-    extra: ExtraKeys = Extra.drop,
-    constant: Constant = Kept.keep,
-    all_nan: AllNan = Kept.drop,
-    duplicate: Duplicate = Kept.keep,
-    repeated: RepeatedKeys = Repeated.keep,
-    unrecorded: UnrecordedEnds = Unrecorded.terminated,
-    copies: CopiesOf = Copies.layout,
-    on_invalid: Invalid = OnInvalid.error,
-    strict: Strict = False,
+    *,
+    policies: Policies,
     workers: Annotated[int, typer.Option(min=1, help="Processes, each a file at a time.")] = 1,
     force: Annotated[
         bool, typer.Option("--force", help="Convert anew, then swap.", show_default=False)
@@ -95,10 +64,6 @@ def convert(
     from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
-    policies = policies_of(
-        cast, include, exclude, missing, extra, constant, all_nan, duplicate, repeated, unrecorded,
-        copies, on_invalid, strict,
-    )  # fmt: skip
     output.when_interrupted = (
         f"nothing was published at {to}, and what was there is as it was; the same command "
         "converts it"

@@ -11,29 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
-from replaykit.cli.policies import (
-    AllNan,
-    Cast,
-    Constant,
-    Copies,
-    CopiesOf,
-    Duplicate,
-    Exclude,
-    Extra,
-    ExtraKeys,
-    Include,
-    Invalid,
-    Kept,
-    Missing,
-    MissingKeys,
-    OnInvalid,
-    Repeated,
-    RepeatedKeys,
-    Strict,
-    Unrecorded,
-    UnrecordedEnds,
-    policies_of,
-)
+from replaykit.cli.policies import takes_policies
+from replaykit.datasets import Policies
 
 __all__ = ["datasets", "download"]
 
@@ -135,6 +114,7 @@ def _record(kind: Any, family: str, dataset_id: str, root: Path | None) -> dict[
     }
 
 
+@takes_policies
 def download(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="ID", help="A data set as family:id.")],
@@ -152,19 +132,8 @@ def download(
             show_default=False,
         ),
     ] = None,
-    cast: Cast = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    missing: MissingKeys = Missing.layout,
-    extra: ExtraKeys = Extra.drop,
-    constant: Constant = Kept.keep,
-    all_nan: AllNan = Kept.drop,
-    duplicate: Duplicate = Kept.keep,
-    repeated: RepeatedKeys = Repeated.keep,
-    unrecorded: UnrecordedEnds = Unrecorded.terminated,
-    copies: CopiesOf = Copies.layout,
-    on_invalid: Invalid = OnInvalid.error,
-    strict: Strict = False,
+    *,
+    policies: Policies,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing."),
@@ -192,10 +161,6 @@ def download(
     from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
-    policies = policies_of(
-        cast, include, exclude, missing, extra, constant, all_nan, duplicate, repeated, unrecorded,
-        copies, on_invalid, strict,
-    )  # fmt: skip
     rules = None if layout is None else layout_named(layout)
     if dry_run:
         _tell_plan(output, plan(name, root=root))

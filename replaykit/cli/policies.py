@@ -1,167 +1,48 @@
-"""The policies of a conversion as options of a command."""
+"""The policies of a conversion as options of a command.
+
+Names, choices and defaults are those of the fields of `Policies`; a new policy is one line of
+``_HELP`` here.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from functools import wraps
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from replaykit.datasets import Policies
+from replaykit.datasets import Policies
 
-__all__ = [
-    "AllNan",
-    "Cast",
-    "Constant",
-    "Copies",
-    "CopiesOf",
-    "Duplicate",
-    "Exclude",
-    "Extra",
-    "ExtraKeys",
-    "Include",
-    "Invalid",
-    "Kept",
-    "Missing",
-    "MissingKeys",
-    "OnInvalid",
-    "Repeated",
-    "RepeatedKeys",
-    "Strict",
-    "Unrecorded",
-    "UnrecordedEnds",
-    "policies_of",
-]
+__all__ = ["takes_policies"]
+
+_HELP: Final[Mapping[str, str]] = {
+    "casts": "Store one dtype as another: float64=float32.",
+    "include": "Keep only this key and what is below it.",
+    "exclude": "Leave out this key, such as next/info.",
+    "missing": "Keys that some episodes lack.",
+    "extra": "Datasets without a place.",
+    "constant": "Infos that never change.",
+    "all_nan": "Infos that are NaN throughout.",
+    "duplicate": "Infos that repeat a column.",
+    "repeated": "Next observations: all, or what rows do not repeat.",
+    "unrecorded": "Last steps whose next state was not recorded.",
+    "copies": "Episodes that are copies of earlier ones.",
+    "on_invalid": "Episodes that break a rule.",
+    "strict": "Refuse whatever would be a warning.",
+}
+"""What a policy is about, in the order in which help lists them."""
 
 
-class Missing(str, Enum):
-    """What is done with keys that some episodes lack."""
+class _Repeatable(NamedTuple):
+    """An option that may come again, each time with one word."""
 
-    layout = "layout"
-    error = "error"
-    drop = "drop"
-    pad = "pad"
-
-
-class Extra(str, Enum):
-    """What is done with datasets that the layout has no place for."""
-
-    drop = "drop"
-    error = "error"
-
-
-class Kept(str, Enum):
-    """Whether columns of infos stay."""
-
-    keep = "keep"
-    drop = "drop"
-
-
-class Unrecorded(str, Enum):
-    """When the last step of an episode stays where the state after it was not recorded."""
-
-    terminated = "terminated"
-    drop = "drop"
-    keep = "keep"
-
-
-class Repeated(str, Enum):
-    """How columns that repeat those of the following row are stored."""
-
-    keep = "keep"
-    once = "once"
-
-
-class Copies(str, Enum):
-    """What is done with episodes that are copies of earlier ones."""
-
-    layout = "layout"
-    keep = "keep"
-    drop = "drop"
-    error = "error"
-
-
-class OnInvalid(str, Enum):
-    """What is done with episodes that break a rule."""
-
-    error = "error"
-    skip = "skip"
-    keep = "keep"
-
-
-Cast = Annotated[
-    list[str] | None,
-    typer.Option("--cast", help="Store one dtype as another: float64=float32.", metavar="A=B"),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option("--include", help="Keep only this key and what is below it.", metavar="KEY"),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", help="Leave out this key, such as next/info.", metavar="KEY"),
-]
-MissingKeys = Annotated[Missing, typer.Option("--missing", help="Keys that some episodes lack.")]
-ExtraKeys = Annotated[Extra, typer.Option("--extra", help="Datasets without a place.")]
-Constant = Annotated[Kept, typer.Option("--constant", help="Infos that never change.")]
-AllNan = Annotated[Kept, typer.Option("--all-nan", help="Infos that are NaN throughout.")]
-Duplicate = Annotated[Kept, typer.Option("--duplicate", help="Infos that repeat a column.")]
-RepeatedKeys = Annotated[
-    Repeated,
-    typer.Option("--repeated", help="Next observations: all, or what rows do not repeat."),
-]
-UnrecordedEnds = Annotated[
-    Unrecorded,
-    typer.Option("--unrecorded", help="Last steps whose next state was not recorded."),
-]
-CopiesOf = Annotated[
-    Copies, typer.Option("--copies", help="Episodes that are copies of earlier ones.")
-]
-Invalid = Annotated[OnInvalid, typer.Option("--on-invalid", help="Episodes that break a rule.")]
-Strict = Annotated[
-    bool,
-    typer.Option("--strict", help="Refuse whatever would be a warning.", show_default=False),
-]
-
-
-def policies_of(
-    cast: list[str] | None,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    missing: Missing,
-    extra: Extra,
-    constant: Kept,
-    all_nan: Kept,
-    duplicate: Kept,
-    repeated: Repeated,
-    unrecorded: Unrecorded,
-    copies: Copies,
-    on_invalid: OnInvalid,
-    strict: bool,
-) -> Policies:
-    """Returns the policies that the options say.
-
-    Raises:
-        ValueError: an option says what there is not.
-    """
-    from replaykit.datasets import Policies
-
-    return Policies(
-        missing=missing.value,
-        extra=extra.value,
-        casts=_casts(cast or []),
-        constant=constant.value,
-        all_nan=all_nan.value,
-        duplicate=duplicate.value,
-        include=None if not include else [_key(each) for each in include],
-        exclude=[_key(each) for each in exclude or []],
-        repeated=repeated.value,
-        unrecorded=unrecorded.value,
-        copies=copies.value,
-        on_invalid=on_invalid.value,
-        strict=strict,
-    )
+    option: str
+    metavar: str
+    read: Callable[[list[str]], Any]
 
 
 def _casts(given: list[str]) -> dict[str, str]:
@@ -174,5 +55,80 @@ def _casts(given: list[str]) -> dict[str, str]:
     return casts
 
 
-def _key(text: str) -> tuple[str, ...]:
-    return tuple(text.split("/"))
+def _keys(given: list[str]) -> list[tuple[str, ...]]:
+    return [tuple(each.split("/")) for each in given]
+
+
+_REPEATABLE: Final[Mapping[str, _Repeatable]] = {
+    "casts": _Repeatable("--cast", "A=B", _casts),
+    "include": _Repeatable("--include", "KEY", _keys),
+    "exclude": _Repeatable("--exclude", "KEY", _keys),
+}
+
+
+def takes_policies(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each policy.
+
+    Args:
+        command: has a parameter ``policies``, in whose place among the options they come.
+
+    Returns:
+        What typer sees: the command with these options, of which it makes the policies.
+
+    Raises:
+        ValueError: from the command, where an option says what there is not.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    hints.pop("policies")
+    parameters = []
+    for each in inspect.signature(command).parameters.values():
+        if each.name == "policies":
+            parameters += _options()
+        else:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(each.replace(annotation=hints[each.name], kind=kind))
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        values = {}
+        for name in _HELP:
+            said = given.pop(name)
+            if name not in _REPEATABLE:
+                values[name] = said.value if isinstance(said, Enum) else said
+            elif said:
+                values[name] = _REPEATABLE[name].read(said)
+        command(**given, policies=Policies(**values))
+
+    with_options.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {
+        **{each.name: each.annotation for each in parameters},
+        "return": None,
+    }
+    return with_options
+
+
+def _options() -> list[inspect.Parameter]:
+    declared = {each.name: each for each in fields(Policies)}
+    types = get_type_hints(Policies)
+    return [_option(declared[name], types[name], about) for name, about in _HELP.items()]
+
+
+def _option(policy: Field[Any], type_: Any, about: str) -> inspect.Parameter:
+    annotation: Any
+    default: Any = policy.default
+    name = f"--{policy.name.replace('_', '-')}"
+    if policy.name in _REPEATABLE:
+        name, metavar, _ = _REPEATABLE[policy.name]
+        annotation = Annotated[list[str] | None, typer.Option(name, help=about, metavar=metavar)]
+        default = None
+    elif type_ is bool:
+        annotation = Annotated[bool, typer.Option(name, help=about, show_default=False)]
+    else:
+        # Older versions of typer know enumerations, and no literals.
+        enumeration: Any = Enum
+        choices = enumeration(policy.name, {each: each for each in get_args(type_)}, type=str)
+        annotation = Annotated[choices, typer.Option(name, help=about)]
+        default = choices(default)
+    return inspect.Parameter(
+        policy.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -14,7 +13,6 @@ import pytest
 
 import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.cli.converting import convert
 from replaykit.datasets import Policies
 from replaykit.testing.hub import LoopbackHub
 
@@ -122,20 +120,46 @@ def test_policies_are_options(command, demos, tmp_path):
     assert (policies["missing"], policies["constant"]) == ("error", "drop")
 
 
-def test_every_policy_is_an_option_with_the_same_choices():
-    hints = get_type_hints(convert, include_extras=False)
-    defaults = {name: each.default for name, each in inspect.signature(convert).parameters.items()}
-    said = get_type_hints(Policies)
+@pytest.mark.parametrize("name", ["convert", "download"])
+def test_every_policy_is_an_option_with_the_same_choices(command, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [line.split() for line in command(name, "--help").out.splitlines()]
+    types = get_type_hints(Policies)
     for field in dataclasses.fields(Policies):
-        option = {"casts": "cast"}.get(field.name, field.name)
-        assert option in hints, field.name
-        if option in ("cast", "include", "exclude"):
-            continue
-        if said[field.name] is bool:
-            assert (hints[option], defaults[option]) == (bool, field.default)
-            continue
-        assert [each.value for each in hints[option]] == list(get_args(said[field.name]))
-        assert defaults[option].value == field.default
+        option = {"casts": "--cast"}.get(field.name, f"--{field.name.replace('_', '-')}")
+        (words,) = [words for words in lines if option in words[1:2]]
+        if field.name in ("casts", "include", "exclude"):
+            assert words[2] in ("A=B", "KEY")
+        elif types[field.name] is not bool:
+            assert words[2].strip("<[]>").split("|") == list(get_args(types[field.name]))
+            assert words[-3:-1] == ["[default:", f"{field.default}]"]
+
+
+def test_every_option_becomes_its_policy(command, monkeypatch, tmp_path):
+    asked = []
+
+    def noting(*_: object, policies: Policies, **__: object) -> None:
+        asked.append(policies)
+        raise ValueError("that will do")
+
+    monkeypatch.setattr("replaykit.datasets.convert", noting)
+    base = ["convert", "a.h5", "--layout", "d4rl", "--to", tmp_path]
+    arguments, other = [], {}
+    for field in dataclasses.fields(Policies):
+        if isinstance(field.default, str):
+            choices = get_args(get_type_hints(Policies)[field.name])
+            other[field.name] = next(each for each in choices if each != field.default)
+            arguments += [f"--{field.name.replace('_', '-')}", other[field.name]]
+    arguments += ["--strict", "--cast", "float64=float32", "--cast", "int64=int32"]
+    arguments += ["--include", "a/b", "--include", "c", "--exclude", "a/b/d"]
+    assert command(*base).code == command(*base, *arguments).code == 3
+    assert asked == [
+        Policies(),
+        Policies(
+            **other, strict=True, casts={"float64": "float32", "int64": "int32"},
+            include=[("a", "b"), "c"], exclude=[("a", "b", "d")],
+        ),
+    ]  # fmt: skip
 
 
 def test_copies_and_next_observations_once(command, demos, tmp_path):

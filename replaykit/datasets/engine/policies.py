@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Final, Literal, get_args
+from functools import cache
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -91,19 +92,7 @@ class Policies:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {
-            "missing": ("layout", "error", "drop", "pad"),
-            "extra": ("drop", "error"),
-            "constant": get_args(_Choice),
-            "all_nan": get_args(_Choice),
-            "duplicate": get_args(_Choice),
-            "repeated": ("keep", "once"),
-            "unrecorded": ("terminated", "drop", "keep"),
-            "copies": ("layout", "keep", "drop", "error"),
-            "on_invalid": ("error", "skip", "keep"),
-            "strict": (False, True),
-        }
-        for name, known in choices.items():
+        for name, known in _choices().items():
             given = getattr(self, name)
             if given not in known:
                 raise ValueError(f"expected {name} as one of {known}, got {given!r}")
@@ -178,6 +167,14 @@ class Policies:
         values["exclude"] = [list(key) for key in self.exclude]
         values["include"] = None if self.include is None else [list(key) for key in self.include]
         return values
+
+
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """What there is to choose from, by the policies that are a choice."""
+    types = get_type_hints(Policies)
+    choices = {name: get_args(each) for name, each in types.items() if get_origin(each) is Literal}
+    return {**choices, "strict": (False, True)}
 
 
 def _keys(name: str, given: Any) -> tuple[Key, ...]:
