@@ -185,7 +185,8 @@ class Writing(BufferCore):
             ticket.admit(rows_of(rows), self._size)
         with self._locked(patient=True) as storage:
             if self._sampler.consumes:
-                index = self._writer.write_reusing(rows, self._sampler.free(len(rows)))
+                free = self._sampler.free(storage, len(rows))
+                index = self._writer.write_reusing(rows, free)
             else:
                 index = self._writer.write(rows)
             if single:

@@ -150,7 +150,7 @@ class Sampler(ABC):
         """How many of the stored records can be drawn, where draws use them up."""
         return len(storage)
 
-    def free(self, count: int) -> torch.Tensor:
+    def free(self, storage: Storage, count: int) -> torch.Tensor:
         """Up to ``count`` slots that are free to be written again, since draws have used their
         records up: int64 ``[K]``."""
         return torch.empty(0, dtype=torch.int64, device="cpu")

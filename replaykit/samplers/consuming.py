@@ -12,11 +12,15 @@ from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
 from replaykit.samplers.live import LiveSlots
+from replaykit.samplers.priority_arguments import stored_elements
 from replaykit.storages import Storage
 
 __all__ = ["ConsumingSampler", "checked_uses"]
 
 Array = np.ndarray[Any, Any]
+
+_UNKNOWN = 2**62
+"""More than any storage has slots."""
 
 
 class ConsumingSampler(Sampler):
@@ -103,10 +107,12 @@ class ConsumingSampler(Sampler):
             self._follow(storage)
             return self._slots.count
 
-    def free(self, count: int) -> torch.Tensor:
+    def free(self, storage: Storage, count: int) -> torch.Tensor:
         """Slots of records that have been drawn for the last time, up to ``count``, those first
         that were so first; they stay free until somebody writes there."""
-        return torch.from_numpy(self._slots.free(count))
+        with storage.lock:
+            self._follow(storage)
+            return torch.from_numpy(self._slots.free(count))
 
     def _follow(self, storage: Storage) -> None:
         """Takes note of what nobody has told of: records that are gone, and more of them."""
@@ -115,6 +121,8 @@ class ConsumingSampler(Sampler):
             if self._cleared is not None:
                 self._slots = LiveSlots()
             self._cleared = ledger.cleared
+        if ledger.length < self._slots.length:  # the state of a longer buffer
+            self._slots.move(np.arange(ledger.length))
         if ledger.length > self._slots.length:
             self._slots.written(np.arange(self._slots.length, ledger.length))
 
@@ -131,9 +139,16 @@ class ConsumingSampler(Sampler):
         self.mark_update(index)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Told that records were written: they were never drawn."""
-        slots = as_tensor(index).cpu().numpy().reshape(-1)
-        self._slots.written(slots[slots >= 0])
+        """Told that records were written: they were never drawn.
+
+        Raises:
+            IndexError: an index other than -1 outside the stored records; nothing has changed.
+        """
+        if storage is None and self.owner is not None:
+            storage = self.owner.storage
+        limit = _UNKNOWN if storage is None else storage.ledger.length
+        slots, _ = stored_elements(as_tensor(index).cpu().reshape(-1), limit)
+        self._slots.written(slots.numpy())
 
     def empty(self) -> None:
         super().empty()

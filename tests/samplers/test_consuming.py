@@ -428,6 +428,42 @@ def test_transforms_that_read_the_rows_around_are_refused() -> None:
         plain.set_sampler(ConsumingSampler())
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_another_buffer_forgot_leave_no_free_slots(seed: int) -> None:
+    """A write goes to the beginning again, not to slots that nobody has written since."""
+    storage = LazyTensorStorage(8)
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=ConsumingSampler(),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    other = ReplayBuffer(storage=storage)
+    rb.extend(numbers(0, 4))
+    rb.sample(4)
+    other.empty()
+    assert rb.extend(numbers(10, 2)).tolist() == [0, 1]
+    assert (len(rb), len(storage)) == (2, 2)
+    assert sorted(rb.sample(8)["number"].tolist()) == [10, 11]
+
+
+def test_rows_that_are_not_there_are_not_drawn() -> None:
+    rb = consuming()
+    rb.extend(numbers(0, 4))
+    for outside in (4, 1000, -2):
+        with pytest.raises(IndexError, match=r"\[0, 4\)"):
+            rb.mark_update(torch.tensor([0, outside]))
+    rb.mark_update(torch.tensor([-1, 2]))
+    longer = consuming()
+    longer.extend(numbers(0, 7))
+    longer.sample(3)
+    rb.sampler.load_state_dict(longer.sampler.state_dict())
+    left = len(rb)
+    assert 1 <= left <= 4
+    assert (rb.sample(8)["number"] < 4).all()
+    assert len(rb.extend(numbers(4, 6))) == 6
+    assert sorted(rb.sample(8)["number"].tolist()) == [4, 5, 6, 7, 8, 9]
+
+
 # -- the slots ------------------------------------------------------------------------------------
 
 
