@@ -94,6 +94,11 @@ class EnsembleCore(ReplayBuffer):
                     f"expected member {number} without a rate limiter, which does not see draws of "
                     f"an ensemble, got {member._rate_limiter!r}"
                 )
+            if prefetch and _uses_up(member):
+                raise ValueError(
+                    f"expected member {number} without a ConsumingSampler where prefetch={prefetch}"
+                    ": batches that nobody takes would use its records up"
+                )
         self._members = tuple(members)
         self._collate_fns = _checked_collates(collate_fns, len(members))
         self._keys = None if keys is None else _checked_keys(keys)
@@ -277,7 +282,10 @@ class Buffers:
 
     def ready(self, member: int, rows: int) -> bool:
         """Whether a member can give that many rows now."""
-        return self.members[member].can_sample(rows)
+        buffer = self.members[member]
+        if isinstance(buffer, EnsembleCore) or not buffer.sampler.consumes:
+            return buffer.can_sample(rows)
+        return len(buffer) >= rows  # what it gives less of fills no part
 
     def refuse(self, member: int, rows: int) -> NoReturn:
         """Raises the error of a member that cannot."""
@@ -288,6 +296,12 @@ class Buffers:
             raise naming_member(error, member) from error
         buffer._give_back(drawn)  # it has become ready, or cannot tell before
         raise NotEnoughData(f"member {member}: expected {rows} rows, it was not ready to give them")
+
+
+def _uses_up(buffer: ReplayBuffer) -> bool:
+    if isinstance(buffer, EnsembleCore):
+        return any(_uses_up(member) for member in buffer.members)
+    return buffer.sampler.consumes
 
 
 def _made_of(

@@ -32,7 +32,10 @@ class Pairs:
 
     def ready(self, member: int, rows: int) -> bool:
         """Whether a member can give that many rows now."""
-        return self.samplers[member].can_sample(self.storages[member], rows)
+        sampler, storage = self.samplers[member], self.storages[member]
+        if sampler.consumes:
+            return sampler.left(storage) >= rows  # what it gives less of fills no part
+        return sampler.can_sample(storage, rows)
 
     def refuse(self, member: int, rows: int) -> NoReturn:
         """Raises the error of a member that cannot."""
