@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import as_tensor
+from replaykit._compat import as_tensor, dtype_name
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.draws import uniform
@@ -22,6 +22,9 @@ from replaykit.ted import unravel
 __all__ = ["StalenessAwareSampler"]
 
 Array = np.ndarray[Any, Any]
+
+_LARGE = 1e200
+"""Weights above it are divided by the largest, so that the sum of all rows' is a number."""
 
 _ROUNDS = 8
 """Rounds of independent draws after which all rows that are left get a key instead."""
@@ -51,11 +54,12 @@ class StalenessAwareSampler(Sampler):
             or have weight 0.
 
     Cost: nothing looks at all rows while they are written at the cursor, or patched by
-    ``update_if_present`` (at most 64 times between two draws): O(K log K) for K rows written or
-    patched, O(V) of V versions after a change of these or of ``consumer_version``, O(B log V) a
-    draw. O(N) where a batch takes more than a quarter of the rows that can be drawn, or few rows
-    hold nearly all of the weight, where transforms read the rows around, and at the first draw
-    after other edits of the column, a load or ``set_storage``. 32 bytes a row.
+    ``update_if_present`` (at most 64 times, and no more rows than there is room for, between two
+    draws): O(K log K) for K rows written or patched, O(V) of V versions after a change of these or
+    of ``consumer_version``, O(B log V) a draw. O(N) where a batch takes more than a quarter of the
+    rows that can be drawn, or few rows hold nearly all of the weight, where transforms read the
+    rows around, and at the first draw after other edits of the column, a load or ``set_storage``.
+    32 bytes a row.
 
     Values written through views of the column (``rb.storage.column``) are not noticed.
 
@@ -167,6 +171,8 @@ class StalenessAwareSampler(Sampler):
         weights = _checked_weights(given, len(stale))
         if self._max_staleness >= 0:
             weights = np.where(stale <= self._max_staleness, weights, 0.0)
+        if weights.max(initial=0.0) > _LARGE:
+            weights = weights / weights.max()
         ends = np.cumsum(weights * groups.counts)
         self._law = key, weights, ends
         return weights, ends
@@ -345,7 +351,9 @@ def _checked_groups(state: dict[str, Any]) -> VersionGroups:
     parts = []
     for name in ("_elements", "_versions", "_counts"):
         part = state.get(name, torch.empty(0, dtype=torch.int64, device="cpu"))
-        if not isinstance(part, torch.Tensor) or part.ndim != 1:
-            raise ValueError(f"expected {name!r} as a tensor [K], got {part!r}")
+        kinds = (torch.int64, torch.float64) if name == "_versions" else (torch.int64,)
+        if not isinstance(part, torch.Tensor) or part.ndim != 1 or part.dtype not in kinds:
+            words = " or ".join(dtype_name(kind) for kind in kinds)
+            raise ValueError(f"expected {name!r} as {words} [K], got {part!r}")
         parts.append(part.cpu().numpy().copy())
     return VersionGroups.of_state(*parts)

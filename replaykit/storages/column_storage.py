@@ -16,7 +16,7 @@ from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
-from replaykit.storages.edits import KEPT_EDITS, Edit
+from replaykit.storages.edits import Edit, with_edit
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -266,7 +266,8 @@ class ColumnStorage(ColumnReads):
         paths = None if leaves is None else frozenset(leaves)
         edit = Edit(self.edits, paths, None if slots is None else slots.copy())
         # A new tuple: copies are made of the storage meanwhile.
-        self.recent_edits = (*self.recent_edits[1 - KEPT_EDITS :], edit)
+        rows = self.ledger.slots * self.lanes.numel()
+        self.recent_edits = with_edit(self.recent_edits, edit, rows)
 
     def leaf(self, key: Any) -> Leaf:
         """Returns feature shape and dtype of a column.

@@ -182,6 +182,15 @@ def test_weights_that_cannot_be(weight: Any) -> None:
         rb.sample(1)
 
 
+def test_large_weights_keep_their_law() -> None:
+    """The sum of all rows' is more than a float can be."""
+    rb = stale(
+        [0] * 20 + [1] * 20, consumer_version=1, staleness_weight_fn=lambda s: 1e308 / (s + 1)
+    )
+    drawn = torch.cat([rb.sample(200)["staleness"] for _ in range(30)])
+    assert chi_square_p(torch.bincount(drawn.long()).tolist(), [4000, 2000]) > 0.01
+
+
 def test_arguments_and_columns_that_cannot_be() -> None:
     with pytest.raises(TypeError, match="callable"):
         StalenessAwareSampler(staleness_weight_fn=3)  # type: ignore[arg-type]
@@ -427,6 +436,20 @@ def test_many_edits_between_draws_are_a_pass() -> None:
     assert known(rb) == stored(rb)
 
 
+def test_edits_that_are_remembered_take_no_more_than_the_rows() -> None:
+    rb = stale([0] * 500, 500, consumer_version=99, writer=RoundRobinWriter(track_generations=True))
+    rb.sample(1)
+    for turn in range(20):
+        rb.update_if_present(
+            index=torch.arange(400),
+            generation=torch.zeros(400, dtype=torch.int64),
+            patch={"policy_version": torch.full((400,), turn)},
+        )
+        told = [len(edit.slots) for edit in rb.storage.recent_edits if edit.slots is not None]
+        assert told == [400]
+    assert known(rb) == stored(rb)
+
+
 def test_data_that_is_wrapped() -> None:
     rb = stale(storage=TensorStorage(rows([0, 1, 2])), consumer_version=2, max_staleness=0)
     assert rb.sample(1)["index"].tolist() == [2]
@@ -506,6 +529,9 @@ def test_the_state_is_what_is_told() -> None:
         ("consumer_version", "4"),
         ("max_staleness", -2),
         ("_elements", torch.tensor([0, 0])),
+        ("_elements", state["_elements"].double()),
+        ("_counts", state["_counts"].double()),
+        ("_versions", state["_versions"].bool()),
         ("_counts", torch.tensor([2])),
         ("_versions", [1]),
     ):
