@@ -63,15 +63,24 @@ class Crew:
         _CREWS.add(self)
 
     def give(self, task: Task) -> None:
-        """Has a task done after those given before. Not for two threads at once."""
-        self._tasks.put(task)
+        """Has a task done after those given before. Not for two threads at once.
+
+        Raises:
+            RuntimeError: the system gives no thread, and there is none yet. The task is not given.
+        """
         if len(self._threads) < self._count:
             number = len(self._threads)
             thread = threading.Thread(
                 target=_work, args=(self,), name=f"{self._name}_{number}", daemon=True
             )
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
+        self._tasks.put(task)
 
     def dismiss(self) -> None:
         """Has the threads end when they have done what was given; may be called from anywhere."""

@@ -203,8 +203,9 @@ class Prefetcher:
             raise RuntimeError("this buffer was shut down")
         while len(self._entries) < depth:
             entry = _Entry(self._era)
-            self._entries.append(entry)
+            # First, since it may fail; whoever does it waits for the lock that is held here.
             self._crew.give(functools.partial(_run, weakref.ref(self), entry, self._tickets))
+            self._entries.append(entry)
             self._tickets += 1
 
     def _draw(self, entry: _Entry, ticket: int) -> Drawn | None:

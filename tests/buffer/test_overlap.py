@@ -1,6 +1,7 @@
 """Batches are made while the learner works: a loop takes as long as the longer of its halves.
 
-What takes time here is sleep, which needs no processor, so that a busy machine says the same.
+What takes time here is sleep, which needs no processor, so that a busy machine says the same; where
+it wakes nobody in time, longer sleeps are tried.
 """
 
 from __future__ import annotations
@@ -15,31 +16,38 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 
-SECONDS = 0.03
+SECONDS = (0.03, 0.03, 0.03, 0.1, 0.3, 1.0)
+"""What a sample and a step take in each try."""
+
 TURNS = 12
 
 
 class SlowRead(LazyTensorStorage):
     """Rows that take a while to read, with the lock held."""
 
+    seconds = 0.0
+
     def read(self, index: torch.Tensor, **options: Any) -> Any:
-        time.sleep(SECONDS)
+        time.sleep(self.seconds)
         return super().read(index, **options)
 
 
-def slow_transform(batch: Any) -> Any:
-    time.sleep(SECONDS)
-    return batch
+def slow_transform(seconds: float) -> Any:
+    def transform(batch: Any) -> Any:
+        time.sleep(seconds)
+        return batch
+
+    return transform
 
 
-def spent(buffer: ReplayBuffer) -> float:
+def spent(buffer: ReplayBuffer, seconds: float) -> float:
     """Seconds a turn of sample and step, in the long run."""
     for _ in range(3):
         buffer.sample()
     start = time.monotonic()
     for _ in range(TURNS):
         buffer.sample()
-        time.sleep(SECONDS)
+        time.sleep(seconds)
     return (time.monotonic() - start) / TURNS
 
 
@@ -49,17 +57,19 @@ def test_a_loop_takes_the_longer_of_its_halves(slow: str, sampler: Any) -> None:
     """At most 1.15 of it, where both take equally long; one after the other they take 2."""
     storage = SlowRead(400) if slow == "read" else LazyTensorStorage(400)
     ratios = []
-    for _ in range(6):
+    for seconds in SECONDS:
+        if isinstance(storage, SlowRead):
+            storage.seconds = seconds
         buffer = ReplayBuffer(
             storage=storage,
             sampler=sampler(),
             batch_size=4,
             prefetch=2,
-            transform=None if slow == "read" else slow_transform,
+            transform=None if slow == "read" else slow_transform(seconds),
         )
         if not len(buffer):
             buffer.extend(TensorDict({"id": torch.arange(400)}, [400]))
-        ratios.append(spent(buffer) / SECONDS)
+        ratios.append(spent(buffer, seconds) / seconds)
         buffer.shutdown()
         if ratios[-1] <= 1.15:
             return

@@ -239,8 +239,40 @@ def test_nobody_waits_for_ever(kind: str, buffer_of: Any, in_threads: Any, rows:
     in_threads(consume, consume, consume, change, timeout=30)
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_threads_that_the_system_does_not_give(
+    started: int, monkeypatch: pytest.MonkeyPatch, in_threads: Any
+) -> None:
+    """Without any the call fails and nobody waits for ever; with one of them batches come."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
+    )
+    rb.extend(torch.arange(8))
+    left, start = [started], threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("replaykit"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        if not started:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    rb.sample()
+        else:
+            rb.sample()
+    rows: list[int] = []
+    in_threads(lambda: rows.extend(torch.cat([rb.sample() for _ in range(4)]).tolist()), timeout=60)
+    assert len(set(rows[: 8 - 2 * started])) == 8 - 2 * started
+    rb.shutdown()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_waits_for_the_draw_under_way() -> None:
+def test_a_fork_waits_for_the_draw_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that has the numbers drawn but not the draw would go on with other batches."""
     rb = ReplayBuffer(
         storage=LazyTensorStorage(1000),
@@ -249,20 +281,21 @@ def test_a_fork_waits_for_the_draw_under_way() -> None:
         generator=torch.Generator().manual_seed(0),
     )
     rb.extend(torch.arange(1000))
-    begun = threading.Event()
+    monkeypatch.setattr("replaykit.buffer.forks._MOST_SECONDS", 60)
+    begun = threading.Semaphore(0)
     sample = rb.sampler.sample
 
     def slow(*given: Any) -> Any:
         found = sample(*given)
-        begun.set()
+        begun.release()
         time.sleep(0.3)
         return found
 
     cast(Any, rb.sampler).sample = slow
     rb.sample()
-    begun.clear()
-    rb.sample()  # draws the next one in its thread
-    assert begun.wait(20)
+    rb.sample()  # two draws are delivered, and the next one is under way in its thread
+    for _ in range(3):
+        assert begun.acquire(timeout=60)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     process = context.Process(target=lambda: answers.put(rb.sample().tolist()))
