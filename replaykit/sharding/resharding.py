@@ -18,6 +18,7 @@ from replaykit.sharding.batches import rows_of
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.routing import ByKey
 from replaykit.storages import LazyTensorStorage
+from replaykit.ted import unravel
 
 __all__ = ["load_share"]
 
@@ -70,12 +71,12 @@ def load_share(
         else:
             key = ByKey(recipe.num_shards, recipe.shard_key)
             for one in opened:
-                for slots, cut in _with_key(one, key, shard):
+                for slots, ended in _with_key(one, key, shard):
                     count += len(slots)
                     if len(slots):
                         _store(buffer, *_read(one, slots))
-                    if cut and len(buffer):
-                        buffer.cut()
+                    if ended is not None:
+                        _sever(buffer, ended)
         for one in opened:
             _take_default(buffer, one.buffer)
     return count, max(0, count - buffer.storage.max_size)
@@ -125,27 +126,36 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[Array
             yield np.stack([source, slots], 1)
 
 
-def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Blocks of slots of a shard's rows in the order of writing, and whether nothing follows the
-    last row of a block although no column says so: where the stream was severed, and at its end."""
+def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Blocks of slots of a shard's rows in the order of writing, and what nothing follows after a
+    block although no column says so: the keys of streams, True for all that there is, or None.
+
+    A row that belongs elsewhere may be the one at which all were severed, or its stream.
+    """
     storage: Any = one.buffer.storage
     for first in range(0, one.rows, _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
-        column = _column(storage, key, slots)
+        columns = take_apart(storage.get(slice(0, len(storage))), 1).leaves
+        column = columns[key.key].index_select(0, slots)
         mine = torch.from_numpy(key.route({key.key: column}, len(slots), []) == shard)
         positions = storage.ledger.positions(slots).numpy()
-        severed = np.isin(positions, storage.indexes.marks.numbers) & mine.numpy()
         start = 0
-        for stop in [*(np.flatnonzero(severed) + 1).tolist(), len(slots)]:
-            yield slots[start:stop][mine[start:stop]], stop < len(slots) or bool(severed[-1])
-            start = stop
+        for last in np.flatnonzero(np.isin(positions, storage.indexes.marks.numbers)).tolist():
+            streams: Any = True
+            if storage.lane_key is not None:
+                streams = columns[unravel(storage.lane_key)][slots[last : last + 1]]
+            yield slots[start : last + 1][mine[start : last + 1]], streams
+            start = last + 1
+        yield slots[start:][mine[start:]], None
     if one.rows:
         yield one.order[:0], True
 
 
-def _column(storage: Any, key: ByKey, slots: torch.Tensor) -> torch.Tensor:
-    view = take_apart(storage.get(slice(0, len(storage))), 1).leaves
-    return view[key.key].index_select(0, slots)
+def _sever(buffer: ReplayBuffer, streams: Any) -> None:
+    """Ends what is open of all rows, or of streams if there are rows of them."""
+    if len(buffer):
+        with contextlib.suppress(IndexError):
+            buffer.cut(None if streams is True else streams)
 
 
 def _copy(buffer: ReplayBuffer, opened: list[_Source], block: Array) -> None:
