@@ -17,7 +17,7 @@ from replaykit.samplers.markers import MASK
 from replaykit.samplers.sequence import anchor_priorities
 from replaykit.ted import Key, format_key
 
-__all__ = ["Priorities", "written_priorities"]
+__all__ = ["Priorities", "without_priorities", "written_priorities"]
 
 
 _core = native.core()
@@ -54,12 +54,7 @@ class Priorities(BufferCore):
         if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)
             return
-        if not self._sampler.prioritized:
-            warnings.warn(
-                f"{type(self._sampler).__name__} has no priorities; the update has no effect",
-                UserWarning,
-                stacklevel=2,
-            )
+        if without_priorities(self._sampler, above=1):
             return
         values = priority
         if not isinstance(values, torch.Tensor):
@@ -163,6 +158,20 @@ class Priorities(BufferCore):
         return flat if mask is None or bool(mask.all()) else flat[mask]
 
 
+def without_priorities(sampler: Sampler, *, above: int) -> bool:
+    """Whether a sampler has no priorities, so that an update has no effect; warns of it.
+
+    ``above``: how many calls above this function's caller the user is.
+    """
+    if not sampler.prioritized:
+        warnings.warn(
+            f"{type(sampler).__name__} has no priorities; the update has no effect",
+            UserWarning,
+            stacklevel=above + 2,
+        )
+    return not sampler.prioritized
+
+
 def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:
     """One entry a row, of what is the same all over the other batch dimensions."""
     if value is None or batch_dims == 1:
@@ -177,11 +186,13 @@ def written_priorities(
     sampler: Sampler,
     rows: int,
     *,
+    wanted: bool | None,
     single: bool,
-    time_dim: int,
-    ndim: int,
+    time_dim: int = 0,
+    ndim: int = 1,
 ) -> torch.Tensor | None:
-    """Returns the priorities that written data carries, one per element; None if it has none.
+    """Returns the priorities that written data carries, one per element; None if it has none, if
+    the sampler has none, or if they are not ``wanted`` (False).
 
     Args:
         rows: number of rows (time slots, where there are lanes).
@@ -191,6 +202,8 @@ def written_priorities(
     Raises:
         ValueError: not one per row, or one that is NaN, negative or infinite.
     """
+    if wanted is False or not sampler.prioritized:
+        return None
     batches = data if isinstance(data, (list, tuple)) and not single else [data]
     values = []
     for batch in batches:

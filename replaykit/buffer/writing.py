@@ -170,17 +170,16 @@ class Writing(BufferCore):
             return self._nothing()
         for transform in self._listening:
             transform.check_rows(self._storage, rows)
-        priorities = None
-        if self._sampler.prioritized and update_priority is not False:
-            priorities = written_priorities(
-                data,
-                self._priority_key,
-                self._sampler,
-                len(rows),
-                single=single,
-                time_dim=self.dim_extend,
-                ndim=self._storage.ndim,
-            )
+        priorities = written_priorities(
+            data,
+            self._priority_key,
+            self._sampler,
+            len(rows),
+            wanted=update_priority,
+            single=single,
+            time_dim=self.dim_extend,
+            ndim=self._storage.ndim,
+        )
         if ticket is not None and not ticket.admitted:
             ticket.admit(rows_of(rows), self._size)
         with self._locked(patient=True) as storage:

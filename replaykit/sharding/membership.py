@@ -45,17 +45,31 @@ class Members:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, shard: int, verb: str, *args: Any) -> tuple[int, Reply]:
-        """Asks a shard; returns which incarnation was asked, and the answer to come."""
+    def send(self, shard: int, verb: str, *args: Any, only: int | None = None) -> tuple[int, Reply]:
+        """Asks a shard; returns which incarnation was asked, and the answer to come.
+
+        Args:
+            only: which incarnation it is for; None: whichever is there.
+
+        Raises:
+            ShardDied: it was for one that another has taken the place of.
+        """
         with self._lock:
             to, incarnation = self.shards[shard], self.table.incarnations[shard]
+        if only is not None and incarnation != only:
+            raise ShardDied(shard, only)
         return incarnation, to.call(verb, *args)
+
+    def incarnations(self) -> dict[int, int]:
+        """Which incarnation of each shard that is there is talked to."""
+        with self._lock:
+            return {shard: self.table.incarnations[shard] for shard in self.table.there()}
 
     def take(self, shard: int, sent: tuple[int, Reply], within: float | None = None) -> Any:
         """Takes an answer; facts in it are learned.
 
         Raises:
-            ShardDied: there is none; it is noted. TimeoutError: not in time. What the shard raised.
+            ShardDied: there is none; it is noted. ShardSilent: not in time. What the shard raised.
         """
         incarnation, reply = sent
         try:
@@ -137,7 +151,7 @@ class Members:
             if self.table.incarnations[shard] != incarnation:
                 return  # another thread was faster
             self.shards[shard] = found.shard
-            self.table.back(shard, found.incarnation, found.facts)
+            self.table.back(shard, found.incarnation)
         if self.on_loss is not None:
             self.on_loss(found.loss)
         else:

@@ -126,17 +126,10 @@ class Routed:
         rows = take_apart(data, 1, single=single, optional=optional, schema=known)
         if not len(rows):
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        priorities = None
-        if self._law.prioritized and update_priority is not False:
-            priorities = written_priorities(
-                data,
-                self._priority_key,
-                self._sampler,
-                len(rows),
-                single=single,
-                time_dim=0,
-                ndim=1,
-            )
+        key, sampler = self._priority_key, self._sampler
+        priorities = written_priorities(
+            data, key, sampler, len(rows), wanted=update_priority, single=single
+        )
         self._router.check(rows.leaves)
         self._agree(rows, known)
         # The last that can refuse is over: a row that is dealt is written.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replaykit._compat import as_tensor, is_tensordict
-from replaykit.buffer.priorities import Priorities
+from replaykit.buffer.priorities import Priorities, without_priorities
 from replaykit.samplers import Transition
 from replaykit.sharding.reading import check_stored
 
@@ -37,12 +36,7 @@ class Updates:
         if priority is None and is_tensordict(index):
             self.tensordict(index)
             return
-        if not client._law.prioritized:
-            warnings.warn(
-                f"{type(client.sampler).__name__} has no priorities; the update has no effect",
-                UserWarning,
-                stacklevel=4,
-            )
+        if without_priorities(client.sampler, above=2):
             return
         slots = as_tensor(index).cpu().reshape(-1)
         if slots.is_floating_point() or slots.dtype is torch.bool:
@@ -61,6 +55,8 @@ class Updates:
         client = self._client
         names, members = client._names, client._members
         members.present()
+        # Of whom is said below that the rows are stored; the rows of a successor are others.
+        meant = members.incarnations()
         shards, slots = names.shards(index), names.slots(index)
         check_stored(client, index)
         chosen = {
@@ -68,16 +64,16 @@ class Updates:
             for shard in shards.unique()
             if int(shard) >= 0
         }
-        gone = [shard for shard in chosen if not members.table.is_there(shard)]
+        gone = [shard for shard in chosen if shard not in meant]
         self.dropped += sum(len(chosen.pop(shard)) for shard in gone)
 
         def send(shard: int, stamp: Any) -> Any:
             mine = chosen[shard]
             generation = None
             if given is not None:
-                incarnation = members.table.incarnations[shard]
-                generation = names.unstamped(given[mine], incarnation)
-            return members.send(shard, "update", stamp, slots[mine], values[mine], generation)
+                generation = names.unstamped(given[mine], meant[shard])
+            what = (stamp, slots[mine], values[mine], generation)
+            return members.send(shard, "update", *what, only=meant[shard])
 
         answers = client._writes(sorted(chosen), send, again=False)
         self.dropped += sum(answer[0] for answer in answers.values())

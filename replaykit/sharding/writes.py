@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -40,12 +41,14 @@ class Writes:
         """Sends a part to each shard, all in flight at once; returns their answers.
 
         Args:
-            send: sends the part of a shard, with this stamp.
+            send: sends the part of a shard, with this stamp. ShardDied: it is not for who is there
+                now.
             again: whether parts of shards that have died are for their successors. If not, there
                 is no answer of these.
 
         Raises:
-            TimeoutError: a shard has not come back. What a shard raised, after all have answered.
+            TimeoutError: a shard has not answered, or not come back; of its part nobody knows
+                whether it is written. What a shard raised, after all have answered.
         """
         number, done = self._begin()
         try:
@@ -69,11 +72,15 @@ class Writes:
         until = time.monotonic() + members.timeout
         left = list(shards)
         while left:
-            here = [shard for shard in left if members.table.is_there(shard)]
-            sent = {shard: send(shard) for shard in here}
+            sent = {}
+            for shard in left:
+                if members.table.is_there(shard):
+                    with contextlib.suppress(ShardDied):
+                        sent[shard] = send(shard)
             for shard, reply in sent.items():
                 try:
-                    answers[shard] = members.take(shard, reply)
+                    within = max(0.0, until - time.monotonic())
+                    answers[shard] = members.take(shard, reply, within)
                 except ShardDied:
                     continue
                 except Exception as error:
@@ -83,6 +90,8 @@ class Writes:
                 break
             for shard in left:
                 members.wait_for([shard], until)
+            if left and time.monotonic() >= until:  # shards may have forgotten it by now
+                raise TimeoutError(f"shards {left} have died again and again, and not answered")
         if refused is not None:
             raise refused
         return answers
