@@ -2,7 +2,7 @@
 
 from replaykit.sharding.client import ShardedClient
 from replaykit.sharding.core import ShardedReplayBuffer
-from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardLossWarning
+from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardLossWarning, ShardSilent
 from replaykit.sharding.facts import ShardLoss
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "ShardDied",
     "ShardLoss",
     "ShardLossWarning",
+    "ShardSilent",
     "ShardedClient",
     "ShardedReplayBuffer",
 ]

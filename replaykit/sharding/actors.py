@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from replaykit._ray import actor_class, start_ray
-from replaykit.sharding.errors import ShardDied
+from replaykit.sharding.errors import ShardDied, ShardSilent
 from replaykit.sharding.facts import ShardFacts, ShardLoss
 from replaykit.sharding.holder import ShardHolder
 from replaykit.sharding.losses import Losses
@@ -88,7 +88,8 @@ class _RayReply:
         except (RayActorError, ObjectLostError):
             raise ShardDied(self._shard, self._incarnation) from None
         except GetTimeoutError:
-            raise TimeoutError(f"shard {self._shard} has not answered within {timeout} s") from None
+            text = f"shard {self._shard} has not answered within {timeout:g} s"
+            raise ShardSilent(text) from None
         if not went_well:
             raise value
         return decoded(value)
@@ -172,16 +173,11 @@ class _SupervisorActor:
 
     async def restored(self, shard: int, incarnation: int, timeout: float) -> Any:
         """The incarnation after that one, if it is there after so long."""
-        from ray.exceptions import RayActorError
-
         for again in range(2):
             found = self._shards[shard]
             if found.incarnation > incarnation:
-                loss = self._losses.newest(shard)
-                with contextlib.suppress(RayActorError):  # it may have died again
-                    return Restored(found, found.incarnation, await self._facts(found), loss)
-                self._see_to(shard, found.incarnation)
-                return None
+                # Whether it has died again, or hangs, whoever asks it will see.
+                return Restored(found, found.incarnation, self._losses.newest(shard))
             self._see_to(shard, incarnation)
             if not again:
                 await asyncio.wait([self._restarts[shard]], timeout=timeout)
@@ -214,8 +210,8 @@ class _SupervisorActor:
 class RaySupervisor:
     """The supervisor as clients see it; can be pickled."""
 
-    def __init__(self, actor: Any, shards: list[RayShard]) -> None:
-        self._actor, self._shards = actor, shards
+    def __init__(self, actor: Any, shards: list[RayShard], timeout: float) -> None:
+        self._actor, self._shards, self._timeout = actor, shards, timeout
 
     @classmethod
     def start(
@@ -240,7 +236,7 @@ class RaySupervisor:
         except BaseException:
             ray.kill(actor, no_restart=True)  # the shards that it has made end with it
             raise
-        return cls(actor, shards)
+        return cls(actor, shards, timeout)
 
     def members(self) -> list[tuple[Shard, int]]:
         """The shards, and which incarnation of each."""
@@ -250,7 +246,8 @@ class RaySupervisor:
         self._actor.report.remote(shard, incarnation, written, rows)
 
     def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
-        found: Restored | None = self._ask(self._actor.restored, shard, incarnation, timeout)
+        asked = self._actor.restored, shard, incarnation, timeout
+        found: Restored | None = self._ask(*asked, besides=timeout)
         return found
 
     def losses(self) -> list[ShardLoss]:
@@ -264,13 +261,22 @@ class RaySupervisor:
     def replace(self, root: Node | None) -> None:
         self._ask(self._actor.replace, root)
 
-    @staticmethod
-    def _ask(method: Any, *args: Any) -> Any:
-        import ray
-        from ray.exceptions import RayActorError
+    def _ask(self, method: Any, *args: Any, besides: float = 0.0) -> Any:
+        """``besides``: seconds for which the supervisor itself may wait before it answers.
 
+        Raises:
+            TimeoutError: it does not answer. RuntimeError: it has ended.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        within = self._timeout + besides
         try:
-            return ray.get(method.remote(*args))
+            return ray.get(method.remote(*args), timeout=None if within == float("inf") else within)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"the supervisor of the shards has not answered within {within:g} s"
+            ) from None
         except RayActorError:
             raise RuntimeError(
                 "the shards have ended: their buffer was closed, or its process has died"
@@ -281,7 +287,7 @@ class RaySupervisor:
         import ray
 
         if ray.is_initialized():
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, TimeoutError):
                 self._ask(self._actor.close)
             ray.kill(self._actor, no_restart=True)
 

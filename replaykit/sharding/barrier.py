@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ class Known(NamedTuple):
     """What has come to a shard.
 
     Attributes:
-        came: writes, and in which shards they have parts. Those that are long done are left out.
+        came: writes, and in which shards they have parts. Those that are long done, or whose
+            clients have long been silent, are left out.
         done: by client the number below which all writes were acknowledged to it.
     """
 
@@ -69,12 +71,20 @@ class Barrier:
     A part that comes again, since the answer to it was lost with a connection or a shard, is known
     and gets the same answer, also after a restart from a checkpoint.
 
-    Not thread-safe: whoever holds the shard guards it. Memory: the writes under way of each client.
+    Args:
+        within: seconds within which a client is done with a write, or gives it up.
+
+    Not thread-safe: whoever holds the shard guards it. Memory: the writes under way of each client
+    that has written in the last ``4 * within + 60`` seconds; nobody asks for older ones again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: float = 60.0) -> None:
         self._answers: dict[str, dict[int, tuple[int, Any]]] = {}
         self._done: dict[str, int] = {}
+        # When each client wrote last, from who has been silent longest. What a save asks others
+        # for is younger than what is forgotten, so that no shard misses what another forgot.
+        self._heard: dict[str, float] = {}
+        self._young_s, self._forgotten_s = 2 * within + 30, 4 * within + 60
         self._token: str | None = None
         self._until = 0.0
         self._through: set[tuple[str, int]] = set()
@@ -100,6 +110,13 @@ class Barrier:
         for number in [number for number in known if number < done]:
             del known[number]
         known[stamp.number] = (stamp.shards, answer)
+        now = time.monotonic()
+        self._heard.pop(stamp.client, None)
+        self._heard[stamp.client] = now
+        for client, heard in list(itertools.islice(self._heard.items(), 2)):
+            if now - heard > self._forgotten_s:
+                for table in (self._heard, self._answers, self._done):
+                    table.pop(client, None)
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -116,10 +133,12 @@ class Barrier:
         """
         if self.frozen and self._token != token:
             raise BarrierBusy("somebody else saves or loads all shards at this moment")
-        self._token, self._until, self._through = token, time.monotonic() + seconds, set()
+        now = time.monotonic()
+        self._token, self._until, self._through = token, now + seconds, set()
         came = {
             (client, number): shards
             for client, known in self._answers.items()
+            if now - self._heard[client] < self._young_s
             for number, (shards, _) in known.items()
         }
         return Known(came, dict(self._done))
@@ -163,6 +182,8 @@ class Barrier:
 
     def load(self, state: list[list[Any]]) -> None:
         """Takes the place of what was known."""
-        self._answers, self._done = {}, {}
+        self._answers, self._done, self._heard = {}, {}, {}
+        now = time.monotonic()
         for client, number, shards, answer in state:
             self._answers.setdefault(client, {})[number] = (shards, answer)
+            self._heard[client] = now

@@ -130,6 +130,7 @@ class ShardedReplayBuffer(ShardedClient):
             num_shards=num_shards,
             shard_key=shard_key,
             terms=law.terms(batch_size),
+            timeout=float(timeout),
         )
         settings = ClientSettings(
             num_shards=num_shards,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BarrierBusy", "ShardDied", "ShardLossWarning"]
+__all__ = ["BarrierBusy", "ShardDied", "ShardLossWarning", "ShardSilent"]
 
 
 class ShardDied(ConnectionError):
@@ -14,6 +14,10 @@ class ShardDied(ConnectionError):
 
     def __reduce__(self) -> tuple[type[ShardDied], tuple[int, int]]:
         return ShardDied, (self.shard, self.incarnation)
+
+
+class ShardSilent(TimeoutError):
+    """A shard has not answered in time; it may still do what it was asked for."""
 
 
 class BarrierBusy(RuntimeError):

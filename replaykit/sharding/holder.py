@@ -47,7 +47,7 @@ class ShardHolder:
                 "saved; give a new directory, or load() a checkpoint of all shards"
             )
         self._install(recipe.make())
-        self.barrier = Barrier()
+        self.barrier = Barrier(recipe.timeout)
         self._version = 0
         self._terms = recipe.terms
         self._before = 0  # rows written before the positions of the ledger began

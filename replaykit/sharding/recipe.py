@@ -22,6 +22,7 @@ class ShardRecipe:
 
     Attributes:
         terms: what masses are measured in when nobody says; None: not without being asked.
+        timeout: seconds within which clients are done with a call, or give it up.
     """
 
     storage: Callable[[], Any]
@@ -34,6 +35,7 @@ class ShardRecipe:
     num_shards: int
     shard_key: Any
     terms: Terms | None = None
+    timeout: float = 60.0
 
     def make(self) -> ReplayBuffer:
         """Returns a new buffer.

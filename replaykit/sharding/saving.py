@@ -18,7 +18,7 @@ from replaykit.checkpoint.manifests import MANIFEST
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.sharding.barrier import missing_parts
-from replaykit.sharding.errors import BarrierBusy, ShardDied
+from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardSilent
 from replaykit.sharding.routing import InTurn
 from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
@@ -142,7 +142,8 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
     """Asks every shard, all at once; returns answers in the order of the shards.
 
     Raises:
-        RuntimeError: one has died. What one raised, when all have answered.
+        RuntimeError: one has died. ShardSilent: one answers nothing any more. What one raised,
+            when all have answered.
     """
     members = client._members
     until = time.monotonic() + members.timeout
@@ -154,7 +155,7 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
     failed: Exception | None = None
     for shard, reply in enumerate(sent):
         try:
-            answers.append(members.take(shard, reply, float("inf")))
+            answers.append(_patiently(client, shard, reply))
         except ShardDied:
             failed = RuntimeError(
                 f"shard {shard} died while all were saved or loaded; nothing has been published"
@@ -173,7 +174,21 @@ def _whatever_it_says(client: ShardedClient, verb: str, *args: Any) -> None:
         (shard, members.send(shard, verb, *args)) for shard in members.table.there()
     ]:
         with contextlib.suppress(Exception):
-            members.take(shard, sent, float("inf"))
+            _patiently(client, shard, sent)
+
+
+def _patiently(client: ShardedClient, shard: int, sent: Any) -> Any:
+    """Takes the answer of work on files: it may last, as long as the shard answers beside it.
+
+    Raises:
+        ShardSilent: it does not. Otherwise as ``Members.take``.
+    """
+    members = client._members
+    while True:
+        try:
+            return members.take(shard, sent)
+        except ShardSilent:
+            members.take(shard, members.send(shard, "stats", only=sent[0]))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from replaykit.sharding.errors import ShardDied
-from replaykit.sharding.facts import ShardFacts, ShardLoss
+from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.holder import ShardHolder
 from replaykit.sharding.losses import Losses
 from replaykit.sharding.recipe import ShardRecipe
@@ -26,7 +26,7 @@ class Reply(Protocol):
         """Waits for the answer.
 
         Raises:
-            ShardDied: there will be none. TimeoutError: not yet. What the shard raised.
+            ShardDied: there will be none. ShardSilent: not yet. What the shard raised.
         """
 
 
@@ -38,11 +38,10 @@ class Shard(Protocol):
 
 
 class Restored(NamedTuple):
-    """A shard that has taken the place of one that died."""
+    """A shard that has taken the place of one that died, and what was lost."""
 
     shard: Shard
     incarnation: int
-    facts: ShardFacts
     loss: ShardLoss
 
 
@@ -140,8 +139,7 @@ class LocalSupervisor:
                 current = self.shards[shard] = self._made(shard, incarnation + 1)
                 facts = current.call("facts").result()
                 self._losses.came_back(shard, incarnation, facts)
-            facts = current.call("facts").result()
-            return Restored(current, current.incarnation, facts, self._losses.newest(shard))
+            return Restored(current, current.incarnation, self._losses.newest(shard))
 
     def losses(self) -> list[ShardLoss]:
         with self._lock:

@@ -61,11 +61,11 @@ class ShardTable:
             self._told[shard, incarnation] = told[0]
             return told
 
-    def back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
-        """Notes that a shard is there again."""
+    def back(self, shard: int, incarnation: int) -> None:
+        """Notes that a shard is there again; what it holds it has to be asked."""
         with self._lock:
             self.incarnations[shard], self._there[shard] = incarnation, True
-            self._facts[shard], self._heard[shard] = facts, time.monotonic()
+            self._facts[shard], self._heard[shard] = None, -float("inf")
 
     def facts(self, shard: int) -> ShardFacts | None:
         """The newest facts of a shard, also of one that has died."""

@@ -377,3 +377,28 @@ def test_writes_do_not_wait_longer_than_was_promised() -> None:
     assert barrier.admits(Stamp("a", 0, 1, 0))
     with pytest.raises(RuntimeError, match="held back for too long"):
         barrier.check("t")
+
+
+def test_clients_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles may come and go without end; what each shard keeps of them does not grow. Nobody
+    is asked for the parts of a write that others may have forgotten."""
+    now = 0.0
+    monkeypatch.setattr("replaykit.sharding.barrier.time.monotonic", lambda: now)
+    one, two = Barrier(within=10.0), Barrier(within=10.0)
+    for number in range(1000):
+        now += 1.0
+        stamp = Stamp(f"client {number}", 0, 0b11, 0)
+        one.came(stamp, torch.arange(5))
+        if number == 900:
+            two.came(stamp, None)
+    kept = one.state()
+    assert len(kept) == len(one._done) == len(one._heard) == 101  # of 4 * 10 + 60 seconds
+    assert one.answer(Stamp("client 900", 0, 0b11, 0)) is not None
+    missing = missing_parts({0: one.freeze("t", 1), 1: two.freeze("t", 1)})
+    assert missing == {1: {(f"client {number}", 0) for number in range(950, 1000)}}
+    again = Barrier(within=10.0)
+    again.load(kept)
+    now += 101.0
+    again.came(Stamp("new", 0, 1, 0), None)
+    again.came(Stamp("new", 1, 1, 1), None)
+    assert len(again.state()) == 98
