@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -66,10 +67,13 @@ class RayReplayBufferClient(Forwarding):
         if not (isinstance(write_seconds, (int, float)) and write_seconds > 0):
             raise ValueError(f"expected write_seconds above 0, got {write_seconds!r}")
         self._write_seconds = write_seconds
-        self._outbox = Outbox(self._write, self._write_alone, self._write_rows, write_seconds)
+        self._outbox = Outbox(
+            self._write, self._write_alone, self._write_rows, write_seconds, actor
+        )
         late = RateLimiterTimeout if paced else TimeoutError
         self._samples = Ahead(self._request_sample, self._depth, late) if self._depth else None
         self._name = uuid.uuid4().hex
+        self._passing = threading.Lock()
         self._begin_pass(0)
         if self._depth and not checked:
             fetch(self._method("check_ahead", None).remote())
@@ -223,9 +227,12 @@ class RayReplayBufferClient(Forwarding):
         """Returns the next batch of the buffer's own iteration, which all handles share; None at
         its end, then starts over. With ``prefetch`` further ones of the same pass are under way."""
         self._outbox.send()
-        batch = self._steps.next()
+        steps = self._steps
+        batch = steps.next()
         if batch is None:
-            self._begin_pass(self._pass + 1)
+            with self._passing:
+                if steps is self._steps:  # of several threads at the end the first
+                    self._begin_pass(self._pass + 1)
         return batch
 
     def _begin_pass(self, number: int) -> None:
@@ -233,7 +240,7 @@ class RayReplayBufferClient(Forwarding):
         self._steps = Ahead(lambda: self._request_step(number), self._depth)
 
     def _request_step(self, number: int) -> Reply:
-        return Reply(self._method("step", "sampling").remote(self._name, number, self._depth > 0))
+        return Reply(self._method("step", "stepping").remote(self._name, number, self._depth > 0))
 
 
 def _is_plain(

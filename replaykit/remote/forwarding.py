@@ -41,12 +41,13 @@ _RESTARTING = frozenset(
 
 _WAITING = {
     "add": "writing",
+    "cut": "writing",
     "extend": "writing",
     "flush": "writing",
-    "next": "sampling",
     "sample": "sampling",
 }
-"""Methods that a rate limiter may hold up, and the threads of the actor that wait there."""
+"""Methods that a rate limiter may hold up, and what has its place among them; the threads of the
+actor that wait there."""
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.packing import ITSELF, Message, pack, unpack
 from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 __all__ = ["Host"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _COPIED_AT_ONCE = ("add", "extend")
 """Methods whose rows a tensor storage copies before they return."""
+
+_REFUSALS = (KeyError, RateLimiterTimeout, TypeError, ValueError)
+"""What a write raises before it has changed anything."""
+
+_MOST_PASSES = 1024
+"""Handles whose last pass is known: until the requests have come that they had under way when it
+ended, and these follow at once."""
+
+
+def _travelling(error: Exception) -> Exception:
+    """An error as it is; one that the other end could not make again with its kind and text."""
+    try:
+        unpack(pack(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The method, with errors that travel."""
+
+    @functools.wraps(method)
+    def told(*args: _P.args, **keywords: _P.kwargs) -> _R:
+        try:
+            return method(*args, **keywords)
+        except Exception as error:
+            found = _travelling(error)
+            if found is error:
+                raise
+            raise found from error
+
+    return told
 
 
 class Host:
@@ -38,10 +76,13 @@ class Host:
         except Exception as error:
             self._failure = error
 
-    def ready(self) -> None:
-        """Returns when the buffer is there; raises what making it has raised."""
+    @_telling
+    def ready(self) -> bool:
+        """Returns, when the buffer is there, whether it has a rate limiter; raises what making it
+        has raised."""
         if self._failure is not None:
             raise self._failure
+        return getattr(self._buffer, "_rate_limiter", None) is not None
 
     def check_ahead(self) -> None:
         """Raises ValueError where batches must not be asked for ahead.
@@ -55,12 +96,14 @@ class Host:
                 "batches that nobody takes would be used up"
             )
 
+    @_telling
     def sample(self, ahead: bool = False) -> Message:
         """Returns a batch of the buffer's own batch size; ``ahead``: before anybody needs it."""
         if ahead:
             self.check_ahead()
         return pack(self._buffer.sample())
 
+    @_telling
     def call(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
         """Returns what a method of the buffer returns; ``ITSELF`` for the buffer itself."""
         own = name not in _COPIED_AT_ONCE or not self._copies()
@@ -70,6 +113,7 @@ class Host:
             answer = self._packed(getattr(self._buffer, name)(*positional, **named))
         return _with_warnings(answer, caught)
 
+    @_telling
     def wait(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
         """The same for a method that may wait for others: many run at a time.
 
@@ -78,20 +122,24 @@ class Host:
         positional, named = self._arguments(args, keywords)
         return self._packed(getattr(self._buffer, name)(*positional, **named))
 
+    @_telling
     def read(self, name: str) -> Message:
         """Returns an attribute of the buffer."""
         return self._packed(getattr(self._buffer, name))
 
+    @_telling
     def assign(self, name: str, value: Message) -> None:
         """Sets an attribute of the buffer."""
         setattr(self._buffer, name, unpack(value, own=True, devices=self._devices))
 
+    @_telling
     def run(self, function: Message, args: list[Message], keywords: dict[str, Message]) -> Message:
         """Returns ``function(buffer, *args, **keywords)``."""
         called = unpack(function, own=True, devices=self._devices)
         positional, named = self._arguments(args, keywords)
         return self._packed(called(self._buffer, *positional, **named))
 
+    @_telling
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
         """Returns the next batch of the buffer's own iteration; None where the pass has ended.
 
@@ -104,7 +152,10 @@ class Host:
             self.check_ahead()
         batch = self._buffer.next()
         if batch is None:
-            self._passes[client] = number + 1
+            self._passes.pop(client, None)
+            self._passes[client] = number + 1  # the last of them
+            if len(self._passes) > _MOST_PASSES:
+                del self._passes[next(iter(self._passes))]
         return pack(batch)
 
     def write(self, counts: list[int], rows: Message) -> Message:
@@ -131,15 +182,23 @@ class Host:
                 else:
                     outcomes.append((True, self._buffer.add(self._own(data[start]))))
             except Exception as error:
-                outcomes.append((False, error))
+                outcomes.append((False, _travelling(error)))
             start = stop
         return pack(outcomes)
 
     def _together(self, counts: list[int], data: Any) -> list[tuple[bool, Any]] | None:
-        """All calls as one, where that is the same; None where it is not, or one of them fails."""
+        """All calls as one, where that is the same; None where it is not, or it was refused.
+
+        What was refused has changed nothing, and each call alone says which of them it is. It does
+        not wait for a rate limiter: all of them might need more room than there can be, and each of
+        them less. After any other error it is not known what is stored, and nothing is written
+        again.
+        """
         buffer = self._buffer
         if (
             not isinstance(buffer, ReplayBuffer)
+            or type(buffer).add is not ReplayBuffer.add
+            or type(buffer).extend is not ReplayBuffer.extend
             or type(buffer.writer) not in (RoundRobinWriter, TensorDictRoundRobinWriter)
             or not isinstance(buffer.storage, TensorStorage)
             or buffer.storage.ndim > 1
@@ -148,9 +207,11 @@ class Host:
         ):
             return None
         try:
-            index = buffer.extend(data)
-        except Exception:
-            return None  # nothing was written: each call alone says which of them it is
+            index = buffer.extend(data, timeout=0)
+        except _REFUSALS:
+            return None
+        except Exception as error:
+            return [(False, _travelling(error))] * len(counts)
         outcomes: list[tuple[bool, Any]] = []
         start = 0
         for count in counts:

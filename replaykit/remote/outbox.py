@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
-import weakref
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 
 from replaykit._compat import TensorDict, fields_of, has_names, new_tensordict
 from replaykit.remote.packing import Message, pack
-from replaykit.remote.replies import RemoteResult, Reply
+from replaykit.remote.replies import RemoteResult, Reply, told
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "leave_all"]
 
 MOST_UNDER_WAY = 16
 """Messages that may be unanswered; the next write then waits for the oldest."""
 
 _AT_EXIT_SECONDS = 5.0
+"""How long the end of the program waits for all that is under way, together."""
 
 
 class Outbox:
@@ -39,6 +40,7 @@ class Outbox:
         call: sends one call (name, data, keywords) and returns an object reference.
         rows: how many rows go together at most; 0 or 1: every write goes alone.
         seconds: how long a row is kept at most.
+        actor: to whom it writes.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Outbox:
         call: Callable[[str, Any, Mapping[str, Any]], Any],
         rows: int = 0,
         seconds: float = 0.05,
+        actor: Any = None,
     ) -> None:
+        self.actor = actor
         self._write, self._call = write, call
         self._rows, self._seconds = rows, seconds
         self._lock = threading.RLock()
@@ -57,8 +61,6 @@ class Outbox:
         self._timer: threading.Timer | None = None
         self._under_way: deque[tuple[Reply, list[Written]]] = deque()
         self._failed: deque[Exception] = deque()
-        if rows > 1:
-            _send_at_exit(self)
 
     def put(self, name: str, data: Any, keywords: Mapping[str, Any]) -> Written:
         """Takes a write; returns what it will return.
@@ -69,13 +71,15 @@ class Outbox:
         """
         self._raise_failed()
         with self._lock:
+            _register(self)
             written = self._keep(name, data) if self._rows > 1 and not keywords else None
             if written is None:
                 self.send()
                 reply = Reply(self._call(name, data, keywords))
                 written = Written(reply, None)
                 self._under_way.append((reply, [written]))
-        self._relieve()
+        self._wait(MOST_UNDER_WAY, None)
+        _look_at_others()
         return written
 
     def _keep(self, name: str, data: Any) -> Written | None:
@@ -119,7 +123,7 @@ class Outbox:
                 raise
             self._under_way.append((reply, waiting))
 
-    def settle(self, timeout: float | None = None) -> None:
+    def settle(self) -> None:
         """Sends what is kept and waits until all has been written.
 
         Raises:
@@ -127,41 +131,69 @@ class Outbox:
                 each time another.
         """
         self.send()
-        while True:
-            with self._lock:
-                if not self._under_way:
-                    break
-                entry = self._under_way.popleft()
-            self._finish(*entry, timeout)
+        self._wait(0, None)
         self._raise_failed()
 
-    def _relieve(self) -> None:
+    def leave(self, until: float | None = None) -> tuple[list[Exception], int]:
+        """Sends what is kept and waits until all has been written, at most until then.
+
+        Args:
+            until: by ``time.monotonic()``; None: without end.
+
+        Returns:
+            All errors that nobody knows of, and how many messages have no answer yet.
+        """
+        try:
+            self.send()
+        except Exception as error:
+            self._note(error)
+        self._wait(0, until)
+        with self._lock:
+            failed = list(self._failed)
+            self._failed.clear()
+            self._unregister()
+            return failed, len(self._under_way)
+
+    def look(self) -> None:
+        """Takes note of the answers that have come; waits for none."""
+        self._wait(0, 0.0)
+
+    def _wait(self, most: int, until: float | None) -> None:
+        """Waits until no more than that many messages are unanswered, in their order; keeps the
+        errors that nobody knows of."""
         while True:
             with self._lock:
-                if len(self._under_way) <= MOST_UNDER_WAY:
+                if len(self._under_way) <= most:
+                    self._unregister()
                     return
-                entry = self._under_way.popleft()
-            self._finish(*entry, None)
+                entry = self._under_way[0]  # others see it until it has been looked at
+            reply, waiting = entry
+            try:
+                reply.get(None if until is None else max(0.0, until - time.monotonic()))
+            except Exception:
+                if not reply.known:  # not yet
+                    return
+            with self._lock:
+                if not (self._under_way and self._under_way[0] is entry):
+                    continue  # somebody else's
+                self._under_way.popleft()
+                self._look(reply, waiting)
 
-    def _finish(self, reply: Reply, waiting: list[Written], timeout: float | None) -> None:
-        """Waits for one answer, and keeps the errors that nobody knows of."""
-        try:
-            reply.get(timeout)
-        except TimeoutError:
-            if not reply.is_ready():
-                with self._lock:
-                    self._under_way.appendleft((reply, waiting))
-                raise
-        except Exception:  # found again below, by whoever asks
-            pass
+    def _look(self, reply: Reply, waiting: list[Written]) -> None:
+        """Keeps the errors that nobody knows of, of an answer that has come."""
         for written in waiting:
             if not written.seen:
                 try:
                     written.result()
                 except Exception as error:
-                    self._note(error)
+                    self._failed.append(error)
                     if written.position is None or error is reply.error:
-                        break  # one error for all
+                        return  # one error for all
+
+    def _unregister(self) -> None:
+        """Once there is nothing to wait for, and nothing to tell."""
+        if self._reply is None and not self._under_way and not self._failed:
+            _PENDING.pop(id(self), None)
 
     def _note(self, error: Exception) -> None:
         with self._lock:
@@ -171,6 +203,7 @@ class Outbox:
         """Raises the oldest error that nobody knows of; the next call raises the next."""
         with self._lock:
             error = self._failed.popleft() if self._failed else None
+            self._unregister()
         if error is not None:
             raise error
 
@@ -295,20 +328,61 @@ def _leaves(data: TensorDict) -> list[torch.Tensor]:
     return found
 
 
-_OPEN: weakref.WeakSet[Outbox] = weakref.WeakSet()
-_at_exit_lock = threading.Lock()
+_PENDING: dict[int, Outbox] = {}
+"""Those with rows that may not be stored yet, or errors that nobody knows of, also after their
+handles have gone. Each is put here and taken out under its own lock."""
+
+_FEW = 64
+"""So many may lie there without being looked at."""
+_looked_at = [_FEW]
+"""How many there were when all were looked at."""
 
 
-def _send_at_exit(outbox: Outbox) -> None:
-    """What is kept at the end of the program is sent before Ray, which is up by now, goes down."""
-    with _at_exit_lock:
-        if not _OPEN:
-            atexit.unregister(_settle_all)
-            atexit.register(_settle_all)
-        _OPEN.add(outbox)
+def _register(outbox: Outbox) -> None:
+    """What is under way at the end of the program is waited for before Ray, which is up by now,
+    goes down."""
+    if not _PENDING:
+        atexit.unregister(_leave_at_exit)
+        atexit.register(_leave_at_exit)
+    _PENDING[id(outbox)] = outbox
 
 
-def _settle_all() -> None:
-    for outbox in list(_OPEN):
-        with contextlib.suppress(Exception):
-            outbox.settle(_AT_EXIT_SECONDS)
+def _look_at_others() -> None:
+    """Lets go of those that nobody uses any more; now and then, since it asks each for answers."""
+    if len(_PENDING) >= 2 * _looked_at[0]:
+        for outbox in list(_PENDING.values()):
+            outbox.look()
+        _looked_at[0] = max(_FEW, len(_PENDING))
+
+
+def leave_all(until: float | None, actor: Any = None) -> tuple[list[Exception], int]:
+    """Has all outboxes of this process that write to an actor send what they keep, and waits.
+
+    Args:
+        until: as for ``Outbox.leave``, for all of them together.
+        actor: None: to any.
+
+    Returns:
+        As ``Outbox.leave``.
+    """
+    failed: list[Exception] = []
+    unanswered = 0
+    for outbox in list(_PENDING.values()):
+        if actor is None or outbox.actor is actor:
+            errors, left = outbox.leave(until)
+            failed += errors
+            unanswered += left
+    return failed, unanswered
+
+
+def _leave_at_exit() -> None:
+    """Nobody is there to be told of writes that are lost: they are warned of."""
+    failed, unanswered = leave_all(time.monotonic() + _AT_EXIT_SECONDS)
+    if unanswered:
+        failed.append(TimeoutError(f"{unanswered} messages had no answer"))
+    if failed:
+        warnings.warn(
+            f"writes were not stored, or may not have been, when the program ended: {told(failed)}",
+            RuntimeWarning,
+            stacklevel=1,
+        )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, ray_module, start_ray
+from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.errors import ActorLost
 from replaykit.remote.client import RayReplayBufferClient
 from replaykit.remote.host import Host
-from replaykit.remote.replies import fetch, running_ray
+from replaykit.remote.outbox import leave_all
+from replaykit.remote.replies import fetch, one_of, running_ray
 
 __all__ = ["RayReplayBuffer"]
 
@@ -44,7 +44,8 @@ class RayReplayBuffer(RayReplayBufferClient):
             functions that make them, transforms as ``transform_factory``.
 
     Raises:
-        RuntimeError: ray is not installed. Otherwise what the buffer's own constructor raises.
+        RuntimeError: ray is not installed. ValueError: a class that makes a rate limiter itself.
+            Otherwise what the buffer's own constructor raises.
 
     Example:
         >>> import torch
@@ -74,18 +75,23 @@ class RayReplayBuffer(RayReplayBufferClient):
         paced = kwargs.get("rate_limiter") is not None
         if paced:
             # One thread for all writes keeps their order; samples wait beside each other.
-            options.setdefault("concurrency_groups", {"writing": 1, "sampling": _WAITING_SAMPLERS})
+            # So does one for iteration: the end of a pass is told after its last batch.
+            groups = {"writing": 1, "stepping": 1, "sampling": _WAITING_SAMPLERS}
+            options["concurrency_groups"] = {**groups, **options.get("concurrency_groups", {})}
         if delayed_init:
             kwargs["delayed_init"] = True
         host = ray.remote(**options)(Host) if options else ray.remote(Host)
         actor = host.remote(replay_buffer_cls, kwargs, devices=devices)
         try:
-            fetch(actor.ready.remote())
+            if fetch(actor.ready.remote()) and not paced:
+                raise ValueError(
+                    f"expected rate_limiter= of {type(self).__name__}, found a limiter that "
+                    f"{replay_buffer_cls.__name__} makes itself: who waits would hold up all others"
+                )
         except BaseException:
             _end(actor)
             raise
         super().__init__(actor, replay_buffer_cls, devices=devices, paced=paced)
-        self._handles: weakref.WeakSet[RayReplayBufferClient] = weakref.WeakSet()
         self._closing = threading.Lock()
 
     def __reduce__(self) -> NoReturn:
@@ -118,7 +124,7 @@ class RayReplayBuffer(RayReplayBufferClient):
 
         Cost: none; with ``prefetch`` one round trip.
         """
-        made = RayReplayBufferClient(
+        return RayReplayBufferClient(
             self._live(),
             self._cls,
             devices=self._devices,
@@ -127,18 +133,17 @@ class RayReplayBuffer(RayReplayBufferClient):
             write_rows=write_rows,
             write_seconds=write_seconds,
         )
-        self._handles.add(made)
-        return made
 
     @property
     def is_alive(self) -> bool:
         """Whether the actor is there: not closed, and not died."""
         actor = self._actor
         try:
-            ref = None if actor is None else self._live().ready.remote()
-            if ref is None:
+            if actor is None:
                 return False
-            ready, _ = ray_module().wait([ref], timeout=1.0)
+            ray = running_ray()
+            ref = actor.ready.remote()
+            ready, _ = ray.wait([ref], timeout=1.0)
             if ready:
                 fetch(ref)
         except ActorLost:
@@ -152,34 +157,32 @@ class RayReplayBuffer(RayReplayBufferClient):
         running. Later calls raise RuntimeError; closing again does nothing.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for; the actor has
-                ended then too. RuntimeError: so has it where writes are lost that a rate limiter
-                still held up after 10 seconds.
+            Exception: what a write has raised whose result nobody has asked for, ActorLost too; of
+                several the first, with the others in its text. The actor has ended then as well.
+                RuntimeError: so has it where writes are lost that a rate limiter still held up
+                after 10 seconds.
         """
         with self._closing:
             if self._actor is None:
                 return
             actor = self._actor
-            failed: Exception | None = None
+            failed: list[Exception] = []
             try:
-                for handle in (self, *self._handles):
-                    try:
-                        handle._outbox.settle(_SETTLING_SECONDS if self._paced else None)
-                    except ActorLost:
-                        break
-                    except TimeoutError:
-                        failed = failed or RuntimeError(
+                until = time.monotonic() + _SETTLING_SECONDS if self._paced else None
+                failed, unanswered = leave_all(until, actor)
+                if unanswered:
+                    failed.append(
+                        RuntimeError(
                             "writes still had to wait for samples when the buffer was closed: they "
                             "are lost"
                         )
-                    except Exception as error:
-                        failed = failed or error
+                    )
             finally:
                 self._actor = None
                 self._drop_ahead()
                 _end(actor)
-        if failed is not None:
-            raise failed
+        if failed:
+            raise one_of(failed)
 
     def shutdown(self) -> None:
         """The same as ``close``."""
@@ -192,6 +195,10 @@ def _end(actor: Any) -> None:
         running_ray().kill(actor, no_restart=True)
         until = time.monotonic() + _ENDING_SECONDS
         while time.monotonic() < until:
-            with contextlib.suppress(TimeoutError):
+            try:
                 fetch(actor.ready.remote(), timeout=1.0)
+            except ActorLost:
+                return
+            except Exception:  # it is busy, or says why it is of no use
+                pass
             time.sleep(0.01)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from replaykit._ray import ray_module
 from replaykit.errors import ActorLost
 from replaykit.remote.packing import Message, unpack
 
-__all__ = ["RemoteResult", "Reply", "fetch", "raise_as_local", "running_ray"]
+__all__ = ["RemoteResult", "Reply", "fetch", "one_of", "raise_as_local", "running_ray", "told"]
+
+_MOST_TOLD = 5
+"""Different errors that are told one by one."""
 
 
 def fetch(ref: Any, timeout: float | None = None) -> Any:
@@ -56,13 +60,16 @@ def raise_as_local(error: BaseException) -> None:
 
 
 class Reply:
-    """The answer to one message, which is fetched once however often it is asked for.
+    """The answer to one message, which is read once however often it is asked for.
+
+    Several may wait for it at a time, each as long as it likes: ``_lock`` guards what is known.
 
     Args:
         ref: the object reference; None where the message has not been sent yet.
         send: sends it, after which ``ref`` is set.
 
     Attributes:
+        known: whether the answer has been read.
         error: what ``get`` has found to raise.
     """
 
@@ -72,7 +79,7 @@ class Reply:
         self._lock = threading.Lock()
         self._value: Any = None
         self.error: Exception | None = None
-        self._known = False
+        self.known = False
 
     def sent(self) -> Any:
         """Returns the object reference, once the message is on its way."""
@@ -82,40 +89,58 @@ class Reply:
 
     def get(self, timeout: float | None = None) -> Any:
         """Returns the value; raises what `fetch` raises."""
-        ref = None if self._known else self.sent()
+        if not self.known:
+            ref = self.sent()
+            try:
+                message = fetch(ref, timeout)
+            except ray_module().exceptions.GetTimeoutError:
+                raise TimeoutError(f"no answer within {timeout:g} seconds") from None
+            except Exception as error:
+                self._take(None, error)
+            else:
+                self._take(message, None)
+        return self._found()
+
+    def _take(self, message: Message | None, error: Exception | None) -> None:
+        """Notes what has come, which whoever comes first does; others may wait for it meanwhile."""
         with self._lock:
-            if not self._known:
+            if self.known:
+                return
+            if message is not None:
                 try:
-                    self._value = unpack_reply(fetch(ref, timeout))
-                except ray_module().exceptions.GetTimeoutError:
-                    raise TimeoutError(f"no answer within {timeout} seconds") from None
-                except Exception as error:
-                    self.error = error
-                self._known = True
+                    self._value = unpack_reply(message)
+                except Exception as unreadable:
+                    error = unreadable
+            self.error, self.known = error, True
+
+    def _found(self) -> Any:
         if self.error is not None:
             raise self.error
         return self._value
 
     async def wait(self) -> Any:
         """Returns the value to a coroutine; raises what `fetch` raises."""
-        if not self._known:
+        if not self.known:
+            ref = self.sent()
             try:
-                message = await self.sent()
+                message = await ref
             except Exception as error:
-                raise_as_local(error)
-                raise
-            with self._lock:
-                if not self._known:
-                    self._value, self._known = unpack_reply(message), True
-        return self.get()
+                try:
+                    raise_as_local(error)
+                except Exception as local:
+                    error = local
+                self._take(None, error)
+            else:
+                self._take(message, None)
+        return self._found()
 
     def fail(self, error: Exception) -> None:
         """Has ``get`` raise this: the message could not be sent."""
-        self.error, self._known = error, True
+        self._take(None, error)
 
     def is_ready(self) -> bool:
         """Whether ``get`` would not wait."""
-        if self._known:
+        if self.known:
             return True
         ready, _ = running_ray().wait([self.sent()], timeout=0, fetch_local=False)
         return bool(ready)
@@ -173,3 +198,25 @@ def unpack_reply(message: Message) -> Any:
         for packed in told["warnings"]:
             warnings.warn(unpack(packed), stacklevel=5)
     return unpack(message, devices=True)
+
+
+def told(errors: Sequence[Exception]) -> str:
+    """Says what errors there are; those that say the same as one."""
+    counts = Counter(f"{type(error).__name__}: {error}" for error in errors)
+    texts = [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
+    more = len(texts) - _MOST_TOLD
+    return "; ".join(texts[:_MOST_TOLD]) + (f"; and {more} others" if more > 0 else "")
+
+
+def one_of(errors: Sequence[Exception]) -> Exception:
+    """Returns an error of the kind of the first that names all of them."""
+    first = errors[0]
+    if len(errors) == 1:
+        return first
+    text = f"{first}; {len(errors) - 1} more writes have failed: {told(errors[1:])}"
+    try:
+        found = type(first)(text)
+    except Exception:  # made of something else than a text
+        found = RuntimeError(f"{type(first).__name__}: {text}")
+    found.__cause__ = first
+    return found

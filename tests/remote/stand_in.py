@@ -10,7 +10,7 @@ import pytest
 from replaykit import RayReplayBufferClient, ReplayBuffer
 from replaykit.remote.host import Host
 
-__all__ = ["Actor", "client_of", "failing", "stand_in"]
+__all__ = ["Actor", "Ray", "client_of", "failing", "no_answer", "stand_in"]
 
 
 class _TaskError(Exception):
@@ -27,7 +27,7 @@ class _GetTimeoutError(Exception):
     pass
 
 
-class _Ray:
+class Ray:
     """What `replaykit.remote.replies` uses of Ray; references are functions."""
 
     exceptions = SimpleNamespace(
@@ -43,7 +43,8 @@ class _Ray:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has handles use this in the place of Ray."""
-    monkeypatch.setattr("replaykit.remote.replies.ray_module", _Ray)
+    monkeypatch.setattr("replaykit.remote.replies.ray_module", Ray)
+    monkeypatch.setattr("replaykit.remote.outbox._PENDING", {})  # those of others have a real Ray
 
 
 class Actor:
@@ -64,7 +65,7 @@ class Actor:
         def remote(*args: Any, **keywords: Any) -> Any:
             self.called.append(name)
             if self.busy:
-                return _no_answer
+                return no_answer
             try:
                 result = getattr(self._host, name)(*args, **keywords)
             except Exception as error:
@@ -81,7 +82,8 @@ def client_of(actor: Actor, **options: Any) -> RayReplayBufferClient:
     return RayReplayBufferClient(actor, ReplayBuffer, **options)
 
 
-def _no_answer() -> Any:
+def no_answer() -> Any:
+    """The reference of a call that has not come to an end."""
     raise _GetTimeoutError
 
 

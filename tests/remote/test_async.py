@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from replaykit import (
     LazyMemmapStorage,
+    LazyTensorStorage,
     RayReplayBuffer,
     RayReplayBufferClient,
     ReplayBuffer,
@@ -223,3 +225,18 @@ def test_a_request_that_came_too_early_is_made_again(rb: RayReplayBuffer) -> Non
     handle.empty()
     rb.extend(make_rows(30, 3))
     assert int(handle.sample()["id"].min()) >= 30
+
+
+def test_close_tells_all_errors_of_all_handles_also_of_those_that_have_gone(make: Any) -> None:
+    buffer = make(storage=lambda: LazyTensorStorage(50))
+    buffer.extend(make_rows(0, 2))
+    handle = buffer.client(write_rows=8, write_seconds=60)
+    handle.add(make_rows(2, 1)[0])
+    handle.extend_async(make_rows(3, 2).exclude("id"))
+    buffer.client().extend_async(make_rows(3, 2).exclude("observation"))
+    gc.collect()
+    buffer.extend_async(make_rows(3, 2).exclude("id"))
+    with pytest.raises(ValueError, match=r"'id'.*2 more writes have failed.*'observation'"):
+        buffer.close()
+    assert not buffer.is_alive
+    buffer.close()

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from replaykit.remote.outbox import MOST_UNDER_WAY, Outbox
-from tests.remote.stand_in import failing, stand_in
+from replaykit.errors import ActorLost
+from replaykit.remote import outbox as module
+from replaykit.remote.outbox import MOST_UNDER_WAY, Outbox, leave_all
+from replaykit.remote.replies import Reply, one_of
+from tests.remote.stand_in import Ray, failing, no_answer, stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +25,7 @@ def outbox() -> Outbox:
     def call(name: str, data: Any, keywords: Any) -> Any:
         return failing(ValueError(f"write {data}"))
 
-    return Outbox(lambda counts, rows: None, call)
+    return Outbox(lambda counts, rows: None, call, actor=object())
 
 
 def test_each_error_that_nobody_asked_for_is_raised_once() -> None:
@@ -58,3 +61,94 @@ def test_errors_are_told_to_one_thread_each() -> None:
     for thread in threads:
         thread.join()
     assert sorted(told) == sorted(f"write {number}" for number in range(MOST_UNDER_WAY))
+
+
+def test_all_errors_are_told_at_the_end() -> None:
+    """The first, with the others in its text, each kind of them once."""
+    box = outbox()
+    for number in (0, 1, 1, 1):
+        box.put("add", number, {})
+    failed, unanswered = leave_all(None, box.actor)
+    assert unanswered == 0
+    found = one_of(failed)
+    assert type(found) is ValueError
+    assert str(found) == "write 0; 3 more writes have failed: ValueError: write 1 (3 times)"
+    assert found.__cause__ is failed[0]
+    assert one_of(failed[:1]) is failed[0]
+    assert leave_all(None, box.actor) == ([], 0)
+
+    class Odd(Exception):
+        def __init__(self, one: int, other: int) -> None:
+            super().__init__(f"{one} and {other}")
+
+    many = one_of([Odd(1, 2), *(ValueError(f"{number}") for number in range(9))])
+    assert type(many) is RuntimeError
+    assert str(many).startswith("Odd: 1 and 2; 9 more writes have failed: ValueError: 0; ")
+    assert str(many).endswith("ValueError: 4; and 4 others")
+
+
+def test_what_is_under_way_is_known_after_its_handle_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until it has been answered; then it is let go, whether or not anybody asks."""
+    monkeypatch.setattr(module, "_FEW", 2)
+    monkeypatch.setattr(module, "_looked_at", [2])
+    actor, here, largest = object(), len(module._PENDING), 0
+    for _ in range(50):
+        box = Outbox(lambda counts, rows: None, lambda *_: lambda: [0, None], actor=actor)
+        box.put("add", 0, {})
+        largest = max(largest, len(module._PENDING) - here)
+    assert 1 <= largest <= 6
+    assert leave_all(None, actor) == ([], 0)
+    assert len(module._PENDING) <= here
+    failing_box = outbox()
+    failing_box.actor = actor
+    failing_box.put("add", 0, {})
+    failing_box.look()
+    del failing_box
+    assert [str(error) for error in leave_all(None, actor)[0]] == ["write 0"]
+
+
+def test_writes_that_are_lost_with_the_actor_are_told_when_it_is_closed() -> None:
+    def lost() -> Any:
+        raise Ray.exceptions.RayActorError("killed")
+
+    box = Outbox(lambda counts, rows: None, lambda *_: lost, actor=object())
+    box.put("add", 0, {})
+    (error,), unanswered = leave_all(None, box.actor)
+    assert type(error) is ActorLost
+    assert unanswered == 0
+
+
+def test_what_is_lost_when_the_program_ends_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PENDING", {})
+    monkeypatch.setattr(module, "_AT_EXIT_SECONDS", 0.0)
+    box = outbox()
+    box.put("add", 7, {})
+    silent = Outbox(lambda counts, rows: None, lambda *_: no_answer)
+    silent.put("add", 0, {})
+    with pytest.warns(RuntimeWarning, match=r"ValueError: write 7; TimeoutError: 1 messages"):
+        module._leave_at_exit()
+
+
+def test_who_waits_for_an_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread asks for the same with a timeout of its own; both get one value."""
+    come, asked = threading.Event(), threading.Event()
+
+    class Slow(Ray):
+        def get(self, ref: Any, timeout: float | None = None) -> Any:
+            asked.set()
+            if not come.wait(timeout):
+                raise self.exceptions.GetTimeoutError
+            return [0, "there"]
+
+    monkeypatch.setattr("replaykit.remote.replies.ray_module", Slow)
+    reply = Reply(object())
+    first = threading.Thread(target=reply.get, daemon=True)
+    first.start()
+    assert asked.wait(30)
+    with pytest.raises(TimeoutError, match=r"within 0\.01 seconds"):
+        reply.get(0.01)
+    come.set()
+    first.join(30)
+    assert reply.get(0.0) == "there"

@@ -48,7 +48,11 @@ def test_samples_and_writes_wait_for_each_other_in_the_actor(
     assert handle.sample(timeout=60).shape == (4,)
     with pytest.raises(RateLimiterTimeout):
         _repeat(2, lambda: handle.sample(timeout=0.5))
-    rb.extend(make_rows(28, 8))
+    gathering = rb.client(write_rows=8, write_seconds=60)
+    gathering.add(make_rows(28, 1)[0])
+    gathering.cut()  # after the row, which goes by another way
+    assert rb.run(lambda buffer: buffer.episodes.lengths.tolist())[-2:] == [3, 2]
+    rb.extend(make_rows(29, 7))
     rb.extend(make_rows(36, 4))  # for all three that wait, since none of them is the first
     assert handle.sample(timeout=60).shape == (4,)
     with pytest.raises(RateLimiterTimeout):

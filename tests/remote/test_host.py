@@ -1,0 +1,133 @@
+"""What the actor does with messages, called here without Ray."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RateLimiter,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from replaykit.errors import SchemaError
+from replaykit.remote import host as module
+from replaykit.remote.host import Host
+from replaykit.remote.packing import pack, unpack
+from tests.conftest import make_rows
+
+
+def host_of(cls: type = ReplayBuffer, **arguments: Any) -> Host:
+    made = Host(cls, {"storage": LazyTensorStorage(50), "batch_size": 4, **arguments})
+    made.ready()
+    return made
+
+
+def write(host: Host, counts: list[int], start: int = 0, **columns: Any) -> list[Any]:
+    rows = make_rows(start, sum(max(count, 1) for count in counts), **columns)
+    return list(unpack(host.write(counts, pack(rows))))
+
+
+class Failing(ReplayBuffer):
+    """Stores what it gets, and then says that the disk is full."""
+
+    def _store(self, data: Any, **keywords: Any) -> Any:
+        super()._store(data, **keywords)
+        raise OSError("no space left")
+
+
+def test_writes_that_fail_half_way_are_not_made_again() -> None:
+    """Only what was refused is tried one by one; all of the others are told."""
+    host = host_of(Failing)
+    outcomes = write(host, [0, 0, 3])
+    assert [done for done, _ in outcomes] == [False] * 3
+    assert all(type(error) is OSError and "no space" in str(error) for _, error in outcomes)
+    assert host._buffer["id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_only_the_bad_one_of_several_writes_is_refused() -> None:
+    host = host_of(sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    outcomes = write(host, [0, 2, 0], td_error=torch.tensor([1.0, 2.0, -1.0, 3.0]))
+    assert [done for done, _ in outcomes] == [True, False, True]
+    assert type(outcomes[1][1]) is ValueError
+    assert host._buffer["id"].tolist() == [0, 3]
+
+
+def test_a_class_with_an_extend_of_its_own_is_asked_for_each_write() -> None:
+    class Own(ReplayBuffer):
+        def add(self, data: Any, **keywords: Any) -> Any:
+            return super().add(data.set("id", data["id"] + 100), **keywords)
+
+    host = host_of(Own)
+    assert write(host, [0, 0]) == [(True, 0), (True, 1)]
+    assert host._buffer["id"].tolist() == [100, 101]
+
+
+def test_rows_go_on_one_by_one_where_a_limiter_has_no_room_for_all() -> None:
+    """Together they would wait for a sample that waits for one of them."""
+    host = host_of(rate_limiter=RateLimiter.queue(8))
+    write(host, [0] * 3)
+    writer = threading.Thread(target=write, args=(host, [0] * 6, 3), daemon=True)
+    writer.start()
+    batch = host._buffer.sample(timeout=30)
+    writer.join(30)
+    assert not writer.is_alive()
+    assert batch.shape == (4,)
+    assert host._buffer["id"].tolist() == list(range(9))
+
+
+def test_what_is_known_of_passes_does_not_grow_with_the_handles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest are forgotten: their handles have had their last answers long ago."""
+    monkeypatch.setattr(module, "_MOST_PASSES", 3)
+    host = host_of(sampler=SamplerWithoutReplacement())
+    write(host, [4])
+    for handle in range(10):
+        assert len(unpack(host.step(f"{handle}", 0))) == 4
+        assert unpack(host.step(f"{handle}", 0)) is None
+        assert unpack(host.step(f"{handle}", 0)) is None  # asked for ahead
+    assert list(host._passes) == ["7", "8", "9"]
+    assert len(unpack(host.step("9", 1))) == 4
+
+
+def write_twice(host: Host) -> None:
+    for rows in (make_rows(0, 2), make_rows(0, 2).exclude("id")):
+        host.call("extend", [pack(rows)], {})
+
+
+class Untold(Exception):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def test_an_error_that_does_not_travel_takes_no_result_along() -> None:
+    """Its kind and text arrive; what was stored is said to be."""
+
+    class Odd(ReplayBuffer):
+        def add(self, data: Any, **keywords: Any) -> Any:
+            if data["id"] == 1:
+                raise Untold(1, 2)
+            return super().add(data, **keywords)
+
+    outcomes = write(host_of(Odd), [0, 0, 0])
+    assert outcomes[0] == (True, 0)
+    assert outcomes[2] == (True, 1)
+    assert type(outcomes[1][1]) is RuntimeError
+    assert "Untold: 1 and 2" in str(outcomes[1][1])
+    with pytest.raises(RuntimeError, match="Untold: 1 and 2"):
+        host_of(Odd).call("add", [pack(make_rows(1, 1)[0])], {})
+    with pytest.raises(SchemaError, match="expected"):
+        write_twice(host_of())
+
+
+def test_a_host_says_whether_its_buffer_has_a_limiter() -> None:
+    assert not host_of().ready()
+    assert host_of(rate_limiter=RateLimiter.min_size(3)).ready()
