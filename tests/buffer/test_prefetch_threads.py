@@ -86,7 +86,7 @@ class Source:
         return entry.drawn
 
     def _finish(self, drawn: Drawn) -> int:
-        assert self.before_delivery.wait(20)
+        assert self.before_delivery.wait(60)
         return int(drawn.index)
 
     def _written(self) -> int:
@@ -101,9 +101,9 @@ def test_a_pass_that_ends_while_batches_are_given_up_stops_nobody(in_threads: An
     # By the thread that drew, right after the draw.
     source.after_draw[1] = lambda: (prefetcher.clear(), cleared.set())
     assert prefetcher.next()[1] == 0
-    assert cleared.wait(20)
+    assert cleared.wait(60)
     delivered: list[int] = []
-    in_threads(lambda: delivered.append(prefetcher.next()[1]), timeout=10)
+    in_threads(lambda: delivered.append(prefetcher.next()[1]), timeout=60)
     assert delivered[0] > 1
     prefetcher.shutdown()
 
@@ -116,7 +116,7 @@ def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
 
     class Slow(Prefetcher):
         def _draw(self, entry: Any, ticket: int) -> Any:
-            assert ticket != 2 or third.wait(20)
+            assert ticket != 2 or third.wait(60)
             try:
                 return super()._draw(entry, ticket)
             finally:
@@ -125,7 +125,7 @@ def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
 
         def _await_release(self, number: int) -> None:
             source.before_delivery.set()
-            assert drawn_again.wait(20)
+            assert drawn_again.wait(60)
             super()._await_release(number)
 
     source = Source(0, 1)
@@ -140,7 +140,7 @@ def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
         assert eventually(lambda: source.draws == 1)
         delivered.append(prefetcher.next()[1])
 
-    in_threads(first, second, timeout=10)
+    in_threads(first, second, timeout=60)
     assert delivered == [0, 1]
     prefetcher.shutdown()
 
@@ -164,13 +164,13 @@ def test_writers_go_on_while_batches_are_made(kind: str, buffer_of: Any, rows: A
     consumer = threading.Thread(target=lambda: batches.append(buffer.sample()))
     consumer.start()
     for _ in range(4):
-        assert busy.acquire(timeout=20)
+        assert busy.acquire(timeout=60)
     for start in range(10, 60):
         buffer.extend(rows(1, start))
     assert len(buffer) == 60
     assert not batches
     go.set()
-    consumer.join(20)
+    consumer.join(60)
     assert len(batches) == 1
 
 
@@ -179,7 +179,7 @@ def test_batches_are_made_in_parallel(buffer_of: Any):
     together = threading.Barrier(3)
 
     def transform(data: Any) -> Any:
-        together.wait(20)
+        together.wait(60)
         return data
 
     buffer = buffer_of(filled=10, batch_size=2, prefetch=3, transform=transform)
@@ -236,7 +236,7 @@ def test_nobody_waits_for_ever(kind: str, buffer_of: Any, in_threads: Any, rows:
             else:
                 buffer.load_state_dict(buffer.state_dict())
 
-    in_threads(consume, consume, consume, change, timeout=30)
+    in_threads(consume, consume, consume, change, timeout=60)
 
 
 @pytest.mark.parametrize("started", [0, 1])

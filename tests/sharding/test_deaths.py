@@ -125,7 +125,7 @@ def test_a_write_finds_its_shard_again(sharded: Any, tmp_path: Any) -> None:
     """A part whose shard dies is written to its successor, under a key or not; and once, where
     the shard had saved it before it died."""
     rb = sharded(
-        2, checkpoint_dir=tmp_path, checkpoint_interval=0, on_loss=lambda loss: None, timeout=5
+        2, checkpoint_dir=tmp_path, checkpoint_interval=0, on_loss=lambda loss: None, timeout=60
     )
     rb.extend(numbered(0, 4))
     shard = rb._members.shards[1]

@@ -270,15 +270,15 @@ def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path
     rb = sharded(4, 10_000)
     stop = threading.Event()
     failed: list[BaseException] = []
+    written = [0, 0, 0]
 
     def write(which: int) -> None:
         client = rb.client()
-        number = 0
         try:
             while not stop.is_set():
-                batch = which + 10 * number
+                batch = which + 10 * written[which]
                 client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
-                number += 1
+                written[which] += 1
         except BaseException as error:
             failed.append(error)
 
@@ -288,7 +288,12 @@ def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path
     sizes = []
     try:
         for number in range(6):
+            before = sum(written)
             rb.dumps(tmp_path / str(number))
+            until = time.monotonic() + 60
+            while sum(written) == before and not failed:  # so that the next save has more
+                assert time.monotonic() < until
+                time.sleep(0.001)
     finally:
         stop.set()
         for thread in threads:
