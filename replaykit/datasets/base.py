@@ -17,7 +17,6 @@ from replaykit.datasets.converting import (
     digest_of,
     known_digest,
     local_sources,
-    rules_digest,
 )
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import (
@@ -26,7 +25,7 @@ from replaykit.datasets.engine.conversion import (
     ensure_dataset,
     full_identity,
 )
-from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published

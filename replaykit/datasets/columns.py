@@ -109,6 +109,7 @@ class ColumnFile:
         self.nbytes = math.prod(self.shape) * spec.dtype.itemsize
         self.crc32 = 0
         self.early_sync: EarlySync | None = None
+        self.is_new = True
         self._begin = 0
         self._stop = self.nbytes
         self._written = 0
@@ -176,15 +177,34 @@ class ColumnFile:
             self.early_sync.wrote(self.path, len(block))
 
     def skip(self, entries: int) -> None:
-        """Leaves entries zero, as new files are: they enter the checksum but are not written."""
+        """Leaves entries zero, as new files are: they enter the checksum but are not written.
+
+        Where an earlier conversion may have written something there (``is_new`` is False), they are
+        made zero.
+        """
         left = entries * self.spec.entry_bytes
         if self._written + left > self._stop:
             raise ValueError(f"column {format_key(self.spec.key)} has no {entries} entries left")
+        if not self.is_new:
+            self._clear(left)
         self._written += left
         while left:
             step = min(left, len(_ZEROS))
             self.crc32 = zlib.crc32(_ZEROS[:step], self.crc32)
             left -= step
+
+    def _clear(self, nbytes: int) -> None:
+        """Writes zeros from where the last write has ended."""
+        if not nbytes or self.path is None:
+            return
+        descriptor = os.open(self.path, os.O_WRONLY)
+        try:
+            with disk_errors(self.path, self.nbytes):
+                at, stop = self._written, self._written + nbytes
+                while at < stop:
+                    at += os.pwrite(descriptor, _ZEROS[: stop - at], at)
+        finally:
+            os.close(descriptor)
 
     def skip_to(self, position: int) -> None:
         """Leaves entries zero up to a position; does nothing where it has been written."""
@@ -257,12 +277,22 @@ def synced_early(columns: Mapping[Key, ColumnFile]) -> Iterator[None]:
 
 
 def create_columns(
-    directory: Path, specs: Sequence[ColumnSpec], batch: tuple[int, ...]
+    directory: Path,
+    specs: Sequence[ColumnSpec],
+    batch: tuple[int, ...],
+    *,
+    is_new: bool = True,
 ) -> dict[Key, ColumnFile]:
     """Makes a directory of zero-filled columns that ``TensorDict.load_memmap`` can read.
 
     The blocks of the files are reserved. Cost: a few system calls for each column, whatever its
     length.
+
+    Args:
+        directory: where they are made.
+        specs: the columns.
+        batch: the batch dimensions.
+        is_new: whether none of them is there; otherwise they keep what was written to them.
 
     Raises:
         OSError: there is no room for them.
@@ -270,7 +300,9 @@ def create_columns(
     """
     columns = [ColumnFile(None, spec, batch) for spec in specs]
     total = sum(column.nbytes for column in columns)
-    require_room(directory, total, max((column.nbytes for column in columns), default=0))
+    there = 0 if is_new else _reserved_bytes(directory)
+    largest = max((column.nbytes for column in columns), default=0)
+    require_room(directory, max(0, total - there), largest)
     tree: dict[str, Any] = {}
     for column in columns:
         key = column.spec.key
@@ -281,9 +313,16 @@ def create_columns(
         for part in key[:-1]:
             node = node.setdefault(part, {})
         node[key[-1]] = column
+        column.is_new = is_new
     with disk_errors(directory, total):
         _make(str(directory), tree, batch, {})
     return {column.spec.key: column for column in columns}
+
+
+def _reserved_bytes(directory: Path) -> int:
+    """Returns how many bytes of the disk the files below a directory have."""
+    files = (path.lstat() for path in directory.rglob("*.memmap"))
+    return 512 * sum(getattr(status, "st_blocks", 0) for status in files)
 
 
 def _make(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,7 @@ from urllib.request import url2pathname
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
 from replaykit.datasets.engine.finding import natural_key
-from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.http_cache import WebFile
 from replaykit.datasets.http_sources import WebFiles
@@ -32,7 +31,6 @@ __all__ = [
     "local_sources",
     "open",
     "paths_of",
-    "rules_digest",
 ]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
@@ -61,8 +59,10 @@ def convert(
     """Converts H5 files into a data set of transitions, and opens it.
 
     All files are scanned before the first row is written. The result appears at ``dest`` complete
-    or not at all. Where it is there already, made from these files by this layout and these
-    policies, it is opened as it is.
+    or not at all. A call that was interrupted, or whose process was killed, leaves a hidden
+    directory beside ``dest``, and the same call goes on with the files that it had not finished,
+    up to the same bytes; any other call for ``dest`` removes it. Where the result is there already,
+    made from these files by this layout and these policies, it is opened as it is.
 
     Args:
         files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
@@ -194,14 +194,6 @@ def local_paths(files: Files) -> list[Path]:
     if _web_files(files):
         return []
     return sorted(_paths(files), key=lambda path: natural_key(str(path)))
-
-
-def rules_digest(layout: Layout) -> str:
-    """Returns a digest of what a layout says by its attributes: not everybody who changes a layout
-    raises its version."""
-    # What says nothing of itself has an address, which is another one in every process.
-    said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(layout))
-    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def digest_of(sources: Sources, layout: Layout) -> str:

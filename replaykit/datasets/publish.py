@@ -30,6 +30,7 @@ from replaykit.filesystem import (
 )
 
 __all__ = [
+    "UNFINISHED_NAME",
     "ensure_published",
     "hold_back",
     "open_published",
@@ -43,6 +44,8 @@ _BUILDING: Final = "tmp"
 _RETIRED: Final = "old"
 _META: Final = "meta.json"
 _HELD_BACK: Final = "meta.json.incomplete"
+UNFINISHED_NAME: Final = "unfinished"
+"""A file by which a directory that was not published says that its making can go on."""
 
 
 def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = None) -> Published:
@@ -108,6 +111,8 @@ def ensure_published(
     force: bool = False,
     identity: Mapping[str, Any] | None = None,
     is_current: Callable[[Manifest], bool] | None = None,
+    prepare: Callable[[], object] | None = None,
+    goes_on: bool = False,
 ) -> Published:
     """Opens the data set at a path, and builds it first where there is none.
 
@@ -123,6 +128,10 @@ def ensure_published(
         identity: as for `open_published`.
         is_current: whether what is there is still what is asked for; if not, it is built anew
             as with ``force``.
+        prepare: called before ``build``, when nothing has been made or removed for it yet.
+        goes_on: whether ``build`` can go on where an interrupted one ended. It may then be given a
+            directory with a file `UNFINISHED_NAME`, which an earlier one has made, and where it is
+            interrupted while there is such a file, the directory stays for the next one.
 
     Raises:
         RuntimeError: without ``force``, there is something that is not a complete data set, or
@@ -135,25 +144,42 @@ def ensure_published(
             if found is not None and (is_current is None or is_current(found.manifest)):
                 return found
         with target_lock(target):
-            recover(target)
+            unfinished = recover(target, keeps=goes_on)
             if not force:
                 found = _existing(target, identity)
                 if found is not None and (is_current is None or is_current(found.manifest)):
+                    recover(target)
                     return found
-            publish(target, build)
+            if prepare is not None:
+                prepare()
+            publish(target, build, unfinished=unfinished, goes_on=goes_on)
         return open_published(target)
 
 
-def publish(target: Path, build: Callable[[Path], Manifest | bytes]) -> None:
+def publish(
+    target: Path,
+    build: Callable[[Path], Manifest | bytes],
+    *,
+    unfinished: Path | None = None,
+    goes_on: bool = False,
+) -> None:
     """Builds beside the target, then puts the result in its place. The caller holds the lock.
+
+    Args:
+        target: where the result will be.
+        build: fills a directory.
+        unfinished: a directory to go on with, if there is one.
+        goes_on: as for `ensure_published`.
 
     Raises:
         OSError: there is no room; names the file and what it needs.
     """
-    with _private_directory(target) as directory:
+    with _private_directory(target, unfinished, goes_on) as directory:
         manifest = build(directory)
         (directory / _HELD_BACK).rename(directory / _META)
         sync_tree(directory)
+        # From here on it is a data set, or nothing.
+        (directory / UNFINISHED_NAME).unlink(missing_ok=True)
         text = manifest if isinstance(manifest, bytes) else manifest.dump()
         path = directory / MANIFEST_NAME
         with disk_errors(path, len(text)), path.open("wb") as file:
@@ -200,14 +226,27 @@ def _check_identity(found: Published, identity: Mapping[str, Any] | None) -> Non
 
 
 @contextmanager
-def _private_directory(target: Path) -> Iterator[Path]:
-    directory = private_path(target, _BUILDING)
-    directory.mkdir()
+def _private_directory(
+    target: Path, unfinished: Path | None, keeps_unfinished: bool
+) -> Iterator[Path]:
+    directory = private_path(target, _BUILDING) if unfinished is None else unfinished
+    if unfinished is None:
+        directory.mkdir()
     try:
         yield directory
-    finally:
-        # After a failure the unfinished version, after a swap the old one.
+    except BaseException as error:
+        # What was interrupted can go on; what failed would fail again.
+        is_interrupted = not isinstance(error, Exception)
+        if not (keeps_unfinished and is_interrupted and _is_unfinished(directory)):
+            remove_tree(directory)
+        raise
+    else:
+        # After a swap the old version.
         remove_tree(directory)
+
+
+def _is_unfinished(directory: Path) -> bool:
+    return (directory / UNFINISHED_NAME).is_file()
 
 
 def _put(directory: Path, target: Path) -> None:
@@ -232,14 +271,22 @@ def _put(directory: Path, target: Path) -> None:
     remove_tree(retired)
 
 
-def recover(target: Path) -> None:
+def recover(target: Path, *, keeps: bool = False) -> Path | None:
     """Removes what dead processes left, restoring a version that was about to be replaced.
 
     The caller holds the lock, so nobody alive is building for this target.
+
+    Args:
+        target: where the data set is, or will be.
+        keeps: leave one directory whose making can go on, if there is one, and return it.
     """
     retired = siblings(target, _RETIRED)
     if retired and not os.path.lexists(target):
         os.rename(retired.pop(), target)
         sync_directory(target.parent)
-    for path in (*retired, *siblings(target, _BUILDING)):
-        remove_tree(path)
+    left = siblings(target, _BUILDING)
+    kept = next((path for path in left if keeps and _is_unfinished(path)), None)
+    for path in (*retired, *left):
+        if path != kept:
+            remove_tree(path)
+    return kept

@@ -27,8 +27,9 @@ from replaykit.datasets.engine.removing import kept_episodes, without_episodes
 from replaykit.datasets.engine.report import duplicates, make_report, summary, warn_caller
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.engine.specs import column_specs
-from replaykit.datasets.episode_table import write_episode_table
-from replaykit.datasets.manifest import Array, Manifest, provenance
+from replaykit.datasets.engine.unfinished import Excluded, Unfinished, conversion_digest
+from replaykit.datasets.episode_table import EPISODE_DIRECTORY, write_episode_table
+from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest, provenance
 from replaykit.datasets.opened import Published
 from replaykit.datasets.progress import progress_bar
 from replaykit.datasets.publish import ensure_published, hold_back
@@ -86,8 +87,9 @@ def ensure_dataset(
 ) -> Published:
     """Opens the data set at a path; converts it from its source files where there is none.
 
-    Processes that ask for one path at once share one conversion. The result appears complete or
-    not at all; with ``force`` the old version stays until the new one is complete.
+    Processes that ask for one path at once share one conversion. One that was interrupted or killed
+    goes on with the files that it had not finished. The result appears complete or not at all; with
+    ``force`` the old version stays until the new one is complete.
 
     Args:
         target: directory of the data set.
@@ -135,15 +137,22 @@ def ensure_dataset(
     options = ConvertOptions() if options is None else options
     named = full_identity(layout, identity)
     told: list[str] = []
+    found: list[Sources] = []
 
     def build(directory: Path) -> Manifest:
-        sources = get_sources()
-        manifest, text = _convert(directory, sources, layout, options, named, progress)
+        manifest, text = _convert(directory, found[-1], layout, options, named, progress)
         if text is not None:
             told.append(text)
         return manifest
 
-    published = ensure_published(target, build, force=force, identity={**named, **FLAT_FORM})
+    published = ensure_published(
+        target,
+        build,
+        force=force,
+        identity={**named, **FLAT_FORM},
+        prepare=lambda: found.append(get_sources()),
+        goes_on=True,
+    )
     for text in told:
         warn_caller(f"{published.path}: {text}")
     return published
@@ -169,8 +178,11 @@ def _convert(
     """Fills a directory with columns and episode table; returns manifest and warning."""
     sources.check()
     before = stamps_of(((file.path, file.name) for file in sources.files), layout)
-    without: dict[str, str] = {}
-    excluded: dict[tuple[int, str, int], str] = {}
+    said = {"options": options.to_json(), "identity": dict(identity)}
+    unfinished = Unfinished(directory, conversion_digest(sources, layout, said, before))
+    # What was found out by writing rows need not be found out again.
+    without, excluded = unfinished.without, unfinished.excluded
+    is_guess = bool(without or excluded)
     made: _Made | None = None
     while True:
         notes, found = Notes(), Notes()
@@ -184,17 +196,19 @@ def _convert(
             notes=notes,
             workers=options.workers,
         )
+        if is_guess and not unfinished.is_of(plan):
+            without, excluded, is_guess = {}, {}, False
+            continue
+        is_guess = False
         kept = None if made is None else kept_episodes(made.plan, plan)
         if made is not None and kept is not None:
+            unfinished.forget()
             columns, written = without_episodes(
                 directory, made.columns, made.written, made.plan, plan, kept
             )
             notes.extend(made.notes)
             break
-        for path in directory.iterdir():
-            remove_tree(path)
-        columns = create_columns(directory, column_specs(plan), (plan.rows,))
-        hold_back(directory)
+        columns = _columns(directory, plan, unfinished, without, excluded)
         try:
             with (
                 progress_bar("converting", plan.source_bytes, progress) as advance,
@@ -209,6 +223,7 @@ def _convert(
                     workers=options.workers,
                     notes=found,
                     advance=advance,
+                    unfinished=unfinished,
                 )
         except DropLeaves as drop:
             # Rare, so it is not looked for in advance: that would read every file twice.
@@ -227,6 +242,9 @@ def _convert(
     if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
     first = Place(sources.files[0].path, sources.files[0].name)
+    policies = options.policies
+    if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
+        unfinished.forget()  # columns go
     removed = condense(directory, plan, columns, options.policies, notes, first)
     finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
     names = plan.episodes.names()
@@ -262,6 +280,29 @@ def _convert(
         made={**provenance(), "source_stamps": before},
     )
     return manifest, text
+
+
+def _columns(
+    directory: Path,
+    plan: Plan,
+    unfinished: Unfinished,
+    without: Mapping[str, str],
+    excluded: Excluded,
+) -> dict[Key, ColumnFile]:
+    """Makes the columns of a plan: with the rows of the files that are finished, or empty."""
+    goes_on = unfinished.is_of(plan)
+    if not goes_on:
+        unfinished.begin(plan, without, excluded)
+        for path in directory.iterdir():
+            remove_tree(path)
+    else:
+        for name in (MANIFEST_NAME, EPISODE_DIRECTORY):
+            remove_tree(directory / name)
+    columns = create_columns(directory, column_specs(plan), (plan.rows,), is_new=not goes_on)
+    hold_back(directory)
+    if goes_on:
+        unfinished.go_on(columns, plan)
+    return columns
 
 
 @dataclass(frozen=True)

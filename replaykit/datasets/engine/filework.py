@@ -6,7 +6,7 @@ together in the order of the files, so that the result is the same for any numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.engine.unfinished import FilePart, Unfinished
 from replaykit.datasets.engine.write import RowWriter, empty_table
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.workers import run_in_processes
@@ -29,21 +30,7 @@ from replaykit.ted import Key
 
 __all__ = ["Written", "write_files"]
 
-
-@dataclass
-class _Part:
-    """What is known of one file after its rows were written."""
-
-    index: int
-    rows: int
-    nbytes: int
-    crc32: Mapping[Key, int]
-    statistics: Mapping[Key, Statistics]
-    table: Mapping[str, npt.NDArray[Any]]
-    notes: Notes
-    bad: Mapping[int, str]
-    facts: Mapping[str, Any]
-    dropped: DropLeaves | None = None
+_Parts = Generator[FilePart, None, None]
 
 
 @dataclass
@@ -73,18 +60,20 @@ def write_files(
     workers: int,
     notes: Notes,
     advance: Callable[[int], object],
+    unfinished: Unfinished,
 ) -> Written:
-    """Writes the rows of all files.
+    """Writes the rows of all files that are not finished yet.
 
     Args:
         plan: what is to be written.
         sources: the files.
-        columns: the files of `column_specs`, empty.
+        columns: the files of `column_specs`, empty but for the rows of finished files.
         block_bytes: how much of one leaf is read at a time, by each worker.
         on_invalid: as in `Policies`.
         workers: how many processes work at once, each on a file; 1 stands for this one.
         notes: takes the findings.
         advance: told the bytes that were read.
+        unfinished: has the files that are finished, and takes those that are now.
 
     Raises:
         CorpusError: an episode breaks a rule; names file, group, key and record.
@@ -99,27 +88,28 @@ def write_files(
     write = partial(
         _write_file, plan, sources, columns, spans, block_bytes=block_bytes, on_invalid=on_invalid
     )
-    is_alone = workers < 2 or len(spans) < 2
+    finished = unfinished.finished
+    left = [index for index in spans if index not in finished]
+    is_alone = workers < 2 or len(left) < 2
     if is_alone:
-        parts: Iterator[_Part] = (
-            write((index, index), advance=advance, table=filled) for index in spans
-        )
+        parts: _Parts = (write((index, index), advance=advance, table=filled) for index in left)
     else:
-        parts = _in_order(write, list(spans), min(workers, len(spans)))
-    for part in parts:
-        if part.dropped is not None:
-            raise part.dropped
-        if not is_alone:
-            advance(part.nbytes)
-            first = plan.spans[spans[part.index][0]].first
-            for name, values in part.table.items():
-                filled[name][first : first + len(values)] = values
-        for key, column in columns.items():
-            column.join(part.crc32[key], part.rows)
-            found.statistics[key].merge(part.statistics[key])
-        notes.extend(part.notes)
-        found.bad.update(part.bad)
-        found.facts[part.index] = {**plan.about.get(part.index, {}), **part.facts}
+        parts = _as_they_come(write, left, min(workers, len(left)))
+    with closing(_in_order(spans, finished, _recorded(parts, unfinished), unfinished)) as ordered:
+        for part in ordered:
+            if part.dropped is not None:
+                raise part.dropped
+            if not is_alone or part.index in finished:
+                advance(part.nbytes)
+                first = plan.spans[spans[part.index][0]].first
+                for name, values in part.table.items():
+                    filled[name][first : first + len(values)] = values
+            for key, column in columns.items():
+                column.join(part.crc32[key], part.rows)
+                found.statistics[key].merge(part.statistics[key])
+            notes.extend(part.notes)
+            found.bad.update(part.bad)
+            found.facts[part.index] = {**plan.about.get(part.index, {}), **part.facts}
     return found
 
 
@@ -136,18 +126,41 @@ def _known(plan: Plan) -> dict[str, npt.NDArray[Any]]:
     return {name: plan.episodes.column(column) for name, column in names.items()}
 
 
-def _in_order(
-    write: Callable[[tuple[int, int]], _Part], indices: list[int], workers: int
-) -> Iterator[_Part]:
-    """Yields the parts in the order of the files, whichever is done first."""
-    waiting: dict[int, _Part] = {}
+def _as_they_come(
+    write: Callable[[tuple[int, int]], FilePart], indices: list[int], workers: int
+) -> _Parts:
+    """Yields the parts that several processes write, whichever is done first."""
     pieces = [(index, index) for index in indices]
     crew = run_in_processes(write, pieces, workers, threads=1, start_method=None, max_tasks=None)
     with closing(crew):
-        for part in crew:
-            waiting[part.index] = part
-            while indices and indices[0] in waiting:
-                yield waiting.pop(indices.pop(0))
+        yield from crew
+
+
+def _recorded(parts: _Parts, unfinished: Unfinished) -> _Parts:
+    """Yields the parts, each after it was recorded."""
+    with closing(parts):
+        for part in parts:
+            unfinished.record(part)
+            yield part
+
+
+def _in_order(
+    indices: Iterable[int],
+    finished: frozenset[int],
+    parts: _Parts,
+    unfinished: Unfinished,
+) -> _Parts:
+    """Yields the parts in the order of the files: those of before, and those that are written."""
+    waiting: dict[int, FilePart] = {}
+    with closing(parts):
+        for index in indices:
+            if index in finished:
+                yield unfinished.part(index)
+                continue
+            while index not in waiting:
+                part = next(parts)
+                waiting[part.index] = part
+            yield waiting.pop(index)
 
 
 def _write_file(
@@ -161,7 +174,7 @@ def _write_file(
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
     table: Mapping[str, npt.NDArray[Any]] | None = None,
-) -> _Part:
+) -> FilePart:
     """Writes the rows of one file; the piece is its position, twice.
 
     ``table``: of all episodes, where it can be filled right here.
@@ -209,7 +222,7 @@ def _write_file(
     except DropLeaves as drop:
         # Handed over as it is: the way back from a worker is for errors.
         dropped = drop
-    return _Part(
+    return FilePart(
         index,
         stop - start,
         counted[0],

@@ -7,6 +7,8 @@ rest: scanning, the common schema, validation, writing, publishing. See `fields`
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +23,7 @@ from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.places import Notes, Place
 
-__all__ = ["Bounds", "DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window"]
+__all__ = ["Bounds", "DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window", "rules_digest"]
 
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
@@ -333,3 +335,11 @@ class Layout:
     def source_seed(self, name: str) -> int:
         """Returns the seed that the name of a source file tells, or -1."""
         return -1
+
+
+def rules_digest(layout: Layout) -> str:
+    """Returns a digest of what a layout says by its attributes: not everybody who changes a layout
+    raises its version."""
+    # What says nothing of itself has an address, which is another one in every process.
+    said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(layout))
+    return hashlib.sha256(said.encode()).hexdigest()

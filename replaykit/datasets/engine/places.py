@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,13 @@ class Notes:
             self._notes[rule, text] = Note(rule, text, place.brief, quiet)
         else:
             note.count += 1
+
+    @classmethod
+    def of(cls, notes: Iterable[Note]) -> Notes:
+        """Returns findings that were written down, in their order."""
+        found = cls()
+        found._notes = {(note.rule, note.text): note for note in notes}
+        return found
 
     def extend(self, other: Notes) -> None:
         """Adds the findings of what was looked at after this."""
