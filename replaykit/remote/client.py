@@ -71,7 +71,9 @@ class RayReplayBufferClient(Forwarding):
             self._write, self._write_alone, self._write_rows, write_seconds, actor
         )
         late = RateLimiterTimeout if paced else TimeoutError
-        self._samples = Ahead(self._request_sample, self._depth, late) if self._depth else None
+        self._samples: Ahead | None = None
+        if self._depth:
+            self._samples = Ahead(self._request_sample, self._depth, late, any_order=paced)
         self._name = uuid.uuid4().hex
         self._passing = threading.Lock()
         self._begin_pass(0)
@@ -168,8 +170,9 @@ class RayReplayBufferClient(Forwarding):
     ) -> Any:
         """Draws a batch; as ``ReplayBuffer.sample``.
 
-        With ``prefetch`` it is the oldest of those under way, drawn up to that many calls ago; a
-        call with a batch size or ``return_info`` is served directly.
+        With ``prefetch`` it is the oldest of those under way, drawn up to that many calls ago, and
+        with a rate limiter the oldest that has come; a call with a batch size or ``return_info`` is
+        served directly.
 
         Raises:
             RateLimiterTimeout: as ``ReplayBuffer.sample``; with ``prefetch`` where none of those
@@ -194,8 +197,7 @@ class RayReplayBufferClient(Forwarding):
     ) -> RemoteResult:
         """Asks for a batch and does not wait: the result is awaited, or asked for.
 
-        With ``prefetch`` it is the oldest of those under way, or the error of that request, which
-        may have been made too early.
+        With ``prefetch`` it is one of those under way, as for ``sample``.
 
         Example::
 

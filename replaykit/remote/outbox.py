@@ -135,13 +135,13 @@ class Outbox:
         self._raise_failed()
 
     def leave(self, until: float | None = None) -> tuple[list[Exception], int]:
-        """Sends what is kept and waits until all has been written, at most until then.
+        """Sends what is kept and waits until all has been written, at most until then; forgets it.
 
         Args:
             until: by ``time.monotonic()``; None: without end.
 
         Returns:
-            All errors that nobody knows of, and how many messages have no answer yet.
+            All errors that nobody knows of, and how many messages had no answer.
         """
         try:
             self.send()
@@ -149,10 +149,11 @@ class Outbox:
             self._note(error)
         self._wait(0, until)
         with self._lock:
-            failed = list(self._failed)
+            failed, unanswered = list(self._failed), len(self._under_way)
             self._failed.clear()
+            self._under_way.clear()
             self._unregister()
-            return failed, len(self._under_way)
+            return failed, unanswered
 
     def look(self) -> None:
         """Takes note of the answers that have come; waits for none."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from replaykit._ray import ray_module
 from replaykit.errors import ActorLost
 from replaykit.remote.packing import Message, unpack
 
-__all__ = ["RemoteResult", "Reply", "fetch", "one_of", "raise_as_local", "running_ray", "told"]
+__all__ = [
+    "RemoteResult",
+    "Reply",
+    "fetch",
+    "first_come",
+    "one_of",
+    "raise_as_local",
+    "running_ray",
+    "told",
+    "until_one_comes",
+]
 
 _MOST_TOLD = 5
 """Different errors that are told one by one."""
@@ -146,6 +158,48 @@ class Reply:
         return bool(ready)
 
 
+def first_come(replies: Sequence[Reply], timeout: float | None) -> Reply | None:
+    """Returns the first of several that has come; None: none has, within that many seconds."""
+    for reply in replies:
+        if reply.known:
+            return reply
+    refs = [reply.sent() for reply in replies]
+    ready, _ = running_ray().wait(refs, num_returns=1, timeout=timeout)
+    return replies[refs.index(ready[0])] if ready else None
+
+
+async def until_one_comes(replies: Sequence[Reply]) -> None:
+    """Waits, in a coroutine, until one of several has come."""
+    if any(reply.known for reply in replies):
+        return
+    loop = asyncio.get_running_loop()
+    there: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not there.done():
+            there.set_result(None)
+
+    def come(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell)
+
+    for reply in replies:
+        reply.sent().future().add_done_callback(come)
+    await there
+
+
+class Answer(Protocol):
+    """What a `RemoteResult` is told by: a `Reply`, or one of several."""
+
+    def sent(self) -> Any: ...
+
+    def get(self, timeout: float | None = None) -> Any: ...
+
+    async def wait(self) -> Any: ...
+
+    def is_ready(self) -> bool: ...
+
+
 class RemoteResult:
     """What a call will return: wait for it with ``result()``, or with ``await``.
 
@@ -158,7 +212,7 @@ class RemoteResult:
         ...         update(batch)
     """
 
-    def __init__(self, reply: Reply, pick: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, reply: Answer, pick: Callable[[Any], Any] | None = None) -> None:
         self._reply = reply
         self._pick = pick
 
@@ -166,7 +220,8 @@ class RemoteResult:
     def ref(self) -> Any:
         """Ray's object reference, to be given to ``ray.wait`` with others.
 
-        What it holds is packed: the value comes from ``result``.
+        What it holds is packed: the value comes from ``result``. With ``prefetch`` it is that of
+        the request that is waited for, in whose place ``result`` may take another one.
         """
         return self._reply.sent()
 

@@ -40,6 +40,10 @@ class Ray:
     def get(self, ref: Any, timeout: float | None = None) -> Any:
         return ref()
 
+    def wait(self, refs: list[Any], *, num_returns: int = 1, **_: Any) -> tuple[list[Any], Any]:
+        ready = [ref for ref in refs if ref is not no_answer][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has handles use this in the place of Ray."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from asyncio import wrap_future
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from replaykit.remote.ahead import Ahead
+from replaykit.remote.packing import pack
+from replaykit.remote.replies import RemoteResult, Reply
+from tests.remote.stand_in import Ray
 
 
 class Answer:
@@ -132,3 +138,89 @@ def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> 
     with pytest.raises(type(error)):
         ahead.next(timeout=1.0)
     assert ahead.next() == "drawn"
+
+
+# -- without waiting, and where there is no order ---------------------------------------------
+
+
+def test_an_error_of_an_early_request_is_nobodys_without_waiting_too() -> None:
+    """It is told to whoever's own request failed, once; others get what was drawn."""
+    actor = Actor()
+    ahead = Ahead(actor.request, depth=2)
+    first = ahead.take()
+    actor.answer(*(RuntimeError(f"request {number}") for number in range(3)))
+    assert first.is_ready()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="request 0"):
+            first.get()
+    second = ahead.take()
+    assert not second.is_ready()  # two failed before it was asked for
+    actor.answer()
+    assert second.is_ready()
+    assert second.get() == second.get() == 3
+    assert ahead.next() == 4
+
+
+def some_come(replies: list[Any], timeout: float | None) -> Any:
+    """As `replies.first_come`, without Ray."""
+    found = next((reply for reply in replies if reply.there), None)
+    assert found is not None or timeout is not None, "would wait for ever"
+    return found
+
+
+def test_without_order_whatever_has_come_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that others overtook in the actor holds up nobody, and is not lost."""
+    monkeypatch.setattr("replaykit.remote.ahead.first_come", some_come)
+    actor = Actor()
+    ahead = Ahead(actor.request, depth=2, any_order=True)
+    later = ahead.take()
+    actor.sent[2].say("third")
+    assert later.is_ready()
+    assert later.get() == "third"
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    actor.sent[1].say("second")
+    assert ahead.next() == "second"
+    actor.sent[3].say(ValueError("not this one"))
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)  # what failed was asked for before
+    actor.sent[0].say("first")
+    assert ahead.next(timeout=0.0) == "first"
+    assert len(actor.sent) == 6
+
+
+def test_a_coroutine_gets_whatever_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ref(Future[list[Any]]):
+        """Of Ray: a coroutine awaits it, and it has a future."""
+
+        def future(self) -> Future[list[Any]]:
+            return self
+
+        def __await__(self) -> Any:
+            return wrap_future(self).__await__()
+
+    class Some(Ray):
+        def wait(self, refs: list[Any], **_: Any) -> Any:
+            done = [ref for ref in refs if ref.done()]
+            return done[:1], [ref for ref in refs if ref not in done[:1]]
+
+    monkeypatch.setattr("replaykit.remote.replies.ray_module", Some)
+    sent: list[Ref] = []
+
+    def request() -> Reply:
+        sent.append(Ref())
+        return Reply(sent[-1])
+
+    ahead = Ahead(request, depth=2, any_order=True)
+
+    async def both() -> list[Any]:
+        waiting = [RemoteResult(ahead.take()) for _ in range(2)]
+        asyncio.get_running_loop().call_later(0.01, sent[3].set_result, pack("fourth"))
+        asyncio.get_running_loop().call_later(0.02, sent[1].set_result, pack("second"))
+        return list(await asyncio.wait_for(asyncio.gather(*map(_awaited, waiting)), 30))
+
+    assert sorted(asyncio.run(both())) == ["fourth", "second"]
+
+
+async def _awaited(result: RemoteResult) -> Any:
+    return await result

@@ -129,6 +129,7 @@ def test_what_is_lost_when_the_program_ends_is_warned_of(monkeypatch: pytest.Mon
     silent.put("add", 0, {})
     with pytest.warns(RuntimeWarning, match=r"ValueError: write 7; TimeoutError: 1 messages"):
         module._leave_at_exit()
+    assert not module._PENDING
 
 
 def test_who_waits_for_an_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
