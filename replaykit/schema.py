@@ -27,7 +27,7 @@ from replaykit.structure import (
     from_numpy,
     leaf_paths,
 )
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
 __all__ = ["Rows", "Schema", "take_apart"]
 
@@ -69,6 +69,18 @@ class Schema:
         self._accepted = root
         # Fields that are no tensors may have an equality of their own.
         self._plain = not _has_constants(root)
+
+    def leaf(self, key: Any) -> Leaf:
+        """Returns feature shape and dtype of a column.
+
+        Raises:
+            KeyError: no leaf of that name.
+        """
+        path = unravel(key)
+        if path not in self.leaves:
+            known = ", ".join(map(format_key, self.leaves))
+            raise KeyError(f"no column {format_key(path)}; there are {known}")
+        return self.leaves[path]
 
     def check(self, root: Node) -> None:
         """Compares the tree of other rows with the schema.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorClass
@@ -12,11 +13,18 @@ from replaykit.buffer.core import BufferCore
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.carrying import carried
-from replaykit.structure import Path, flatten
+from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
-from replaykit.writers import Writer
 
-__all__ = ["Conditional", "ConditionalUpdateResult"]
+__all__ = [
+    "Conditional",
+    "ConditionalUpdateResult",
+    "Patch",
+    "check_tracked",
+    "checked_handles",
+    "checked_patch",
+    "patched",
+]
 
 
 class ConditionalUpdateResult(TensorClass):
@@ -111,33 +119,65 @@ class Conditional(BufferCore):
             >>> result.updated.tolist(), rb["x"].tolist()
             ([False, True], [1.0, 5.0])
         """
-        if (version_key is None) != (version is None):
-            raise ValueError("expected version_key and version together, got one of them")
         with self._locked() as storage:
-            columns = _patchable(storage, self._writer)
-            handles, generation = _checked_handles(storage, index, generation)
-            count = len(handles)
-            values = _checked_patch(columns, patch, count)
-            live = ((handles >= 0) & (handles < torch.tensor(columns.shape, device="cpu"))).all(-1)
-            slots = torch.where(live, handles[:, 0], 0)
-            live &= (generation >= 0) & (storage.ledger.generations(slots) == generation)
-            rejected = None
-            if version_key is not None:
-                path, versions = _checked_version(columns, version_key, version, count, values)
-                accepted = _newer(columns, path, handles, live, versions, require_newer)
-                accepted &= _best(handles, versions, accepted)
-                rejected, live = live & ~accepted, accepted
-                values[path] = versions.view(count, *columns.leaf(path).shape)
-            winners = _best(handles, arange(count), live)
-            cells = handles[winners].unbind(-1)
-            leaves = {path: carried(value)[winners] for path, value in values.items()}
-            columns.put(cells, leaves)
-        return ConditionalUpdateResult(live, rejected, batch_size=[count])
+            columns = _patchable(storage, tracked=self._writer.tracks_generations)
+            handles, generation = checked_handles(storage.ndim, index, generation)
+            checked = checked_patch(
+                columns.leaf, len(handles), patch, version_key, version, require_newer
+            )
+            live, rejected = patched(columns, handles, generation, checked)
+        return ConditionalUpdateResult(live, rejected, batch_size=[len(handles)])
 
 
-def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
-    if not writer.tracks_generations:
+class Patch(NamedTuple):
+    """Values that fit the columns of a storage.
+
+    Attributes:
+        values: ``[K, *F]`` by path. ``version_key``: the path of the versions; None without.
+        versions: of each record, ``[K]`` in the dtype of their column.
+        require_newer: whether the same version is too old.
+    """
+
+    values: dict[Path, torch.Tensor]
+    version_key: Path | None
+    versions: torch.Tensor | None
+    require_newer: bool
+
+
+def patched(
+    columns: TensorStorage, handles: torch.Tensor, generation: torch.Tensor, patch: Patch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Writes a checked patch into the records ``[K, ndim]`` that are live; the lock is held.
+
+    Returns:
+        Which were patched, and which were refused for their version (None without): bool ``[K]``.
+    """
+    count, values = len(handles), dict(patch.values)
+    live = ((handles >= 0) & (handles < torch.tensor(columns.shape, device="cpu"))).all(-1)
+    slots = torch.where(live, handles[:, 0], 0)
+    live &= (generation >= 0) & (columns.ledger.generations(slots) == generation)
+    rejected = None
+    if patch.version_key is not None and patch.versions is not None:
+        path, versions = patch.version_key, patch.versions
+        accepted = _newer(columns, path, handles, live, versions, patch.require_newer)
+        accepted &= _best(handles, versions, accepted)
+        rejected, live = live & ~accepted, accepted
+        values[path] = versions.view(count, *columns.leaf(path).shape)
+    winners = _best(handles, arange(count), live)
+    cells = handles[winners].unbind(-1)
+    leaves = {path: carried(value)[winners] for path, value in values.items()}
+    columns.put(cells, leaves)
+    return live, rejected
+
+
+def check_tracked(tracked: bool) -> None:
+    """RuntimeError unless the writer tracks generations."""
+    if not tracked:
         raise RuntimeError("update_if_present needs a writer with track_generations=True")
+
+
+def _patchable(storage: Storage, *, tracked: bool) -> TensorStorage:
+    check_tracked(tracked)
     if not isinstance(storage, TensorStorage):
         raise RuntimeError(f"a {type(storage).__name__} has no columns to patch")
     if not len(storage):
@@ -145,24 +185,54 @@ def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
     return storage
 
 
-def _checked_handles(
-    storage: Storage, index: Any, generation: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the coordinates of the records ``[K, ndim]`` and their generations ``[K]``."""
+def checked_handles(ndim: int, index: Any, generation: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the coordinates of the records ``[K, ndim]`` and their generations ``[K]``.
+
+    Raises:
+        ValueError: other shapes or dtypes.
+    """
     index, generation = (as_tensor(item).cpu() for item in (index, generation))
     for name, item in (("index", index), ("generation", generation)):
         if item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
             raise ValueError(f"expected {name} as integers, got {dtype_name(item.dtype)}")
-    wanted = "[K]" if storage.ndim == 1 else f"[K, {storage.ndim}]"
-    if index.ndim != min(storage.ndim, 2) or (storage.ndim > 1 and index.shape[1] != storage.ndim):
+    wanted = "[K]" if ndim == 1 else f"[K, {ndim}]"
+    if index.ndim != min(ndim, 2) or (ndim > 1 and index.shape[1] != ndim):
         raise ValueError(f"expected an index of shape {wanted}, got {list(index.shape)}")
     if generation.shape != index.shape[:1]:
         raise ValueError(f"expected {len(index)} generations, got {list(generation.shape)}")
     index = index.to(torch.int64)
-    return (index if storage.ndim > 1 else index[:, None]), generation.to(torch.int64)
+    return (index if ndim > 1 else index[:, None]), generation.to(torch.int64)
 
 
-def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path, torch.Tensor]:
+def checked_patch(
+    leaf_of: Callable[[Any], Leaf],
+    count: int,
+    patch: Any,
+    version_key: Any,
+    version: Any,
+    require_newer: bool,
+) -> Patch:
+    """Returns what ``update_if_present`` was given, once it fits the columns.
+
+    Args:
+        leaf_of: shape and dtype of a column by key; KeyError: there is none.
+        count: number of records.
+
+    Raises:
+        As ``update_if_present``.
+    """
+    if (version_key is None) != (version is None):
+        raise ValueError("expected version_key and version together, got one of them")
+    values = _checked_values(leaf_of, patch, count)
+    path, versions = None, None
+    if version_key is not None:
+        path, versions = _checked_version(leaf_of, version_key, version, count, values)
+    return Patch(values, path, versions, require_newer)
+
+
+def _checked_values(
+    leaf_of: Callable[[Any], Leaf], patch: Any, count: int
+) -> dict[Path, torch.Tensor]:
     values: dict[Path, torch.Tensor] = {}
     if not callable(getattr(patch, "items", None)):
         raise TypeError(f"expected patch as a mapping or TensorDict, got {type(patch).__name__}")
@@ -170,7 +240,7 @@ def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path,
         _, leaves = flatten(item, 0)
         values.update({(*unravel(key), *path): leaf for path, leaf in leaves.items()})
     for path, value in values.items():
-        leaf = storage.leaf(path)
+        leaf = leaf_of(path)
         shape = [count, *leaf.shape]
         if path in FLAG_KEYS and [*value.shape, 1] == shape:
             values[path] = value = value.unsqueeze(-1)
@@ -183,14 +253,18 @@ def _checked_patch(storage: TensorStorage, patch: Any, count: int) -> dict[Path,
 
 
 def _checked_version(
-    storage: TensorStorage, key: Any, version: Any, count: int, values: dict[Path, torch.Tensor]
+    leaf_of: Callable[[Any], Leaf],
+    key: Any,
+    version: Any,
+    count: int,
+    values: dict[Path, torch.Tensor],
 ) -> tuple[Path, torch.Tensor]:
     if isinstance(key, str) and "." in key:
         raise ValueError(f"expected a nested version key as a tuple, got the string {key!r}")
     path = unravel(key)
     if path in values:
         raise ValueError(f"expected the version key {format_key(path)} not to be in the patch")
-    leaf = storage.leaf(path)
+    leaf = leaf_of(path)
     if leaf.shape.numel() != 1:
         raise ValueError(f"expected one version per record under {format_key(path)}")
     given = as_tensor(version).cpu()

@@ -13,15 +13,16 @@ from replaykit.sharding.batches import finished
 from replaykit.sharding.draws import Draws
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.membership import Members
+from replaykit.sharding.patches import Patched
 from replaykit.sharding.reading import rows_at
-from replaykit.sharding.routed import ClientSettings, Routed
+from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.saving import load_all, save_all
 from replaykit.sharding.updates import Updates
 
 __all__ = ["ShardedClient"]
 
 
-class ShardedClient(Routed):
+class ShardedClient(Patched):
     """A handle of a sharded buffer, with all of its methods but those that end it.
 
     Made by ``ShardedReplayBuffer.client()``; it can be pickled and sent to other processes. Each

@@ -132,6 +132,9 @@ class ShardedReplayBuffer(ShardedClient):
             terms=law.terms(batch_size),
             timeout=float(timeout),
         )
+        trial = recipe.make()  # refuses what does not go together before any actor is started
+        tracked = trial.writer.tracks_generations
+        trial.shutdown()
         settings = ClientSettings(
             num_shards=num_shards,
             sampler=copy.deepcopy(like),
@@ -141,8 +144,8 @@ class ShardedReplayBuffer(ShardedClient):
             max_age=float(max_age),
             timeout=float(timeout),
             transformed=transform_factory is not None,
+            tracked=tracked,
         )
-        recipe.make().shutdown()  # refuses what does not go together before any actor is started
         self._host = _host(backend, recipe, remote_config, ray_init_config, timeout)
         try:
             members = Members(self._host.members(), self._host, on_loss, float(timeout))

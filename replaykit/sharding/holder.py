@@ -15,6 +15,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.conditional import Patch, patched
 from replaykit.buffer.drawing import Lent
 from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
@@ -23,6 +24,7 @@ from replaykit.sharding.facts import Part, ShardFacts, Terms
 from replaykit.sharding.laws import DrawLaw, law_of
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.resharding import load_share
+from replaykit.storages import TensorStorage
 from replaykit.structure import Node, build
 
 __all__ = ["ShardHolder"]
@@ -147,6 +149,33 @@ class ShardHolder:
                 self._version += 1
                 self.barrier.came(stamp, known[0])
             return known[0], self.facts()
+
+    def patch(
+        self, stamp: Stamp, slots: torch.Tensor, generation: torch.Tensor, patch: Patch
+    ) -> tuple[torch.Tensor, ShardFacts]:
+        """Writes values into the rows that are live; returns which, and with versions which were
+        refused: bool ``[1 or 2, K]``."""
+        with self.buffer._locked() as storage:
+            known = self.barrier.answer(stamp)
+            if known is None:
+                rows = 1 if patch.versions is None else 2
+                found = torch.zeros(rows, len(slots), dtype=torch.bool, device="cpu")
+                if len(storage):
+                    assert isinstance(storage, TensorStorage)
+                    live, refused = patched(storage, slots[:, None], generation, patch)
+                    found[0] = live
+                    if refused is not None:
+                        found[1] = refused
+                self._version += 1
+                self.barrier.came(stamp, found)
+                known = (found,)
+            return torch.as_tensor(known[0], dtype=torch.bool, device="cpu"), self.facts()
+
+    def layout(self) -> Node | None:
+        """What stored rows look like; None: none is."""
+        with self.buffer._locked() as storage:
+            assert isinstance(storage, TensorStorage)  # see ShardRecipe.make
+            return storage.require().schema.root if len(storage) else None
 
     def empty(self, stamp: Stamp, empty_write_count: bool) -> tuple[None, ShardFacts]:
         """Forgets all rows; they are soon out of the shard's own checkpoint, too."""

@@ -29,6 +29,7 @@ class ClientSettings:
         sampler: what the shards' samplers are like. A copy of a client's own; its ``alpha`` and
             ``beta`` are those that the client draws by.
         transformed: whether transforms change rows on their way in.
+        tracked: whether writers track generations.
     """
 
     num_shards: int
@@ -39,6 +40,7 @@ class ClientSettings:
     max_age: float
     timeout: float
     transformed: bool
+    tracked: bool
 
 
 class Routed:
@@ -61,6 +63,7 @@ class Routed:
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
         self._schema: Schema | None = None
+        self._stored: Schema | None = None
         self._priority_key = unravel(settings.priority_key)
         self._closed = False
 

@@ -119,7 +119,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
     if head["generator"] is not None and client.generator is not None:
         client.generator.set_state(head["generator"])
     client._members.supervisor.replace(None if layout is None else from_json(layout))
-    client._schema = None
+    client._schema = client._stored = None
     if left_out:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "

@@ -15,7 +15,7 @@ from replaykit.structure import Node
 
 __all__ = ["LocalShard", "LocalSupervisor", "Reply", "Restored", "Shard", "Supervisor"]
 
-WRITES = frozenset({"extend", "update", "empty"})
+WRITES = frozenset({"extend", "update", "patch", "empty"})
 """What waits while all shards are saved; the first argument is the stamp."""
 
 

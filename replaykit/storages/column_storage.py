@@ -275,11 +275,7 @@ class ColumnStorage(ColumnReads):
         Raises:
             KeyError: no leaf of that name.
         """
-        leaves, path = self.require().schema.leaves, unravel(key)
-        if path not in leaves:
-            known = ", ".join(map(format_key, leaves))
-            raise KeyError(f"no column {format_key(path)}; there are {known}")
-        return leaves[path]
+        return self.require().schema.leaf(key)
 
     def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
         """Returns the stored rows of one leaf: a view, but for keys that are stored once.

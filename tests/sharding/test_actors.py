@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from replaykit import (
     LazyTensorStorage,
     PrioritizedSampler,
+    RoundRobinWriter,
     ShardedReplayBuffer,
     ShardLoss,
     SliceSampler,
@@ -56,6 +57,7 @@ def test_two_actors_are_one_buffer(
         num_shards=2,
         storage=lambda: LazyTensorStorage(400),
         sampler=prioritized,
+        writer=lambda: RoundRobinWriter(track_generations=True),
         batch_size=100,
         checkpoint_dir=tmp_path / "own",
         checkpoint_interval=0.05,
@@ -77,6 +79,11 @@ def test_two_actors_are_one_buffer(
     with pytest.raises(IndexError, match="got 99 at 0"):
         rb.update_priority(torch.tensor([99]), 1.0)
     assert torch.equal(rb[torch.tensor([7, 2])]["x"], torch.tensor([7, 2]))
+    seen = {"index": torch.tensor([7, 2, 3]), "generation": torch.tensor([0, 0, 1])}
+    patch = {"wide": torch.full((3, 300), 0.5)}
+    assert rb.update_if_present(patch=patch, **seen).updated.tolist() == [True, True, False]
+    rows["wide"][[2, 7]] = 0.5
+    assert torch.equal(rb[:]["wide"], rows["wide"])
 
     @ray_cluster.remote(num_cpus=0)
     def elsewhere(client: Any) -> int:
