@@ -73,31 +73,30 @@ def test_threads_end_with_the_buffer(buffer_of: Any, eventually: Any):
 def test_the_interpreter_exits_at_once(failing: bool, run_python: Any):
     """TH9: within a second, also with batches under way and failing transforms."""
     program = f"""
-import sys, time, torch
+import atexit, time
+ended = []
+# What is registered first is called last, when everybody else has ended.
+atexit.register(lambda: print(time.monotonic() - ended[0], flush=True))
+import torch
 from replaykit import LazyTensorStorage, ReplayBuffer
 def transform(data):
     if {failing}:
         raise ArithmeticError
     time.sleep(0.1)
     return data
-depth = int(sys.argv[1])
-rb = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=2, prefetch=depth,
-                  transform=transform)
+rb = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=2, prefetch=4, transform=transform)
 rb.extend(torch.arange(9))
 try:
     rb.sample()
 except ArithmeticError:
     pass
-print(time.time(), flush=True)
+ended.append(time.monotonic())
 """
 
-    def seconds(depth: int) -> float:
-        done = run_python(program, depth)
+    def seconds() -> float:
+        done = run_python(program)
         assert done.stderr == ""
-        return time.time() - float(done.stdout)
+        return float(done.stdout)
 
-    # The end of a torch process takes its own time; on a busy machine one attempt says little.
-    for _ in range(4):
-        if seconds(4) < seconds(0) + 1.0:
-            return
-    raise AssertionError("prepared batches keep the interpreter from ending")
+    # On a busy machine one attempt says little.
+    assert any(seconds() < 1.0 for _ in range(3)), "prepared batches keep the interpreter alive"
