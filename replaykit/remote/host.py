@@ -75,6 +75,7 @@ class Host:
             self._buffer = cls(**arguments)
         except Exception as error:
             self._failure = error
+        self._limited = getattr(self._buffer, "_rate_limiter", None) is not None
 
     @_telling
     def ready(self) -> bool:
@@ -82,7 +83,7 @@ class Host:
         has raised."""
         if self._failure is not None:
             raise self._failure
-        return getattr(self._buffer, "_rate_limiter", None) is not None
+        return self._limited
 
     def check_ahead(self) -> None:
         """Raises ValueError where batches must not be asked for ahead.
@@ -101,24 +102,19 @@ class Host:
         """Returns a batch of the buffer's own batch size; ``ahead``: before anybody needs it."""
         if ahead:
             self.check_ahead()
-        return pack(self._buffer.sample())
+        return self._with_warnings(lambda: pack(self._buffer.sample()))
 
     @_telling
     def call(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
         """Returns what a method of the buffer returns; ``ITSELF`` for the buffer itself."""
         own = name not in _COPIED_AT_ONCE or not self._copies()
         positional, named = self._arguments(args, keywords, own=own)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            answer = self._packed(getattr(self._buffer, name)(*positional, **named))
-        return _with_warnings(answer, caught)
+        method = getattr(self._buffer, name)
+        return self._with_warnings(lambda: self._packed(method(*positional, **named)))
 
     @_telling
     def wait(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """The same for a method that may wait for others: many run at a time.
-
-        Warnings stay in the actor: to catch them changes what holds for all threads.
-        """
+        """The same for a method that may wait for others: many run at a time."""
         positional, named = self._arguments(args, keywords)
         return self._packed(getattr(self._buffer, name)(*positional, **named))
 
@@ -150,13 +146,16 @@ class Host:
             return pack(None)
         if ahead:
             self.check_ahead()
+        return self._with_warnings(lambda: pack(self._next_of(client, number)))
+
+    def _next_of(self, client: str, number: int) -> Any:
         batch = self._buffer.next()
         if batch is None:
             self._passes.pop(client, None)
             self._passes[client] = number + 1  # the last of them
             if len(self._passes) > _MOST_PASSES:
                 del self._passes[next(iter(self._passes))]
-        return pack(batch)
+        return batch
 
     def write(self, counts: list[int], rows: Message) -> Message:
         """Writes what several calls have handed over, in their order.
@@ -169,9 +168,12 @@ class Host:
             Of each call whether it succeeded, and its result or error.
         """
         data = unpack(rows, devices=self._devices)
+        return self._with_warnings(lambda: pack(self._outcomes(counts, data)))
+
+    def _outcomes(self, counts: list[int], data: Any) -> list[tuple[bool, Any]]:
         whole = self._together(counts, data) if len(counts) > 1 else None
         if whole is not None:
-            return pack(whole)
+            return whole
         outcomes: list[tuple[bool, Any]] = []
         start = 0
         for count in counts:
@@ -184,7 +186,7 @@ class Host:
             except Exception as error:
                 outcomes.append((False, _travelling(error)))
             start = stop
-        return pack(outcomes)
+        return outcomes
 
     def _together(self, counts: list[int], data: Any) -> list[tuple[bool, Any]] | None:
         """All calls as one, where that is the same; None where it is not, or it was refused.
@@ -240,8 +242,16 @@ class Host:
     def _packed(self, result: Any) -> Message:
         return pack(ITSELF if result is self._buffer else result)
 
+    def _with_warnings(self, make: Callable[[], Message]) -> Message:
+        """An answer, and what there was to warn of meanwhile, which is told where it was asked for.
 
-def _with_warnings(answer: Message, caught: list[Any]) -> Message:
-    if not caught:
-        return answer
-    return [*answer, {"warnings": [pack(warning.message) for warning in caught]}]
+        With a rate limiter warnings stay here: to catch them changes what holds for all threads.
+        """
+        if self._limited:
+            return make()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer = make()
+        if not caught:
+            return answer
+        return [*answer, {"warnings": [pack(warning.message) for warning in caught]}]

@@ -94,10 +94,10 @@ class Outbox:
             if kept is None or kept.layout != layout:
                 kept = self._kept = _Kept(layout, data, self._rows, single=name == "add")
         if self._reply is None:
-            self._reply = Reply(send=self.send)
-            self._timer = threading.Timer(self._seconds, self._send_later)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(self._seconds, self._send_later)
+            timer.daemon = True
+            timer.start()  # it waits for the lock
+            self._timer, self._reply = timer, Reply(send=self.send)
         kept.take(data, count, single=name == "add")
         written = Written(self._reply, len(self._waiting))
         self._waiting.append(written)

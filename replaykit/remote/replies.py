@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -26,6 +28,7 @@ __all__ = [
     "until_one_comes",
 ]
 
+_HERE = os.path.dirname(__file__)
 _MOST_TOLD = 5
 """Different errors that are told one by one."""
 
@@ -251,8 +254,16 @@ def unpack_reply(message: Message) -> Any:
     if type(told) is dict:
         message = message[:-1]
         for packed in told["warnings"]:
-            warnings.warn(unpack(packed), stacklevel=5)
+            warnings.warn(unpack(packed), stacklevel=_depth())
     return unpack(message, devices=True)
+
+
+def _depth() -> int:
+    """How many calls above the caller of this somebody else than this package's part asked."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def told(errors: Sequence[Exception]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+from tensordict import TensorDict
 
 from replaykit import ConsumingSampler, LazyTensorStorage, RandomSampler, RateLimiter
 from replaykit.errors import RateLimiterTimeout
@@ -83,3 +86,24 @@ def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
     with pytest.raises(TypeError, match="timeout as a number"):
         handle.sample(timeout="soon")
     assert "sample" not in actor.called
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_a_batch_has_to_warn_of_is_told_to_whoever_gets_it(prefetch: int) -> None:
+    """Where it was asked for; so do writes, and iteration."""
+
+    def checked(rows: TensorDict) -> TensorDict:
+        warnings.warn("odd rows", UserWarning, stacklevel=2)
+        return rows
+
+    actor = Actor(storage=LazyTensorStorage(10), batch_size=2)
+    handle = client_of(actor, prefetch=prefetch, write_rows=5)
+    handle.extend(make_rows(0, 4))
+    handle.append_transform(checked)
+    for call in (handle.sample, handle.sample_async().result, handle.next):
+        with pytest.warns(UserWarning, match="odd rows") as told:
+            call()
+        assert told[0].filename == __file__
+    handle.append_transform(checked, invert=True)
+    with pytest.warns(UserWarning, match="odd rows"):
+        assert handle.add(make_rows(0, 1)[0]).result() == 4

@@ -227,6 +227,31 @@ def test_a_shard_that_dies_while_it_writes_files_leaves_the_save_before(
     assert sorted(other[:]["x"].tolist()) == [x for x in range(9) if x % 3]
 
 
+def test_a_write_that_was_lost_is_waited_for_once(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first save after its shard died; later ones hold nobody for it."""
+    monkeypatch.setattr(saving, "_DRAIN_S", 0.02)
+    rb = sharded(3, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 9))
+    rb._members.shards[0].kill()
+    sent: list[str] = []
+    send = rb._members.send
+
+    def noted(shard: int, verb: str, *args: Any) -> Any:
+        sent.append(verb)
+        return send(shard, verb, *args)
+
+    monkeypatch.setattr(rb._members, "send", noted)
+    asked = []
+    for _ in range(3):
+        before = sent.count("has_all")
+        rb.dumps(tmp_path)
+        asked.append(sent.count("has_all") - before)
+    assert asked[0] > 0
+    assert asked[1:] == [0, 0]
+
+
 def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) -> None:
     rb = sharded(2)
     rb.extend(numbered(0, 4))
