@@ -47,6 +47,15 @@ def start_method() -> None:
         multiprocessing.set_start_method(_START_METHOD, force=True)
 
 
+@pytest.fixture(params=["fork", "forkserver"])
+def context(request: pytest.FixtureRequest) -> Any:
+    """Processes that have what is there from before, or that get it pickled, as spawned ones do."""
+    found = multiprocessing.get_context(request.param)
+    if request.param == "forkserver":  # which has imported everything
+        found.set_forkserver_preload([request.module.__name__])
+    return found
+
+
 def make_rows(start: int, count: int, **others: torch.Tensor) -> TensorDict:
     """Rows ``start .. start + count - 1``: every value of a row follows from its number."""
     ids = torch.arange(start, start + count)

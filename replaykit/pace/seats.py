@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from replaykit.recovery import OpenFile, let_go_in_children
+from replaykit.recovery import OpenFile, is_held, let_go_in_children, open_to_lock
 
 __all__ = ["Seat"]
 
@@ -43,7 +43,7 @@ class Seat(OpenFile):
 
         self._folder = folder
         for number in range(self.MOST):
-            self._fd = self._open(number, os.O_CREAT)
+            self._fd = open_to_lock(self._file(number), os.O_CREAT)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -54,22 +54,12 @@ class Seat(OpenFile):
             return
         raise RuntimeError(f"expected at most {self.MOST} processes that share a buffer")
 
-    def _open(self, number: int, more: int = 0) -> int:
-        flags = os.O_RDWR | more | getattr(os, "O_CLOEXEC", 0)
-        return os.open(self._folder / f"seat-{number}", flags, 0o600)
-
     def empty(self, number: int) -> bool:
         """Whether nobody has that number."""
-        import fcntl
-
         try:
-            fd = self._open(number)
+            return not is_held(self._file(number))
         except FileNotFoundError:
             return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"seat-{number}"

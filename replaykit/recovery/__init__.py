@@ -15,7 +15,7 @@ from replaykit.recovery.files import MappedFile
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.members import Members
-from replaykit.recovery.open_file import OpenFile
+from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
 
@@ -32,5 +32,7 @@ __all__ = [
     "States",
     "check_file",
     "check_flock",
+    "is_held",
     "let_go_in_children",
+    "open_to_lock",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from replaykit.recovery.open_file import OpenFile
+from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 
 __all__ = ["Members"]
 
@@ -35,22 +35,13 @@ class Members(OpenFile):
         import fcntl
 
         self.process = os.getpid()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        self._fd = open_to_lock(path, os.O_CREAT)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     @staticmethod
     def nobody(path: Path) -> bool:
         """Whether there is such a file, and nobody uses its folder."""
-        import fcntl
-
         try:
-            fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            return not is_held(path)
         except OSError:
             return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return True

@@ -25,6 +25,9 @@ from replaykit import (
     SamplerWithoutReplacement,
     Storage,
 )
+from tests.buffer.workers import no_process_is_left
+
+__all__ = ["no_process_is_left"]
 
 
 def _rows(count: int, start: int = 0) -> TensorDict:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,23 +28,11 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from tests.buffer.workers import WORKER_MARKS
 
-pytestmark = [
-    # Of newer Pythons, about processes that are forked beside threads that wait.
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-    pytest.mark.skipif(
-        "fork" not in multiprocessing.get_all_start_methods(), reason="needs processes that fork"
-    ),
-]
+pytestmark = WORKER_MARKS
 
 ROWS = 40
-
-
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
-    yield
-    gc.collect()  # an error knows the frames that it came through, and so its loader
-    assert not multiprocessing.active_children()
 
 
 def rows(count: int = ROWS, start: int = 0) -> TensorDict:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
 import pickle
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -26,22 +24,11 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.buffer.parcel import Parcel
+from tests.buffer.workers import WORKER_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-    pytest.mark.skipif(
-        "fork" not in multiprocessing.get_all_start_methods(), reason="needs processes that fork"
-    ),
-]
+pytestmark = WORKER_MARKS
 
 ROWS = 30
-
-
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
-    yield
-    gc.collect()  # an error knows the frames that it came through, and so its loader
-    assert not multiprocessing.active_children()
 
 
 def rows(count: int = ROWS, start: int = 0) -> TensorDict:

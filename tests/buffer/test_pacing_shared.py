@@ -36,15 +36,6 @@ def counts(rb: ReplayBuffer) -> tuple[int, int]:
     return stats["inserts"], stats["samples"]
 
 
-@pytest.fixture(params=["fork", "forkserver"])
-def context(request: pytest.FixtureRequest) -> Any:
-    """Processes that have the buffer from before, or that get it pickled, as spawned ones do."""
-    found = multiprocessing.get_context(request.param)
-    if request.param == "forkserver":  # which has imported everything
-        found.set_forkserver_preload(["tests.buffer.test_pacing_shared"])
-    return found
-
-
 @pytest.fixture
 def processes() -> Iterator[list[Any]]:
     """Those that are in it do not outlive the test."""

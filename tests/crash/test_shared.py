@@ -28,15 +28,6 @@ SECOND = 1.0
 """Within which others go on after a kill, as promised."""
 
 
-@pytest.fixture(params=["fork", "forkserver"])
-def context(request: pytest.FixtureRequest) -> Any:
-    """Processes that have the buffer from before, or that get it pickled, as spawned ones do."""
-    found = multiprocessing.get_context(request.param)
-    if request.param == "forkserver":  # which has imported everything
-        found.set_forkserver_preload(["tests.crash.sharing"])
-    return found
-
-
 def in_child(work: Callable[[], Any]) -> int:
     """Runs it in a forked process, which does not come back; returns its number."""
     child = os.fork()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -22,27 +19,7 @@ from replaykit.datasets.engine.names import Names
 from replaykit.datasets.families import D4RL, ROBOMIMIC
 from replaykit.datasets.publish import open_published, verify_published
 from replaykit.datasets.sources import Sources
-
-PEAK = """
-import sys
-from pathlib import Path
-import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families import D4RL
-from replaykit.datasets.sources import Sources
-def peak():
-    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
-small, large, work = map(Path, sys.argv[1:4])
-def convert(path):
-    sources = Sources.local([path])
-    ensure_dataset(work / path.stem, get_sources=lambda: sources, layout=D4RL,
-                   options=ConvertOptions(block_bytes=int(sys.argv[4])))
-convert(small)
-before = peak()
-convert(large)
-print(peak() - before)
-"""
-needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+from tests.datasets.converted import content, growth, needs_proc
 
 
 def flat(path: Path, episodes: int, rows: int, *, width: int = 1, successors: bool = True) -> Path:
@@ -61,13 +38,6 @@ def flat(path: Path, episodes: int, rows: int, *, width: int = 1, successors: bo
     return path
 
 
-def growth(small: Path, large: Path, work: Path, block_bytes: int) -> int:
-    """How many bytes the peak of memory grows by the second conversion."""
-    command = [sys.executable, "-W", "ignore", "-c", PEAK, *map(str, (small, large, work))]
-    command.append(str(block_bytes))
-    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 @needs_proc
 @pytest.mark.parametrize(
     ("episodes", "rows", "block", "most"),
@@ -80,7 +50,7 @@ def growth(small: Path, large: Path, work: Path, block_bytes: int) -> int:
 def test_memory_of_many_episodes(tmp_path, episodes, rows, block, most):
     small = flat(tmp_path / "small.h5", 50, 4)
     large = flat(tmp_path / "large.h5", episodes, rows)
-    assert growth(small, large, tmp_path, block) < most
+    assert growth(small, large, tmp_path, "D4RL", block) < most
     data = open_published(tmp_path / "large")
     table = data.episodes
     assert table["start"].tolist() == list(range(0, episodes * rows, rows))
@@ -109,20 +79,9 @@ def test_memory_of_a_large_chunk(tmp_path):
         file["actions"], file["rewards"] = np.zeros((rows, 1)), np.zeros(rows)
         file["terminals"] = np.arange(rows) % 8192 == 8191
         file["timeouts"] = np.zeros(rows, bool)
-    assert growth(small, large, tmp_path, 1 << 20) < 92 << 20
+    assert growth(small, large, tmp_path, "D4RL", 1 << 20) < 92 << 20
     data = open_published(tmp_path / "large")
     assert data.columns["observation",][:, 77].tolist() == list(range(rows))
-
-
-def content(root: Path) -> dict[str, object]:
-    found: dict[str, object] = {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
-    manifest = json.loads((root / "manifest.json").read_text())
-    found["counts"] = [manifest["rows"], manifest["episodes"], manifest["report"]]
-    return found
 
 
 def made(path: Path, target: Path, block_bytes: int) -> None:

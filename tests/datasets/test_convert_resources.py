@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -20,31 +17,12 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from tests.datasets.converted import growth, needs_proc
 from tests.limits import limited
-
-PEAK = """
-import sys
-from pathlib import Path
-import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.sources import Sources
-def peak():
-    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
-small, large, work = map(Path, sys.argv[1:4])
-def convert(path):
-    sources = Sources.local([path])
-    ensure_dataset(work / path.stem, get_sources=lambda: sources, layout=ROBOHIVE,
-                   options=ConvertOptions(block_bytes=1 << 20))
-convert(small)
-before = peak()
-convert(large)
-print(peak() - before)
-"""
 
 
 @pytest.mark.pitfall("DS15")
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@needs_proc
 def test_peak_memory_does_not_grow_with_the_corpus(tmp_path, write):
     """64 MB of source, 128 MB of columns, 8 MB of slack: blocks of 1 MiB and the episode list."""
     write(tmp_path / "small.h5", make_trial(50))
@@ -54,20 +32,16 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path, write):
             # One trial alone is 8 times the block.
             trial["env_infos"] = {"image": np.full((40, 200_000), seed, np.uint8)}
             writer.add_trial(**trial)
-    command = [
-        sys.executable,
-        "-c",
-        PEAK,
-        *(str(tmp_path / n) for n in ("small.h5", "large.h5", "")),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 * 1024
+    assert (
+        growth(tmp_path / "small.h5", tmp_path / "large.h5", tmp_path, "ROBOHIVE", 1 << 20)
+        < 8 << 20
+    )
     data = open_published(tmp_path / "large")
     assert data.columns["info", "image"].shape == (8 * 39, 200_000)
     assert data.columns["next", "info", "image"][::39, 7].tolist() == list(range(8))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@needs_proc
 def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write):
     """One trial of two million records, of 13 bytes each: ids and flags alone are 38 MB."""
     records = 2_000_000
@@ -80,10 +54,11 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write
         file["Trial0/time"] = np.arange(records, dtype=np.float32)
         file["Trial0/done"] = np.arange(records) == records - 1
         file["Trial0/env_infos/goal"] = np.ones(1, np.float16)
-    arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "")]
-    command = [sys.executable, "-W", "ignore", "-c", PEAK, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 12 * 1024  # blocks of 1 MiB, of several leaves and threads
+    # Blocks of 1 MiB, of several leaves and threads.
+    assert (
+        growth(tmp_path / "small.h5", tmp_path / "large.h5", tmp_path, "ROBOHIVE", 1 << 20)
+        < 12 << 20
+    )
     data = open_published(tmp_path / "large")
     assert data.columns["next", "done"].flatten().nonzero().flatten().tolist() == [records - 2]
     assert data.columns["next", "terminated"][-1]

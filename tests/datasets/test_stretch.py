@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import h5py
@@ -13,6 +12,7 @@ from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, Policies, con
 from replaykit.datasets.engine import stretch
 from replaykit.datasets.engine.runs import Runs
 from replaykit.errors import CorpusError
+from tests.datasets.converted import content
 
 LAB = Layout(
     name="lab",
@@ -44,17 +44,6 @@ def write(path: Path, lengths: list[int]) -> None:
             run["fallen"] = ends.astype(np.float64) if number > 8 else ends
             run["clock"] = np.arange(length + 1.0)
             run["goal"] = np.array([number])
-
-
-def content(root: Path) -> dict[str, object]:
-    found: dict[str, object] = {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
-    manifest = json.loads((root / "manifest.json").read_text())
-    found["counts"] = [manifest["rows"], manifest["episodes"], manifest["report"]]
-    return found
 
 
 @pytest.mark.parametrize("nbytes", [1, 600, 5000])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
 from replaykit.errors import CorpusError
+from tests.datasets.converted import growth, needs_proc
 
 # -- the samples ----------------------------------------------------------------------------------
 
@@ -476,7 +475,7 @@ def test_goal_that_is_held_where_no_reset_can_be_seen_is_refused(tmp_path, quiet
     assert data.episode_table["terminated"].tolist() == [True, True, False]
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@needs_proc
 def test_peak_memory_does_not_grow_with_a_flat_file(tmp_path):
     """80 MB of steps in blocks of 1 MiB: 16 MB of slack, of which the episode list is some."""
     count, length = 400_000, 250
@@ -489,27 +488,8 @@ def test_peak_memory_does_not_grow_with_a_flat_file(tmp_path):
         file["rewards"] = states[:, 0]
         file["terminals"] = np.zeros(count, np.bool_)
         file["timeouts"] = np.arange(count) % length == length - 1
-    code = (
-        "import sys, pathlib, h5py, tqdm, filelock\n"
-        "from replaykit.datasets.converting import local_sources\n"
-        "from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset\n"
-        "from replaykit.datasets.families.d4rl import D4RL\n"
-        "def peak():\n"
-        "    lines = open('/proc/self/status')\n"
-        "    return next(int(x.split()[1]) for x in lines if x.startswith('VmHWM'))\n"
-        "def make(name):\n"
-        "    path = root / f'{name}.hdf5'\n"
-        "    ensure_dataset(root / name, get_sources=lambda: local_sources(path), layout=D4RL,\n"
-        "                   options=ConvertOptions(block_bytes=1 << 20))\n"
-        "root = pathlib.Path(sys.argv[1])\n"
-        "make('small')\n"
-        "before = peak()\n"
-        "make('large')\n"
-        "print(peak() - before)\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 16 * 1024
+    files = (tmp_path / "small.hdf5", tmp_path / "large.hdf5")
+    assert growth(*files, tmp_path, "D4RL", 1 << 20) < 16 << 20
     data = open_dataset(tmp_path / "large")
     assert len(data) == count
     assert data.episode_table["length"].tolist() == [length] * (count // length)

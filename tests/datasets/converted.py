@@ -1,0 +1,58 @@
+"""What a conversion takes of memory, and what it has made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+__all__ = ["content", "growth", "needs_proc"]
+
+_PEAK = """
+import sys
+from pathlib import Path
+import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
+from replaykit.datasets import families
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.sources import Sources
+def peak():
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
+small, large, work = map(Path, sys.argv[1:4])
+def convert(path):
+    sources = Sources.local([path])
+    ensure_dataset(work / path.stem, get_sources=lambda: sources,
+                   layout=getattr(families, sys.argv[4]),
+                   options=ConvertOptions(block_bytes=int(sys.argv[5])))
+convert(small)
+before = peak()
+convert(large)
+print(peak() - before)
+"""
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+
+
+def growth(small: Path, large: Path, work: Path, layout: str, block_bytes: int) -> int:
+    """Bytes by which the most memory that was in use grows from one conversion to the other.
+
+    Each becomes a folder of ``work`` that has the name of its file; ``layout`` is the name of one
+    in `replaykit.datasets.families`.
+    """
+    arguments = [*map(str, (small, large, work)), layout, str(block_bytes)]
+    command = [sys.executable, "-W", "ignore", "-c", _PEAK, *arguments]
+    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def content(root: Path) -> dict[str, object]:
+    """All that a data set is, but for what its manifest says of how it was made."""
+    found: dict[str, object] = {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    manifest = json.loads((root / "manifest.json").read_text())
+    found["counts"] = [manifest["rows"], manifest["episodes"], manifest["report"]]
+    return found
