@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["carried", "carried_rows"]
+__all__ = ["carried", "carried_rows", "picked"]
 
 _Key = TypeVar("_Key")
 
@@ -33,3 +33,11 @@ def carried_rows(
 ) -> dict[_Key, torch.Tensor]:
     """Returns some rows of leaves, in dtypes that every torch operation knows."""
     return {key: carried(leaf)[at] for key, leaf in leaves.items()}
+
+
+def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
+    """Returns some of the rows of a tensor or of what reads like one, in a dtype that moves."""
+    if isinstance(rows, torch.Tensor):
+        whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
+        return carried(rows) if whole else carried(rows)[kept]
+    return carried(rows[kept])  # rows in files

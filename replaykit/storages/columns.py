@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from replaykit._compat import arange
@@ -13,8 +12,9 @@ from replaykit.assembly import assembler
 from replaykit.checkpoint.changes import Changes
 from replaykit.schema import Schema
 from replaykit.storages import torch_rows
-from replaykit.storages.carrying import carried
-from replaykit.storages.extents import overlaps, reach
+from replaykit.storages.carrying import carried, picked
+from replaykit.storages.column_memory import ColumnMemory
+from replaykit.storages.extents import overlaps
 from replaykit.storages.frames import Frames
 from replaykit.storages.indexing import check_range, ravel, unravel_index, without_repeats
 from replaykit.storages.native_rows import NativeRows
@@ -25,7 +25,7 @@ from replaykit.storages.steps_ahead import StepsAhead, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["Columns", "picked"]
+__all__ = ["Columns"]
 
 
 class Columns:
@@ -78,10 +78,12 @@ class Columns:
         self._cells = self.lanes.numel()
         self.device = first.device
         self._overlapping = [p for p, tensor in self.tensors.items() if overlaps(tensor)]
-        self._note_memory()
+        # Of all leaves in records these tell where they lie.
+        held = [] if records is None else [records]
+        held += [tensor for path, tensor in self.tensors.items() if path not in packed]
+        self._memory = ColumnMemory(held)
         if changes is None:
-            row_bytes = schema.row_bytes() * self._cells
-            changes = Changes(self.slots, row_bytes, [tensor for tensor, _ in self._held], packed)
+            changes = Changes(self.slots, schema.row_bytes() * self._cells, held, packed)
         self.changes = changes
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
@@ -91,37 +93,16 @@ class Columns:
         plain = None if mapped else self._native
         self.frames = None if plain is None else Frames(self, plain)
 
-    def _note_memory(self) -> None:
-        """Notes where the columns lie now.
+    def follow_memory(self) -> None:
+        """Looks where the columns lie: whoever holds a view may have had the memory moved.
 
         Raises:
             RuntimeError: somebody has taken memory away that rows need.
         """
-        # Of all leaves in records the first one tells where these lie.
-        packed = () if self.layout is None or self.records is None else self.layout.offsets
-        first = [] if self.records is None else [self.records]
-        held = first + [tensor for path, tensor in self.tensors.items() if path not in packed]
-        memory = [tensor.untyped_storage() for tensor in held]
-        for tensor, storage in zip(held, memory, strict=True):
-            if storage.nbytes() < reach(tensor):
-                raise RuntimeError(
-                    f"expected {reach(tensor)} bytes of memory behind stored rows, "
-                    f"got {storage.nbytes()}: it was resized from outside"
-                )
-        self._held = [(tensor, tensor.data_ptr()) for tensor in held]
-        self._ranges = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory if s.nbytes()}
-        self._from = min((start for start, _ in self._ranges), default=0)
-        self._to = max((stop for _, stop in self._ranges), default=0)
-
-    def follow_memory(self) -> None:
-        """Looks where the columns lie: whoever holds a view may have had the memory moved."""
-        for tensor, address in self._held:
-            if tensor.data_ptr() != address:
-                self._note_memory()
-                self.moves += 1
-                if self._native is not None:
-                    self._native.point()
-                return
+        if self._memory.has_moved():
+            self.moves += 1
+            if self._native is not None:
+                self._native.point()
 
     @property
     def native(self) -> bool:
@@ -268,9 +249,9 @@ class Columns:
         if runs is None:
             slots = slots.to(self.device)
         try:
-            self._scatter(slots, runs, sources)
+            torch_rows.scatter(self, slots, runs, sources)
         except KeyboardInterrupt:
-            self._scatter(slots, runs, sources)
+            torch_rows.scatter(self, slots, runs, sources)
             raise
 
     def packed(self, stop: int) -> PackedLeaves | None:
@@ -302,8 +283,8 @@ class Columns:
         records = self.own(picked(packed.records, kept))
         self.changes.wrote(start, count)
         for path, source in sources.items():
-            _copy_rows(carried(self.tensors[path])[start : start + count], source)
-        _copy_rows(self.records[start : start + count], records)
+            torch_rows.copy_rows(carried(self.tensors[path])[start : start + count], source)
+        torch_rows.copy_rows(self.records[start : start + count], records)
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """Writes rows that lie one after the other at ``addresses``, one a leaf, round the ring.
@@ -381,50 +362,13 @@ class Columns:
 
     def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
         """Whether leaves, ``count`` rows of some bytes each, may be views of the columns."""
-        # Most rows lie elsewhere altogether, which is told at once.
-        if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
-            return False
-        return any(
-            self._touches(address, address + count * size)
-            for address, size in zip(addresses, sizes, strict=True)
-        )
-
-    def _touches(self, start: int, stop: int) -> bool:
-        """Whether memory is also that of the columns, or of what they are views of."""
-        return any(start < end and begin < stop for begin, end in self._ranges)
+        return self._memory.overlap(addresses, count, sizes)
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the values on the columns' device, copied if they lie in the columns' memory."""
-        # Many values lie elsewhere altogether, which is ten times cheaper to tell.
-        if values.data_ptr() < self._to:
-            memory = values.untyped_storage()
-            if self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes()):
-                return values.clone()
+        if self._memory.holds(values):
+            return values.clone()
         return values if values.device == self.device else values.to(self.device)
-
-    def _scatter(
-        self,
-        slots: torch.Tensor,
-        runs: list[tuple[int, int, int]] | None,
-        sources: Mapping[Path, torch.Tensor],
-    ) -> None:
-        for path, column in self.tensors.items():
-            target, source = carried(column), sources[path]
-            if runs is None:
-                target[slots] = source
-                continue
-            for first, start, stop in runs:
-                rows = source if len(runs) == 1 else source[start:stop]
-                target[first : first + stop - start].copy_(rows)
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows; on the CPU without torch's threads, which wait for each other."""
-    plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
-    if target.is_cpu and source.is_cpu and plain:
-        np.copyto(target.numpy(), source.detach().numpy())
-    else:
-        target.copy_(source)
 
 
 def _by_dimension(parts: Sequence[Any]) -> bool:
@@ -434,11 +378,3 @@ def _by_dimension(parts: Sequence[Any]) -> bool:
         or (isinstance(part, torch.Tensor) and part.dtype == torch.int64)
         for part in parts
     )
-
-
-def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
-    """Returns some of the rows of a tensor or of what reads like one, in a dtype that moves."""
-    if isinstance(rows, torch.Tensor):
-        whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
-        return carried(rows) if whole else carried(rows)[kept]
-    return carried(rows[kept])  # rows in files

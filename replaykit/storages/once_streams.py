@@ -14,23 +14,21 @@ from replaykit.episodes.stream_keys import key_dtype, stream_keys
 from replaykit.schema import Rows
 from replaykit.storages.beside import Grow
 from replaykit.storages.bits import any_differing
-from replaykit.storages.carrying import carried, carried_rows
-from replaykit.storages.columns import Columns, picked
+from replaykit.storages.carrying import carried, carried_rows, picked
+from replaykit.storages.columns import Columns
 from replaykit.storages.continuity import check_newest_of, check_streams
 from replaykit.storages.links import Chains, Links, chains
 from replaykit.storages.native_once import Batch
 from replaykit.storages.neighbours import Neighbours
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import Pairs
+from replaykit.storages.stream_tails import StreamTails
 from replaykit.structure import Path
 
 __all__ = ["StreamColumns", "keys_of"]
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
-
-_LEAST_KNOWN = 1024
-"""Streams from which on those of which nothing is stored are looked for, to forget them."""
 
 
 @dataclass
@@ -70,9 +68,8 @@ class StreamColumns(OnceColumns):
         self.links = Links(rows.slots, rows.device)
         super().__init__(pairs, rows, grow, self.links)
         leaf = pairs.schema.leaves[key]
-        self.key, self._key_dtype = key, key_dtype(leaf.shape, leaf.dtype)
-        self._tails: dict[Any, int] = {}  # slots of the newest rows; some may be gone
-        self._known_most = _LEAST_KNOWN
+        self.key = key
+        self._tails = StreamTails(self.links, rows, key, key_dtype(leaf.shape, leaf.dtype))
         # Streams of which the next row has to go on from the newest one, if that is there.
         self._going_on: set[Any] = set()
         self._streams_compared: tuple[Rows, _Compared] | None = None
@@ -82,7 +79,8 @@ class StreamColumns(OnceColumns):
     def clear(self) -> None:
         self.links.clear(self._stored)
         super().clear()
-        self._tails, self._going_on = {}, set()
+        self._tails.clear()
+        self._going_on = set()
         self._streams_compared = self._coming = None
 
     def nbytes(self) -> int:
@@ -100,37 +98,10 @@ class StreamColumns(OnceColumns):
         else:
             self._going_on.difference_update(lanes)
 
-    def _newest_of(self, found: Chains) -> tuple[Array, torch.Tensor]:
-        """Of which streams, by number in ``found``, the newest row is stored, and its slot.
-
-        Nothing follows those rows yet.
-        """
-        known = self._tails
-        slots = np.array([known.get(key, -1) for key in found.keys.tolist()], np.int64)
-        at = np.flatnonzero(slots >= 0)
-        newest = slots[at]
-        if len(at):
-            held = self.links.ends(newest)
-            held &= self._keys_at(torch.from_numpy(newest)) == found.keys[at]
-            if not held.all():
-                at, newest = at[held], newest[held]
-        return at, torch.from_numpy(newest).to(self.device)
-
-    def _keys_at(self, slots: torch.Tensor) -> Array:
-        return stream_keys(self.rows.gather_keys([self.key], slots)[self.key])
-
     def _note_newest(self, found: Chains, slots: torch.Tensor) -> None:
-        self._tails.update(zip(found.keys.tolist(), slots[found.last].tolist(), strict=True))
-        if len(self._tails) <= self._known_most:
-            return
-        # Those that are gone are as many as those that are there: looked for rarely enough.
-        keys = np.array(list(self._tails), self._key_dtype)
-        slots = torch.tensor(list(self._tails.values()), device="cpu")
-        there = self._keys_at(slots) == keys
-        names, at = keys[there].tolist(), slots[torch.from_numpy(there)].tolist()
-        self._tails = dict(zip(names, at, strict=True))
-        self._going_on.intersection_update(names)
-        self._known_most = max(_LEAST_KNOWN, 2 * len(names))
+        there = self._tails.note(found, slots)
+        if there is not None:
+            self._going_on.intersection_update(there)
 
     def assign(
         self,
@@ -166,7 +137,7 @@ class StreamColumns(OnceColumns):
         self._streams_compared = None
         leaves = rows.leaves
         found = chains(stream_keys(leaves[self.key]))
-        at, slots = self._newest_of(found)
+        at, slots = self._tails.of(found)
         names = found.keys[at].tolist()
         expected = np.array([name in self._going_on for name in names], np.int64)
         if matched:
@@ -270,7 +241,7 @@ class StreamColumns(OnceColumns):
         self, slots: torch.Tensor, rows: Any, found: Chains, compared: _Compared | None
     ) -> bool:
         if compared is None or compared.batch is None:
-            at, newest = self._newest_of(found)
+            at, newest = self._tails.of(found)
             nothing = np.zeros(len(at), np.int64)
             compared = self._compare_streams(rows, found, at, newest, nothing)
         if compared is None or compared.batch is None or self._native is None:
@@ -351,7 +322,7 @@ class StreamColumns(OnceColumns):
                 kept = self._following(lost)
                 holders = torch.cat([holders, lost])
                 values = {p: torch.cat([v, carried(kept[p])]) for p, v in values.items()}
-        at, newest = self._newest_of(found)
+        at, newest = self._tails.of(found)
         first = found.first[at].to(self.device)
         if len(at):
             there = ~torch.isin(newest, elements)

@@ -13,8 +13,8 @@ from replaykit.checkpoint import RowChunks
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
+from replaykit.storages.carrying import picked
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
-from replaykit.storages.columns import picked
 from replaykit.storages.content import Content, Group
 from replaykit.storages.followed import FollowedColumn, rebuilt_column
 from replaykit.storages.indexes import EpisodeIndexes

@@ -10,8 +10,8 @@ import torch
 from replaykit._compat import arange
 from replaykit.assembly import assembler
 from replaykit.checkpoint.changes import Changes
-from replaykit.storages.carrying import carried
-from replaykit.storages.columns import Columns, picked
+from replaykit.storages.carrying import carried, picked
+from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import check_range, last_occurrences, selected_elements
 from replaykit.structure import Path
 

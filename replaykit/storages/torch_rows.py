@@ -1,10 +1,11 @@
-"""Rows gathered by torch, where the core cannot: the counterpart of ``NativeRows``."""
+"""Rows moved by torch, where the core cannot: the counterpart of ``NativeRows``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from replaykit.storages.carrying import carried
@@ -14,7 +15,7 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
 
-__all__ = ["gather", "gather_some"]
+__all__ = ["copy_rows", "gather", "gather_some", "scatter"]
 
 
 def gather(
@@ -66,3 +67,34 @@ def gather_some(
         else:
             found[path] = source.index_select(0, rows).view(column.dtype)
     return found
+
+
+def scatter(
+    columns: Columns,
+    slots: torch.Tensor,
+    runs: Sequence[tuple[int, int, int]] | None,
+    sources: Mapping[Path, torch.Tensor],
+) -> None:
+    """Writes leaves ``[K, *F]`` to distinct slots ``[K]`` of dimension 0.
+
+    Args:
+        runs: the slots as runs (``runs_of``); None: there are none, and ``slots`` lie on the
+            columns' device.
+    """
+    for path, column in columns.tensors.items():
+        target, source = carried(column), sources[path]
+        if runs is None:
+            target[slots] = source
+            continue
+        for first, start, stop in runs:
+            rows = source if len(runs) == 1 else source[start:stop]
+            target[first : first + stop - start].copy_(rows)
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies rows; on the CPU without torch's threads, which wait for each other."""
+    plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
+    if target.is_cpu and source.is_cpu and plain:
+        np.copyto(target.numpy(), source.detach().numpy())
+    else:
+        target.copy_(source)

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
+from replaykit.storages import torch_rows
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
 
@@ -299,7 +300,7 @@ def test_an_interrupt_is_passed_on_after_the_last_column(
     """A record is never left half old and half new (G4), not even by Ctrl-C."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     rb.extend(make_rows(0, 4))
-    whole = Columns._scatter
+    whole = torch_rows.scatter
     calls: list[int] = []
 
     class ThirdTime(dict[Any, Any]):
@@ -313,13 +314,13 @@ def test_an_interrupt_is_passed_on_after_the_last_column(
                 raise KeyboardInterrupt
             return super().__getitem__(path)
 
-    def interrupted(self: Columns, slots: Any, runs: Any, sources: Any) -> None:
+    def interrupted(columns: Columns, slots: Any, runs: Any, sources: Any) -> None:
         calls.append(1)
-        whole(self, slots, runs, ThirdTime(sources) if len(calls) == 1 else sources)
+        whole(columns, slots, runs, ThirdTime(sources) if len(calls) == 1 else sources)
 
     # The core is not interrupted at all; torch is, between two columns.
     rb.storage.require()._native = None
-    monkeypatch.setattr(Columns, "_scatter", interrupted)
+    monkeypatch.setattr(torch_rows, "scatter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rb.extend(make_rows(7, 2))
     assert len(calls) == 2
