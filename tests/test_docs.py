@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,14 @@ def test_names_of_classes_exist(page: str) -> None:
     )
     assert named
     assert [name for name in named if name not in known] == []
+
+
+def test_the_page_of_the_command_names_every_policy() -> None:
+    from replaykit.datasets import Policies
+
+    names = ["cast" if each.name == "casts" else each.name for each in fields(Policies)]
+    page = text_of("docs/command.md")
+    assert [name for name in names if f"`--{name.replace('_', '-')}" not in page] == []
 
 
 def test_the_changelog_begins_with_this_version() -> None:

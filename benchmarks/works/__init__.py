@@ -11,6 +11,7 @@ from benchmarks.setting import Setting
 from benchmarks.works import (
     checkpoints,
     corpora,
+    costs,
     growing,
     images,
     memmap_cold,
@@ -50,6 +51,7 @@ WORKS = {
         sequences,
         checkpoints,
         sharing,
+        costs,
         overlap,
         growing,
         corpora,

@@ -1,7 +1,7 @@
 """Chunks that were compressed with deflate (gzip), inflated by ISA-L where that is installed.
 
 HDF5 inflates with zlib, which is most of the time of reading such an array; ISA-L does the same in
-less than half of it. Whatever is not as plain as that is left to HDF5: other filters, types that
+about half of it. Whatever is not as plain as that is left to HDF5: other filters, types that
 have to be converted, chunks that were never written, and damaged ones, for which it has the words.
 """
 
