@@ -92,7 +92,7 @@ class Drawing(BufferCore):
             if origin.size != self._batch_size:
                 origin.random = random_state(self._generator)
             try:
-                drawn = self._drawn(storage, size, lent)
+                drawn = self._drawn(storage, size, lent, origin)
             except Exception:
                 if sharing.intact(seen, None):
                     raise
@@ -107,7 +107,6 @@ class Drawing(BufferCore):
                 return None, True
             if origin.size != self._batch_size:
                 origin.random_after = random_state(self._generator)
-            drawn.origin = origin
             return drawn, True
         finally:
             lock.leave_apart()
@@ -124,15 +123,14 @@ class Drawing(BufferCore):
                     # Of a generator that is not this buffer's own, its owner takes care.
                     own = lent.generator is None
                     origin.random = random_state(self._generator) if own else None
-                    drawn = self._drawn(storage, size, lent)
+                    drawn = self._drawn(storage, size, lent, origin)
                     origin.random_after = random_state(self._generator) if own else None
                 elif size == self._batch_size:
-                    drawn = self._drawn(storage, size)
+                    drawn = self._drawn(storage, size, None, origin)
                 else:
                     origin.random = random_state(self._generator)
-                    drawn = self._drawn(storage, size)
+                    drawn = self._drawn(storage, size, None, origin)
                     origin.random_after = random_state(self._generator)
-                drawn.origin = origin
                 return drawn
 
     def _abandon(self, entry: Any) -> None:
@@ -151,17 +149,26 @@ class Drawing(BufferCore):
                 return
             if origin.sampler is not self._sampler:
                 return
-            show(self._sampler, origin.ran_out)
-            if self._sampler.consumes:  # its slots may be written before it would come again
-                positions = storage.ledger.positions(drawn.anchors.cpu())
-                unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
-                self._sampler.put_back([unwritten], storage)
-            elif origin.size == self._batch_size:
+            if self._untaken(drawn, origin, storage):
                 self._pending.extend([drawn.kept(), *self._take_prepared()])
-            elif type(self._sampler).put_back is not Sampler.put_back:
-                self._sampler.put_back([drawn.anchors], storage)
-            elif _unchanged_since(self._generator, origin):
-                set_random_state(self._generator, origin.random)
+
+    def _untaken(self, drawn: Drawn, origin: Origin, storage: Storage) -> bool:
+        """Has the sampler be as before a draw; returns whether it is to be kept instead.
+
+        The lock is held.
+        """
+        show(self._sampler, origin.ran_out)
+        if self._sampler.consumes:  # its slots may be written before it would come again
+            positions = storage.ledger.positions(drawn.anchors.cpu())
+            unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
+            self._sampler.put_back([unwritten], storage)
+        elif origin.size == self._batch_size:
+            return True
+        elif type(self._sampler).put_back is not Sampler.put_back:
+            self._sampler.put_back([drawn.anchors], storage)
+        elif _unchanged_since(self._generator, origin):
+            set_random_state(self._generator, origin.random)
+        return False
 
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
@@ -176,24 +183,56 @@ class Drawing(BufferCore):
             delivered = sampler._shown = sampler.ran_out
             size = self._size_of(None)
             try:
-                entry.drawn = self._drawn(storage, size)
-                entry.drawn.origin = Origin(storage, sampler, size, delivered)
+                origin = Origin(storage, sampler, size, delivered)
+                entry.drawn = self._drawn(storage, size, None, origin)
             finally:
                 show(sampler, delivered)
                 sampler._shown = None
             return entry.drawn
 
-    def _drawn(self, storage: Storage, size: int, lent: Lent | None = None) -> Drawn:
-        drawn, fresh, generator = None, False, self._generator
+    def _drawn(
+        self,
+        storage: Storage,
+        size: int,
+        lent: Lent | None = None,
+        origin: Origin | None = None,
+    ) -> Drawn:
+        """Draws, or takes what was kept, and reads; where reading fails, the draw is taken back.
+
+        ``origin``: None: there is nothing to be taken back.
+        """
+        drawn, fresh, generator, theirs = None, False, self._generator, False
         if lent is not None:
             generator = generator if lent.generator is None else lent.generator
             if lent.kept is not None:
                 drawn = self._still(lent.kept, storage)
+                theirs = drawn is not None
         elif self._pending and size == self._batch_size:
             drawn = self._kept(storage)
         if drawn is None:
             drawn = self._sampled(storage, self._sampler, size, generator)
             fresh = drawn.index is drawn.anchors  # and not what a sample unit has made of them
+        drawn.origin = origin
+        try:
+            self._read(drawn, storage, lent, generator, fresh)
+        except BaseException:
+            if origin is not None and not theirs:
+                if origin.random is not None:
+                    origin.random_after = random_state(self._generator)
+                if self._untaken(drawn, origin, storage):
+                    self._pending.appendleft(drawn.kept())  # what is prepared comes before it
+            raise
+        return drawn
+
+    def _read(
+        self,
+        drawn: Drawn,
+        storage: Storage,
+        lent: Lent | None,
+        generator: torch.Generator | None,
+        fresh: bool,
+    ) -> None:
+        """Reads the rows of a draw, and what transforms read around them."""
         # A draw that was kept meets what its slots hold now.
         told = fresh and "index_generation" in drawn.info
         track = self._writer.tracks_generations or self._sampler.prioritized
@@ -233,7 +272,6 @@ class Drawing(BufferCore):
                     drawn.fetched = chain, fetch_all(*given)
         drawn.collate = storage.collate if collate is None else collate
         drawn.stack_dim = 0 if own else storage.stack_dim
-        return drawn
 
     def _sampled(
         self, storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
