@@ -1,5 +1,6 @@
 """One buffer over several processes: rows in shards, draws as of one big buffer."""
 
+from replaykit.sharding.ahead import ShardedResult
 from replaykit.sharding.client import ShardedClient
 from replaykit.sharding.core import ShardedReplayBuffer
 from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardLossWarning, ShardSilent
@@ -13,4 +14,5 @@ __all__ = [
     "ShardSilent",
     "ShardedClient",
     "ShardedReplayBuffer",
+    "ShardedResult",
 ]

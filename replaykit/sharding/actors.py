@@ -78,6 +78,11 @@ class _RayReply:
     def __init__(self, ref: Any, shard: int, incarnation: int) -> None:
         self._ref, self._shard, self._incarnation = ref, shard, incarnation
 
+    def is_there(self) -> bool:
+        import ray
+
+        return bool(ray.wait([self._ref], timeout=0, fetch_local=False)[0])
+
     def result(self, timeout: float | None = None) -> Any:
         import ray
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from replaykit._compat import as_tensor
-from replaykit.buffer.core import checked_batch_size
-from replaykit.sharding.batches import finished
-from replaykit.sharding.draws import Draws
+from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.membership import Members
-from replaykit.sharding.patches import Patched
 from replaykit.sharding.reading import rows_at
 from replaykit.sharding.routed import ClientSettings
+from replaykit.sharding.sampling import Sampled
 from replaykit.sharding.saving import load_all, save_all
 from replaykit.sharding.updates import Updates
 
 __all__ = ["ShardedClient"]
 
 
-class ShardedClient(Patched):
+class ShardedClient(Sampled):
     """A handle of a sharded buffer, with all of its methods but those that end it.
 
     Made by ``ShardedReplayBuffer.client()``; it can be pickled and sent to other processes. Each
@@ -42,37 +40,22 @@ class ShardedClient(Patched):
     """
 
     def __init__(
-        self, settings: ClientSettings, members: Members, generator: torch.Generator | None
+        self,
+        settings: ClientSettings,
+        members: Members,
+        generator: torch.Generator | None,
+        prefetch: int = 0,
     ) -> None:
-        super().__init__(settings, members, generator)
-        self._draws, self._updates = Draws(self), Updates(self)
+        super().__init__(settings, members, generator, prefetch)
+        self._updates = Updates(self)
 
     # -- description --------------------------------------------------------------------------
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return self._settings.num_shards
-
-    @property
-    def batch_size(self) -> int | None:
-        """Default number of rows of a sample."""
-        return self._settings.batch_size
 
     @property
     def sampler(self) -> Any:
         """By what law this client draws. ``alpha`` and ``beta`` may be set; a new ``alpha`` goes to
         the shards with the next draw, and is theirs for all clients until another one draws."""
         return self._sampler
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """Where the randomness of draws comes from; None: torch's global generator."""
-        return self._generator
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draws with this generator from now on."""
-        self._generator = generator
 
     def __len__(self) -> int:
         """Rows stored in the shards that are there. Cost: one message to each."""
@@ -116,7 +99,7 @@ class ShardedClient(Patched):
         }
         return {
             **total,
-            "prefetch_queue_size": 0,
+            "prefetch_queue_size": len(self._ahead),
             "initialized": True,
             "utilization": total["size"] / total["capacity"] if total["capacity"] else 0.0,
             "shards": [
@@ -132,77 +115,6 @@ class ShardedClient(Patched):
             f"{type(self).__name__}(num_shards={self.num_shards}, sampler={self._sampler!r}, "
             f"batch_size={self.batch_size}, shard_key={key!r})"
         )
-
-    # -- sampling -----------------------------------------------------------------------------
-
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Draws a batch, as one big buffer with all the rows does.
-
-        Args:
-            batch_size: number of rows; None: that of the constructor.
-            return_info: also return what is known of the draw.
-
-        Returns:
-            As ``ReplayBuffer.sample``; ``index`` names rows of any shard.
-
-        Raises:
-            RuntimeError: no batch size anywhere, or nothing that can be drawn.
-            ValueError: a batch size that is not an int of at least 1.
-            TimeoutError: all shards have died, and none has come back.
-
-        Exact where nobody else writes or updates meanwhile: P(i) and ``priority_weight`` are those
-        of one big buffer. Beside others see ``docs/sharding.md``: shards are drawn by masses of the
-        last reply, at most ``max_age`` seconds old, and weights are of the probabilities that the
-        rows then had.
-
-        Cost: one message to each shard, all in flight at once, and one copy of the batch.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(
-            ...     num_shards=2, storage=lambda: LazyTensorStorage(10), batch_size=1000,
-            ...     sampler=lambda: PrioritizedSampler(alpha=0.7, beta=0.9), backend="local",
-            ... ) as rb:
-            ...     index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
-            ...     rb.update_priority(index, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-            ...     weights = rb.sample()["priority_weight"]
-            >>> sorted({f"{weight:.3f}" for weight in weights.tolist()})
-            ['0.418', '0.501', '0.646', '1.000']
-        """
-        self._check_open()
-        data, info = self._draws.next(self._size_of(batch_size))
-        data = finished(data, info, self._sampler)
-        return (data, info) if return_info else data
-
-    def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now. Draws nothing. Cost: one message to each shard."""
-        self._check_open()
-        return self._draws.possible(self._size_of(batch_size))
-
-    def _size_of(self, batch_size: int | None) -> int:
-        if batch_size is not None:
-            return checked_batch_size(batch_size)
-        if self.batch_size is None:
-            raise RuntimeError(
-                "expected a batch_size, in the constructor or in sample(); got neither"
-            )
-        return self.batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yields batches for ever; RuntimeError where the buffer has no batch size."""
-        if self.batch_size is None:
-            raise RuntimeError("iteration needs the buffer to have a batch_size")
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        while True:
-            yield self.sample()
-
-    def next(self) -> Any:
-        """Returns the next batch of an iteration, which has no end: draws are with replacement."""
-        return self.sample()
 
     # -- priorities ---------------------------------------------------------------------------
 
@@ -310,6 +222,7 @@ class ShardedClient(Patched):
         generator: torch.Generator | None = None,
         *,
         on_loss: Callable[[ShardLoss], None] | None = None,
+        prefetch: int = 0,
     ) -> ShardedClient:
         """Returns another handle, which can be pickled where the shards are elsewhere.
 
@@ -317,17 +230,25 @@ class ShardedClient(Patched):
             generator: what it draws with; None: torch's global generator of its process.
             on_loss: called with what was lost when it learns that a shard is back; None: a
                 ShardLossWarning. It is pickled with the handle.
+            prefetch: how many batches it has under way, as in the constructor.
         """
         self._check_open()
-        return ShardedClient(self._settings, self._members.again(on_loss), generator)
+        members, prefetch = self._members.again(on_loss), checked_count("prefetch", prefetch)
+        return ShardedClient(self._settings, members, generator, prefetch)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = None if self._generator is None else self._generator.get_state()
-        return {"settings": self._settings, "members": self._members, "generator": state}
+        state = None if self._generator is None else self._ahead.state()
+        return {
+            "settings": self._settings,
+            "members": self._members,
+            "generator": state,
+            "prefetch": self._ahead.depth,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator = None
         if state["generator"] is not None:
             generator = torch.Generator("cpu")
             generator.set_state(state["generator"])
-        ShardedClient.__init__(self, state["settings"], state["members"], generator)
+        settings, members, prefetch = (state[k] for k in ("settings", "members", "prefetch"))
+        ShardedClient.__init__(self, settings, members, generator, prefetch)

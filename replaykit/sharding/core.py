@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from replaykit.remote.client import checked_count
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.sharding.client import ShardedClient
 from replaykit.sharding.facts import ShardLoss
@@ -52,6 +53,11 @@ class ShardedReplayBuffer(ShardedClient):
         backend: ``"ray"``: an actor each. ``"local"``: all in this process, without Ray.
         remote_config: options of the actors; what they leave out is a tenth of a CPU, and no GPU,
             each.
+        prefetch: how many batches of the default size the shards are asked for ahead, while the
+            learner works: a sample then takes the oldest, and sends a request for another. The same
+            draws as without, each of what the shards held when it was asked for, so at most that
+            many calls ago: writes and updates in between act on later ones. ``empty``, ``loads``
+            and ``set_rng`` drop what is under way. 0: none.
         ray_init_config: options of ``ray.init``, which is called if Ray is not running yet. Ray
             then goes on running until the program ends, or ``ray.shutdown()``.
 
@@ -92,6 +98,7 @@ class ShardedReplayBuffer(ShardedClient):
         on_loss: Callable[[ShardLoss], None] | None = None,
         max_age: float = 1.0,
         timeout: float = 60.0,
+        prefetch: int = 0,
         backend: str = "ray",
         remote_config: dict[str, Any] | None = None,
         ray_init_config: dict[str, Any] | None = None,
@@ -117,6 +124,7 @@ class ShardedReplayBuffer(ShardedClient):
         ):
             if not seconds >= 0:
                 raise ValueError(f"expected {name} of at least 0 seconds, got {seconds}")
+        prefetch = checked_count("prefetch", prefetch)
         like = RandomSampler() if sampler is None else sampler()
         law = law_of(like)
         recipe = ShardRecipe(
@@ -149,7 +157,7 @@ class ShardedReplayBuffer(ShardedClient):
         self._host = _host(backend, recipe, remote_config, ray_init_config, timeout)
         try:
             members = Members(self._host.members(), self._host, on_loss, float(timeout))
-            super().__init__(settings, members, generator)
+            super().__init__(settings, members, generator, prefetch)
         except BaseException:
             self._host.close()
             raise

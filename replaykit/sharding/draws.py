@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,13 @@ from replaykit.errors import NotEnoughData
 from replaykit.sharding.batches import Share, batch_of
 from replaykit.sharding.errors import ShardDied
 from replaykit.sharding.facts import Part, Terms
+from replaykit.sharding.shards import Reply
 from replaykit.sharding.table import choose
 
 if TYPE_CHECKING:
-    from replaykit.sharding.client import ShardedClient
+    from replaykit.sharding.sampling import Sampled
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "Pending"]
 
 _SEEDS = 2**62
 
@@ -33,27 +35,36 @@ class Draws:
     others, so that the batch is one of the rows that are there.
     """
 
-    def __init__(self, client: ShardedClient) -> None:
+    def __init__(self, client: Sampled) -> None:
         self._client = client
 
     def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Returns rows and what is known of them."""
+        return self.begun(batch_size).get()
+
+    def refresh(self, batch_size: int) -> None:
+        """Asks the shards whose masses are too old for a draw."""
         client = self._client
-        members, law = client._members, client._law
-        terms = law.terms(batch_size)
+        client._members.refresh(client._law.terms(batch_size), client._settings.max_age)
+
+    def begun(self, batch_size: int, *, patient: bool = True) -> Pending:
+        """Returns a batch that the shards have been asked for.
+
+        ``patient``: waits until masses are known by which shards can be drawn. Otherwise the batch
+        whose masses are not known waits for them when it is asked for.
+        """
+        client = self._client
+        terms = client._law.terms(batch_size)
         assert terms is not None
-        left = np.arange(law.draws(batch_size))
-        until = time.monotonic() + members.timeout
-        members.refresh(terms, client._settings.max_age)
-        shares: list[Share] = []
-        while len(left):
-            masses = self._masses(terms, batch_size, until)
-            shards = choose(masses, len(left), client.generator)
-            found = self._ask(shards, left, masses, terms)
-            shares += found
-            got = [share.numbers.numpy() for share in found]
-            left = np.setdiff1d(left, np.concatenate([left[:0], *got]))
-        return batch_of(shares, client._names, client._sampler, self._least(shares))
+        pending = Pending(self, batch_size, terms, client._law.draws(batch_size))
+        if patient:
+            self.refresh(batch_size)
+            pending.ask()
+        else:
+            masses = client._members.table.masses(terms)
+            if masses is not None and any(masses):
+                pending.ask(masses)
+        return pending
 
     def _known(self, terms: Terms, until: float) -> list[float]:
         """Masses of all shards in these terms; asks those of which only others are known.
@@ -87,30 +98,6 @@ class Draws:
                 members.wait_for(away, until)
             else:
                 self._refuse(terms, batch_size)
-
-    def _ask(
-        self, shards: np.ndarray[Any, Any], left: np.ndarray[Any, Any], masses: Any, terms: Terms
-    ) -> list[Share]:
-        client, members = self._client, self._client._members
-        device = "cpu" if client.generator is None else client.generator.device
-        seeds = torch.randint(
-            _SEEDS, (client.num_shards,), generator=client.generator, device=device
-        ).tolist()
-        counts = np.bincount(shards, minlength=client.num_shards)
-        replies = {
-            shard: members.send(shard, "draw", int(counts[shard]), terms, seeds[shard])
-            for shard in members.table.there()
-        }
-        found = []
-        for shard, sent in replies.items():
-            try:
-                part: Part = members.take(shard, sent)
-            except ShardDied:
-                continue
-            if part.data is not None:
-                numbers = left[shards == shard]
-                found.append(Share(shard, sent[0], numbers, masses[shard], part))
-        return found
 
     def _least(self, shares: list[Share]) -> float:
         """The smallest probability of a stored row that could be drawn, in the unit of ``v``."""
@@ -152,3 +139,80 @@ class Draws:
             raise type(error)(f"in none of the {len(rows)} shards, as in {largest}: {text}") from (
                 None
             )
+
+
+class Pending:
+    """A batch under way: what each shard was asked for, and what has come. Not thread-safe.
+
+    Attributes:
+        was_sent: whether shards have been asked for it.
+    """
+
+    def __init__(self, draws: Draws, batch_size: int, terms: Terms, count: int) -> None:
+        self._draws, self._batch_size, self._terms = draws, batch_size, terms
+        self._left = np.arange(count)
+        self._shards: np.ndarray[Any, Any] = self._left[:0]
+        self._masses: list[float] = []
+        self._sent: dict[int, tuple[int, Reply]] | None = None
+        self._shares: list[Share] = []
+        self.was_sent = False
+
+    def ask(self, masses: list[float] | None = None) -> None:
+        """Draws shards for what has not come yet, and sends to all of them.
+
+        Args:
+            masses: of all shards; None: waits until there are some.
+        """
+        client = self._draws._client
+        members = client._members
+        if masses is None:
+            until = time.monotonic() + members.timeout
+            masses = self._draws._masses(self._terms, self._batch_size, until)
+        self._masses, generator = masses, client.generator
+        self._shards = choose(masses, len(self._left), generator)
+        device = "cpu" if generator is None else generator.device
+        seeds = torch.randint(_SEEDS, (client.num_shards,), generator=generator, device=device)
+        counts = np.bincount(self._shards, minlength=client.num_shards)
+        self._sent = {
+            shard: members.send(shard, "draw", int(counts[shard]), self._terms, seed)
+            for shard, seed in enumerate(seeds.tolist())
+            if members.table.is_there(shard)
+        }
+        self.was_sent = True
+
+    def get(self, within: float | None = None) -> tuple[Any, dict[Any, Any]]:
+        """Waits, and returns rows and what is known of them; once.
+
+        Args:
+            within: seconds to wait for an answer; None: those of the client.
+
+        Raises:
+            ShardSilent: a shard has not answered; what has come is kept for the next call.
+                Otherwise as ``ShardedClient.sample``.
+        """
+        client = self._draws._client
+        while len(self._left):
+            if self._sent is None:
+                self.ask()
+            self._take(within)
+        least = self._draws._least(self._shares)
+        return batch_of(self._shares, client._names, client._sampler, least)
+
+    def _take(self, within: float | None) -> None:
+        assert self._sent is not None
+        members = self._draws._client._members
+        for shard, sent in list(self._sent.items()):
+            part: Part | None = None
+            with contextlib.suppress(ShardDied):
+                part = members.take(shard, sent, within)
+            del self._sent[shard]
+            if part is not None and part.data is not None:
+                numbers = self._left[self._shards == shard]
+                self._shares.append(Share(shard, sent[0], numbers, self._masses[shard], part))
+        come = [share.numbers.numpy() for share in self._shares]
+        self._left = np.setdiff1d(self._left, np.concatenate([self._left[:0], *come]))
+        self._sent = None
+
+    def has_come(self) -> bool:
+        """Whether ``get`` would most likely not wait."""
+        return self._sent is not None and all(reply.is_there() for _, reply in self._sent.values())

@@ -68,7 +68,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
             "num_shards": client.num_shards,
             "shard_key": _key(client),
             "dealt": dealt,
-            "generator": None if generator is None else generator.get_state(),
+            "generator": None if generator is None else client._ahead.state(),
             "rows": [one.rows for one in facts],
             "layout": None if layout is None else layout.to_json(),
         }
@@ -116,6 +116,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
         raise
     if isinstance(client._router, InTurn):
         client._router.dealt = head["dealt"] if same else rows
+    client._ahead.drop()
     if head["generator"] is not None and client.generator is not None:
         client.generator.set_state(head["generator"])
     client._members.supervisor.replace(None if layout is None else from_json(layout))

@@ -29,6 +29,9 @@ class Reply(Protocol):
             ShardDied: there will be none. ShardSilent: not yet. What the shard raised.
         """
 
+    def is_there(self) -> bool:
+        """Whether ``result`` would not wait."""
+
 
 class Shard(Protocol):
     """A ``ShardHolder`` somewhere."""
@@ -70,6 +73,9 @@ class _Done:
 
     def __init__(self, value: Any, error: BaseException | None) -> None:
         self._value, self._error = value, error
+
+    def is_there(self) -> bool:
+        return True
 
     def result(self, timeout: float | None = None) -> Any:
         if self._error is not None:

@@ -1,0 +1,168 @@
+"""A client's samples: now, ahead of time, or asked for and awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from replaykit.buffer.core import checked_batch_size
+from replaykit.sharding.ahead import Ahead, ShardedResult
+from replaykit.sharding.batches import finished
+from replaykit.sharding.draws import Draws
+from replaykit.sharding.membership import Members
+from replaykit.sharding.patches import Patched
+from replaykit.sharding.routed import ClientSettings
+
+__all__ = ["Sampled"]
+
+
+class Sampled(Patched):
+    """``sample``, ``sample_async``, ``can_sample``, iteration, and the generator."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        members: Members,
+        generator: torch.Generator | None,
+        prefetch: int,
+    ) -> None:
+        super().__init__(settings, members, generator)
+        self._draws = Draws(self)
+        self._ahead = Ahead(self, self._draws, prefetch)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forgets all rows, and batches under way; keys, shapes and memory stay."""
+        super().empty(empty_write_count)
+        self._ahead.drop()
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return self._settings.num_shards
+
+    @property
+    def batch_size(self) -> int | None:
+        """Default number of rows of a sample."""
+        return self._settings.batch_size
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Where the randomness of draws comes from; None: torch's global generator."""
+        return self._generator
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draws with this generator from now on, also what is under way."""
+        self._ahead.drop()
+        self._generator = generator
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draws a batch, as one big buffer with all the rows does.
+
+        Args:
+            batch_size: number of rows; None: that of the constructor.
+            return_info: also return what is known of the draw.
+
+        Returns:
+            As ``ReplayBuffer.sample``; ``index`` names rows of any shard.
+
+        Raises:
+            RuntimeError: no batch size anywhere, or nothing that can be drawn.
+            ValueError: a batch size that is not an int of at least 1.
+            TimeoutError: all shards have died, and none has come back.
+
+        Exact where nobody else writes or updates meanwhile: P(i) and ``priority_weight`` are those
+        of one big buffer. Beside others see ``docs/sharding.md``: shards are drawn by masses of the
+        last reply, at most ``max_age`` seconds old, and weights are of the probabilities that the
+        rows then had. With ``prefetch`` batches of the default size have been asked for by calls
+        before: see there.
+
+        Cost: one message to each shard, all in flight at once, and one copy of the batch.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(10), batch_size=1000,
+            ...     sampler=lambda: PrioritizedSampler(alpha=0.7, beta=0.9), backend="local",
+            ... ) as rb:
+            ...     index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+            ...     rb.update_priority(index, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+            ...     weights = rb.sample()["priority_weight"]
+            >>> sorted({f"{weight:.3f}" for weight in weights.tolist()})
+            ['0.418', '0.501', '0.646', '1.000']
+        """
+        self._check_open()
+        size = self._size_of(batch_size)
+        ahead = self._ahead.depth > 0 and size == self.batch_size
+        drawn = self._ahead.next(size) if ahead else self._draws.next(size)
+        return self._made(drawn, return_info)
+
+    def sample_async(
+        self, batch_size: int | None = None, return_info: bool = False
+    ) -> ShardedResult:
+        """Asks all shards for a batch and does not wait: the result is awaited, or asked for.
+
+        Args:
+            batch_size, return_info: as for ``sample``.
+
+        Returns:
+            What ``sample`` will return, or raise. With ``prefetch`` the oldest batch under way.
+
+        Waits for the shards' masses where those known are older than ``max_age``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          batch_size=2, backend="local") as rb:
+            ...     _ = rb.extend(torch.ones(6))
+            ...     first, second = rb.sample_async(), rb.sample_async(3)
+            ...     first.result(), second.result()
+            (tensor([1., 1.]), tensor([1., 1., 1.]))
+        """
+        self._check_open()
+        size = self._size_of(batch_size)
+        if self._ahead.depth and size == self.batch_size:
+            pending = self._ahead.take(size)
+        else:
+            self._draws.refresh(size)
+            pending = self._draws.begun(size, patient=False)
+        return ShardedResult(
+            lambda within: self._made(pending.get(within), return_info), pending.has_come
+        )
+
+    def _made(self, drawn: tuple[Any, dict[Any, Any]], return_info: bool) -> Any:
+        data, info = drawn
+        data = finished(data, info, self._sampler)
+        return (data, info) if return_info else data
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether ``sample`` would succeed now. Draws nothing. Cost: one message to each shard."""
+        self._check_open()
+        return self._draws.possible(self._size_of(batch_size))
+
+    def _size_of(self, batch_size: int | None) -> int:
+        if batch_size is not None:
+            return checked_batch_size(batch_size)
+        if self.batch_size is None:
+            raise RuntimeError(
+                "expected a batch_size, in the constructor or in sample(); got neither"
+            )
+        return self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields batches for ever; RuntimeError where the buffer has no batch size."""
+        if self.batch_size is None:
+            raise RuntimeError("iteration needs the buffer to have a batch_size")
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield self.sample()
+
+    def next(self) -> Any:
+        """Returns the next batch of an iteration, which has no end: draws are with replacement."""
+        return self.sample()
