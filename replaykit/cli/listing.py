@@ -144,8 +144,8 @@ def download(
     """Fetch a data set, verify it, and convert it once.
 
     Whole files that were fetched stay in the cache of the Hub's client, or in that of plain
-    downloads. One that was cut off begins again, if it is a Hub's; one of a plain web server goes
-    on where it ended, if the server lets it.
+    downloads. One that was cut off goes on where it ended, if the server lets it; of a Hub's, one
+    of more than 10 MiB.
 
     [bold]Examples[/bold]
 
@@ -166,9 +166,8 @@ def download(
         _tell_plan(output, plan(name, root=root))
         return
     output.when_interrupted = (
-        "whole files that were fetched are kept, and the same command fetches the others; one of "
-        "a Hub that was cut begins again, one of a plain web server goes on if the server lets it; "
-        "nothing was published"
+        "what was fetched is kept, and the same command fetches the rest; a file of a Hub below "
+        "10 MiB that was cut begins again; nothing was published"
     )
     with output.warnings():
         data = load_dataset(

@@ -116,8 +116,8 @@ def pull(
 
     output: Output = context.obj
     output.when_interrupted = (
-        "whole files that were fetched are kept, and the same command fetches the others; one that "
-        "was cut begins again; nothing was published"
+        "whole files that were fetched are kept, and the same command fetches the others; one of "
+        "more than 10 MiB that was cut goes on where it ended; nothing was published"
     )
     with output.warnings():
         data = pulled(

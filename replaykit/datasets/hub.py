@@ -22,6 +22,7 @@ from typing import Any
 from replaykit.datasets.hub_cache import HubCache, cache_root, endpoint, is_offline
 from replaykit.datasets.hub_errors import Subject, offline_error
 from replaykit.datasets.hub_listing import HubFile, HubListing, check_repo_id, is_commit
+from replaykit.datasets.hub_parts import HubParts
 from replaykit.datasets.retry import Retry
 from replaykit.datasets.transfer import Meter, Progress, collect, metered, run_all
 from replaykit.errors import DownloadError
@@ -125,8 +126,9 @@ def fetch(
     What the cache has is verified and used without a request; what it lacks is fetched at the
     listing's commit. A file that does not verify is removed from the cache and fetched anew,
     once again if need be. Either every file is returned or none is; files that are complete stay in
-    the cache for the next call. A file whose download is broken off begins anew: the client keeps
-    no parts across processes, and parts left by killed downloads are removed here.
+    the cache for the next call. A file above 10 MiB whose download is broken off, by whatever
+    cause, goes on where it ended; a smaller one begins anew. Parts that the client itself has left,
+    and would never use, are removed here.
 
     Args:
         listing: from `list_files`, or from the JSON of one made earlier.
@@ -207,8 +209,10 @@ class _Fetch:
             if self.cache.entry(file).exists():
                 self.cache.discard(file)
             download = partial(self._download, _client().hf_hub_download, file)
-            self.retry.run(download, subject, self.cancel)
-            problem = self.verify(file)
+            problem = self.retry.run(partial(self._receive, file), subject, self.cancel)
+            if problem is None:
+                self.retry.run(download, subject, self.cancel)
+                problem = self.verify(file)
         if problem is None:
             return None
         self.cache.discard(file)
@@ -217,8 +221,28 @@ class _Fetch:
             "again, and if it stays so, the server or a proxy on the way alters the file"
         )
 
+    def _receive(self, file: HubFile) -> str | None:
+        """Receives a large file so that it can go on later; returns what is wrong with it."""
+        timeout_s = _etag_timeout_s()
+        parts = HubParts(
+            self.cache, self.endpoint, self.token, timeout_s, _MOST_BY_HTTP, self.cancel
+        )
+        blob = self.cache.blob(file)
+        if not parts.takes(file) or (blob is not None and blob.exists()):
+            return None
+
+        def begin(received: int) -> None:
+            self.meter.begin(file)
+            if received:
+                self.meter.add(file, received)
+
+        return parts.receive(file, begin, self.meter.bar_class(file))
+
     def _download(self, download: Callable[..., object], file: HubFile) -> None:
-        self.meter.begin(file)
+        blob = self.cache.blob(file)
+        is_here = blob is not None and blob.exists()
+        if not is_here:
+            self.meter.begin(file)
         options: dict[str, Any] = {}
         if "tqdm_class" in inspect.signature(download).parameters:  # not in the first 1.x
             options["tqdm_class"] = self.meter.bar_class(file)
@@ -233,6 +257,8 @@ class _Fetch:
             token=self.token,
             **options,
         )
+        if blob is not None and is_here and not self.cache.entry(file).is_symlink():
+            blob.unlink(missing_ok=True)  # the entry is a copy
 
 
 def _client() -> Any:

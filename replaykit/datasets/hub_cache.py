@@ -95,6 +95,15 @@ class HubCache:
         """Returns the path of a file's content, shared by all commits; None without a hash."""
         return self.root / self._folder / "blobs" / file.etag if file.etag else None
 
+    def part(self, file: HubFile) -> Path | None:
+        """Returns where a large file is received; None without a hash."""
+        blob = self.blob(file)
+        return None if blob is None else blob.with_name(f"{blob.name}.incomplete")
+
+    def lock(self, file: HubFile) -> Path:
+        """Returns the file that the client locks while it brings the content of a file."""
+        return self.root / ".locks" / self._folder / f"{file.etag}.lock"
+
     def problem(self, file: HubFile) -> str | None:
         """Returns what is wrong with the cached file, or None where size and hash are right.
 
@@ -144,13 +153,18 @@ class HubCache:
             path = path.parent / os.readlink(path)
 
     def missing_bytes(self, files: Iterable[HubFile]) -> int:
-        """Returns how many bytes a fetch has to write; equal contents count once."""
+        """Returns how many bytes a fetch has to write; equal contents count once.
+
+        What has been received of a file is taken for right.
+        """
         sizes: dict[str, int] = {}
         for file in files:
             blob = self.blob(file)
             held = any(_size(path) == file.size for path in (self.entry(file), blob) if path)
             if not held:
-                sizes[file.etag or file.path] = file.size
+                part = self.part(file)
+                there = 0 if part is None else _size(part) or 0
+                sizes[file.etag or file.path] = max(0, file.size - there)
         return sum(sizes.values())
 
     def require_room(self, files: Iterable[HubFile]) -> None:
@@ -180,7 +194,7 @@ class HubCache:
         leaves it behind for ever when it is killed. While it downloads it holds a lock per etag;
         a file whose lock is free therefore belongs to no living download. Where the file system
         does not keep locks, that cannot be known, and nothing is removed. Parts without the
-        digits are those of older clients, which do continue them.
+        digits are continued: by `HubParts`, and by older clients.
         """
         blobs = self.root / self._folder / "blobs"
         left: dict[str, list[Path]] = {}

@@ -319,9 +319,8 @@ def test_an_interrupted_download_keeps_whole_files(command, tmp_path, monkeypatc
         out, err = running.communicate(timeout=60)
         assert (running.returncode, out) == (130, ""), err
         assert err == (
-            "replaykit: interrupted: whole files that were fetched are kept, and the same command "
-            "fetches the others; one of a Hub that was cut begins again, one of a plain web server "
-            "goes on if the server lets it; nothing was published\n"
+            "replaykit: interrupted: what was fetched is kept, and the same command fetches the "
+            "rest; a file of a Hub below 10 MiB that was cut begins again; nothing was published\n"
         )
         assert not (root / ROBOSET).exists()
         assert not list(cache.rglob("snapshots/*/*/*/seed1/*.h5"))
