@@ -14,6 +14,7 @@ from replaykit.transforms.values import as_number
 
 __all__ = [
     "TERMINATED",
+    "discounted_returns",
     "discounted_sums",
     "is_set",
     "one_step_key",
@@ -109,3 +110,29 @@ def _joined(
     later[:-size] = then[size:]
     # Chosen, not multiplied by 0: rewards of other episodes may be infinite.
     return first + gamma**size * torch.where(reach >= size, later, torch.zeros_like(later))
+
+
+def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
+    """Sums up, for every row, its values and the discounted ones after it up to the next stop.
+
+    Args:
+        values: float64 ``[n, *F]``; changed in place and returned.
+        stops: bool ``[n]``: rows with which a sum ends; the last one is such a row.
+
+    Every pass doubles how many rows a sum reaches: O(n log m), m rows between two stops.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.transforms.discounting import discounted_returns
+        >>> discounted_returns(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]), 0.5)
+        array([3., 4., 4.])
+    """
+    at = np.nonzero(stops)[0]
+    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # rows that follow in the sum
+    reach = 1
+    longest = int(rest.max(initial=0))
+    while reach <= longest and gamma > 0:
+        on = np.nonzero(rest >= reach)[0]
+        values[on] += gamma**reach * values[on + reach]
+        reach *= 2
+    return values

@@ -18,10 +18,11 @@ from replaykit.storages.indexing import unravel_index
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, Key, format_key, unravel
 from replaykit.transforms.base import Transform
+from replaykit.transforms.discounting import discounted_returns
 from replaykit.transforms.edited import EditedEpisodes
 from replaykit.transforms.values import as_number
 
-__all__ = ["ReturnToGo", "discounted_sums"]
+__all__ = ["ReturnToGo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -303,7 +304,7 @@ class ReturnToGo(Transform):
             sums[last[on]] += self.gamma * value[on]
         stops[last] = True
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
-        return torch.from_numpy(discounted_sums(sums, stops, self.gamma)).to(dtype)
+        return torch.from_numpy(discounted_returns(sums, stops, self.gamma)).to(dtype)
 
     def edited(self, episodes: EditedEpisodes) -> None:
         """Computes the returns of episodes that a ``TrajectoryTransform`` has edited anew."""
@@ -332,32 +333,6 @@ class ReturnToGo(Transform):
 
     def __repr__(self) -> str:
         return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
-
-
-def discounted_sums(values: Array, stops: Array, gamma: float) -> Array:
-    """Sums up, for every row, its values and the discounted ones after it up to the next stop.
-
-    Args:
-        values: float64 ``[n, *F]``; changed in place and returned.
-        stops: bool ``[n]``: rows with which a sum ends; the last one is such a row.
-
-    Every pass doubles how many rows a sum reaches: O(n log m), m rows between two stops.
-
-    Example:
-        >>> import numpy as np
-        >>> from replaykit.transforms.return_to_go import discounted_sums
-        >>> discounted_sums(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]), 0.5)
-        array([3., 4., 4.])
-    """
-    at = np.nonzero(stops)[0]
-    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # rows that follow in the sum
-    reach = 1
-    longest = int(rest.max(initial=0))
-    while reach <= longest and gamma > 0:
-        on = np.nonzero(rest >= reach)[0]
-        values[on] += gamma**reach * values[on + reach]
-        reach *= 2
-    return values
 
 
 def _scatter(

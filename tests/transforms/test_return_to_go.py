@@ -25,7 +25,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.episodes import EpisodeIndex
-from replaykit.transforms.return_to_go import discounted_sums
+from replaykit.transforms.discounting import discounted_returns
 
 DEFAULT = -1000.0
 
@@ -412,7 +412,7 @@ def test_sums_against_one_row_after_the_other(
     for row in range(count - 1, -1, -1):
         after = values[row] + (0.0 if stops[row] else gamma * after)
         expected[row] = after
-    found = discounted_sums(np.array(values), stops, gamma)
+    found = discounted_returns(np.array(values), stops, gamma)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
