@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,24 @@ _LARGE = 1e200
 
 _ROUNDS = 8
 """Rounds of independent draws after which all rows that are left get a key instead."""
+
+
+@dataclass(frozen=True)
+class _Law:
+    """What draws follow from until rows, versions, or what the learner set change: ``[V]`` each.
+
+    The learner may set its version in the middle of a draw: it is looked at once.
+    """
+
+    groups: VersionGroups
+    key: tuple[int, int, int]
+    stale: Array
+    weights: Array
+    counts: Array
+    ends: Array
+    """Running sums of the weights of all rows."""
+    rows: int
+    """How many have a weight above 0."""
 
 
 class StalenessAwareSampler(Sampler):
@@ -95,7 +114,7 @@ class StalenessAwareSampler(Sampler):
         self._weight_fn = _reciprocal if staleness_weight_fn is None else staleness_weight_fn
         self._consumer_version = 0
         self._versions = FollowedVersions(unravel(version_key))
-        self._law: tuple[Any, Array, Array] | None = None
+        self._law: _Law | None = None
 
     @property
     def tells(self) -> tuple[Any, ...]:
@@ -133,14 +152,13 @@ class StalenessAwareSampler(Sampler):
         """Draws ``batch_size`` records; returns the index, and ``staleness`` float32 ``[B]``."""
         require_rows(storage)
         with storage.lock:
-            groups = self._versions.follow(storage)
-            weights, ends = self._weights(groups)
+            law = self._law_of(self._versions.follow(storage))
             if self.needs:
-                elements = self._drawn_eligible(storage, groups, weights, batch_size)
+                elements = self._drawn_eligible(storage, law, batch_size)
             else:
-                self._require(groups, ends)
-                elements = self._drawn(groups, weights, ends, batch_size)
-            staleness = self._stale(groups)[groups.of(elements)]
+                self._require(law)
+                elements = self._drawn(law, batch_size)
+            staleness = law.stale[law.groups.of(elements)]
         told = torch.from_numpy(staleness.astype(np.float32)).to(storage.device)
         return as_drawn(torch.from_numpy(elements), storage), {"staleness": told}
 
@@ -149,72 +167,69 @@ class StalenessAwareSampler(Sampler):
             return False
         try:
             with storage.lock:
-                groups = self._versions.follow(storage)
-                weights, ends = self._weights(groups)
-                self._require(groups, ends)
-                return not self.needs or bool(len(self._eligible(storage, groups, weights)[0]))
+                law = self._law_of(self._versions.follow(storage))
+                self._require(law)
+                return not self.needs or bool(len(self._eligible(storage, law)[0]))
         except (KeyError, ValueError, RuntimeError):
             return False
 
-    def _stale(self, groups: VersionGroups) -> Array:
-        """Staleness of each version: float64 ``[V]``."""
-        return np.asarray(self._consumer_version - groups.versions, np.float64)
-
-    def _weights(self, groups: VersionGroups) -> tuple[Array, Array]:
-        """Weight of a row of each version, and running sums of all rows': float64 ``[V]`` each."""
-        key = groups, groups.changes, self._consumer_version, self._max_staleness
+    def _law_of(self, groups: VersionGroups) -> _Law:
+        """Cost: O(V) of V versions where something has changed."""
+        key = groups.changes, self._consumer_version, self._max_staleness
         law = self._law
-        if law is not None and law[0][0] is groups and law[0][1:] == key[1:]:
-            return law[1], law[2]
-        stale = self._stale(groups)
+        if law is not None and law.groups is groups and law.key == key:
+            return law
+        _, version, most = key
+        stale = np.asarray(version - groups.versions, np.float64)
         given = self._weight_fn(torch.from_numpy(stale.copy()))
         weights = _checked_weights(given, len(stale))
-        if self._max_staleness >= 0:
-            weights = np.where(stale <= self._max_staleness, weights, 0.0)
+        if most >= 0:
+            weights = np.where(stale <= most, weights, 0.0)
         if weights.max(initial=0.0) > _LARGE:
             weights = weights / weights.max()
-        ends = np.cumsum(weights * groups.counts)
-        self._law = key, weights, ends
-        return weights, ends
+        counts = groups.counts
+        ends, rows = np.cumsum(weights * counts), int(counts[weights > 0].sum())
+        self._law = law = _Law(groups, key, stale, weights, counts, ends, rows)
+        return law
 
-    def _require(self, groups: VersionGroups, ends: Array) -> None:
-        if ends[-1] > 0:
+    def _require(self, law: _Law) -> None:
+        if law.ends[-1] > 0:
             return
-        if self._max_staleness >= 0 and self._stale(groups).min() > self._max_staleness:
+        _, version, most = law.key
+        if most >= 0 and law.stale.min() > most:
             raise NotEnoughData(
-                f"all {groups.length} rows are staler than max_staleness={self._max_staleness} "
-                f"with consumer_version={self._consumer_version}; the youngest has version "
-                f"{groups.versions[-1]}"
+                f"all {law.groups.length} rows are staler than max_staleness={most} with "
+                f"consumer_version={version}; the youngest has version {law.groups.versions[-1]}"
             )
         raise NotEnoughData(
-            f"the weight of all {groups.length} rows is 0 with max_staleness="
-            f"{self._max_staleness} and consumer_version={self._consumer_version}"
+            f"the weight of all {law.groups.length} rows is 0 with max_staleness={most} and "
+            f"consumer_version={version}"
         )
 
-    def _drawn(self, groups: VersionGroups, weights: Array, ends: Array, count: int) -> Array:
+    def _drawn(self, law: _Law, count: int) -> Array:
         """Draws elements, int64 ``[count]``: none twice where there are enough."""
-        rows = int(groups.counts[weights > 0].sum())
-        if count > rows:
-            return self._independent(groups, ends, count)
+        if count > law.rows:
+            return self._independent(law, count)
         drawn = np.zeros(0, np.int64)
-        if 4 * count < rows:
+        if 4 * count < law.rows:
             # Independent draws of which repeated ones are dropped: each is then one of what is
             # left, by weight.
             for _ in range(_ROUNDS):
-                drawn = np.concatenate([drawn, self._independent(groups, ends, count)])
+                drawn = np.concatenate([drawn, self._independent(law, count)])
                 drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
                 if len(drawn) >= count:
                     return drawn[:count]
-        elements, mass = _all_of(groups, weights)
+        elements, mass = _all_of(law)
         left = ~np.isin(elements, drawn)
         more = self._by_key(elements[left], mass[left], count - len(drawn))
         return np.concatenate([drawn, more])
 
-    def _independent(self, groups: VersionGroups, ends: Array, count: int) -> Array:
+    def _independent(self, law: _Law, count: int) -> Array:
         point, place = uniform(2 * count, self.generator).reshape(2, count)
+        ends = law.ends
         which = np.searchsorted(ends, point * ends[-1], side="right")
         which = np.minimum(which, np.searchsorted(ends, ends[-1]))  # rounded up, or weight 0
-        return groups.members(which, (place * groups.counts[which]).astype(np.int64))
+        return law.groups.members(which, (place * law.counts[which]).astype(np.int64))
 
     def _by_key(self, elements: Array, mass: Array, count: int) -> Array:
         """Draws from what is left, one after another, by keys ``e / mass`` with e standard
@@ -224,20 +239,16 @@ class StalenessAwareSampler(Sampler):
 
     # -- where transforms read the rows around ------------------------------------------------
 
-    def _eligible(
-        self, storage: Storage, groups: VersionGroups, weights: Array
-    ) -> tuple[Array, Array]:
+    def _eligible(self, storage: Storage, law: _Law) -> tuple[Array, Array]:
         """Elements with weight that have around them what transforms need, and the weights."""
         index = index_for(storage)
-        elements, mass = _all_of(groups, weights)
+        elements, mass = _all_of(law)
         fits = index.eligible_starts(self.needs.single, *index.place(elements))
         return elements[fits], mass[fits]
 
-    def _drawn_eligible(
-        self, storage: Storage, groups: VersionGroups, weights: Array, count: int
-    ) -> Array:
-        self._require(groups, np.cumsum(weights * groups.counts))
-        elements, mass = self._eligible(storage, groups, weights)
+    def _drawn_eligible(self, storage: Storage, law: _Law, count: int) -> Array:
+        self._require(law)
+        elements, mass = self._eligible(storage, law)
         if not len(elements):
             refuse_nothing(index_for(storage), self.needs)
         if count <= len(elements):
@@ -337,10 +348,10 @@ def _checked_weights(given: Any, count: int) -> Array:
     return weights
 
 
-def _all_of(groups: VersionGroups, weights: Array) -> tuple[Array, Array]:
+def _all_of(law: _Law) -> tuple[Array, Array]:
     """All elements with weight, and their weights."""
-    elements, _, counts = groups.state()
-    mass = np.repeat(weights, counts)
+    elements, _, counts = law.groups.state()
+    mass = np.repeat(law.weights, counts)
     return elements[mass > 0], mass[mass > 0]
 
 

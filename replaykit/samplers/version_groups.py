@@ -45,10 +45,12 @@ class VersionGroups:
         self._rings = Rings(np.int64)
         self._of = np.zeros(0, np.int64)  # group of an element; -1: none
         self._place = np.zeros(0, np.int64)  # in its group
+        self._numbers = np.zeros(0, np.int64)  # of groups in ``versions``, as of these changes:
+        self._numbered = -1
 
     @property
     def counts(self) -> Array:
-        """How many elements have each version: int64 ``[V]``."""
+        """How many elements have each version: int64 ``[V]``. Cost: O(V)."""
         return np.asarray(self._group.count[self._ids])
 
     def members(self, which: Array, place: Array) -> Array:
@@ -56,10 +58,12 @@ class VersionGroups:
         return self._rings.get(self._ids[which], place)
 
     def of(self, elements: Array) -> Array:
-        """Numbers in ``versions`` of the versions of elements."""
-        numbers = np.zeros(self._group.capacity, np.int64)
-        numbers[self._ids] = np.arange(len(self._ids))
-        return np.asarray(numbers[self._of[elements]])
+        """Numbers in ``versions`` of the versions of elements. Cost: O(V) after changes."""
+        if self._numbered != self.changes:
+            self._numbers = np.zeros(self._group.capacity, np.int64)
+            self._numbers[self._ids] = np.arange(len(self._ids))
+            self._numbered = self.changes
+        return np.asarray(self._numbers[self._of[elements]])
 
     def set(self, elements: Array, versions: Array) -> None:
         """Gives elements, distinct and rising, their versions; ``length`` follows."""
