@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer, ShardedReplayBuffer
+from replaykit.sharding.recipe import ShardRecipe
 
 
 @pytest.fixture
@@ -35,5 +37,25 @@ def single() -> Callable[..., ReplayBuffer]:
     def make(sampler: Any, capacity: int = 10_000, **arguments: Any) -> ReplayBuffer:
         arguments.setdefault("generator", torch.Generator().manual_seed(1))
         return ReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, **arguments)
+
+    return make
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., ShardRecipe]:
+    """What one small shard is made of that saves itself every so many seconds."""
+
+    def make(seconds: float = 60.0) -> ShardRecipe:
+        return ShardRecipe(
+            storage=lambda: LazyTensorStorage(4),
+            sampler=None,
+            writer=None,
+            transform_factory=None,
+            priority_key="td_error",
+            checkpoint_dir=str(tmp_path),
+            checkpoint_interval=seconds,
+            num_shards=1,
+            shard_key=None,
+        )
 
     return make

@@ -26,7 +26,6 @@ from replaykit import (
 )
 from replaykit.errors import SchemaError
 from replaykit.sharding.holder import ShardHolder
-from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.wire import encoded
 from tests.sharding.laws import chi_square, counts, episodes
 
@@ -94,22 +93,9 @@ def test_ray_goes_on_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> No
     assert ray.killed == 1
 
 
-def test_what_fails_when_an_actor_is_made_is_its_answer(tmp_path: Path) -> None:
+def test_what_fails_when_an_actor_is_made_is_its_answer(recipe: Any) -> None:
     """Its own type and text, not those of an actor that has died."""
     from replaykit.sharding.actors import _ShardActor
-
-    def recipe() -> ShardRecipe:
-        return ShardRecipe(
-            storage=lambda: LazyTensorStorage(4),
-            sampler=None,
-            writer=None,
-            transform_factory=None,
-            priority_key="td_error",
-            checkpoint_dir=str(tmp_path),
-            checkpoint_interval=60.0,
-            num_shards=1,
-            shard_key=None,
-        )
 
     holder = ShardHolder(recipe(), 0)
     holder.save_own()

@@ -10,11 +10,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ShardLoss
+from replaykit import PrioritizedSampler, ShardLoss
 from replaykit.sharding import ShardLossWarning
 from replaykit.sharding.facts import ShardFacts
 from replaykit.sharding.losses import Losses
-from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.wire import encoded
 
 
@@ -237,24 +236,12 @@ def test_a_save_that_fails_is_logged_and_tried_again(
 
 
 def test_the_saver_of_an_actor_outlives_what_goes_wrong(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
+    recipe: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from replaykit.sharding.actors import _ShardActor
 
-    recipe = ShardRecipe(
-        storage=lambda: LazyTensorStorage(4),
-        sampler=None,
-        writer=None,
-        transform_factory=None,
-        priority_key="td_error",
-        checkpoint_dir=str(tmp_path),
-        checkpoint_interval=0.0,
-        num_shards=1,
-        shard_key=None,
-    )
-
     async def watched() -> None:
-        actor = _ShardActor(recipe, 0, 0)
+        actor = _ShardActor(recipe(0.0), 0, 0)
         holder, tries = actor._holder, []
 
         def fails() -> None:
