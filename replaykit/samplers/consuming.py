@@ -43,7 +43,7 @@ class ConsumingSampler(Sampler):
     do not keep the order of time. ``consume_after_n_samples=n`` of a buffer is the same. A batch
     whose making failed is given back.
 
-    Cost: O(B) a draw and a write; 28 bytes a record.
+    Cost: O(B) a draw and a write; 28 to 72 bytes a record.
 
     Example:
         >>> import torch

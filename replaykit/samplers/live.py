@@ -25,7 +25,8 @@ class LiveSlots:
     replaced by the last. The line is an array too, of numbers that go on for ever: a slot holds the
     number that it has in it, so that entries of slots that were written since are known for old.
 
-    Cost: O(K) for K slots, amortised; 28 bytes a slot.
+    Cost: O(K) for K slots, amortised; 28 bytes a slot, up to twice as many while there come more,
+    and up to 16 for the line.
 
     Example:
         >>> import numpy as np

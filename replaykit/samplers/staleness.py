@@ -78,7 +78,7 @@ class StalenessAwareSampler(Sampler):
     of ``consumer_version``, O(B log V) a draw. O(N) where a batch takes more than a quarter of the
     rows that can be drawn, or few rows hold nearly all of the weight, where transforms read the
     rows around, and at the first draw after other edits of the column, a load or ``set_storage``.
-    32 bytes a row.
+    32 to 64 bytes a row.
 
     Values written through views of the column (``rb.storage.column``) are not noticed.
 

@@ -20,7 +20,7 @@ class VersionGroups:
     were set alike give the same draws. One that leaves is replaced by the last of its group.
 
     Cost: O(K log K) for K elements that are set, and O(V) of V versions where one comes or goes;
-    about 32 bytes an element.
+    32 to 64 bytes an element.
 
     Example:
         >>> import numpy as np

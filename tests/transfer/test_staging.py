@@ -397,15 +397,23 @@ def test_batches_arrive_on_a_cuda_device_beside_other_work(prefetch: int | None)
     assert all(slot.host is None or slot.host.is_pinned() for slot in rb._staging._free)
 
 
-@pytest.mark.cuda
-@needs_cuda
-def test_priorities_are_updated_from_a_cuda_batch() -> None:
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+)
+def test_priorities_are_updated_from_a_batch_on_a_device(device: str) -> None:
     from replaykit import PrioritizedReplayBuffer
 
     rb = PrioritizedReplayBuffer(
-        alpha=1.0, beta=1.0, storage=LazyTensorStorage(50), batch_size=8, device="cuda", prefetch=2
+        alpha=1.0, beta=1.0, storage=LazyTensorStorage(50), batch_size=8, device=device, prefetch=2
     )
     rb.extend(batch(0, 50))
+    value = torch.ones(50)
     for _ in range(5):
         found = rb.sample()
-        rb.update_tensordict_priority(found.set("td_error", found["id"].abs() + 1.0))
+        rb.update_tensordict_priority(found.set("td_error", found["index"] + 2.0))
+        value[found["index"].cpu()] = found["index"].cpu() + 2.0
+    drawn = rb.sample(40)  # not one of those made ahead
+    assert drawn["priority_weight"].device.type == device
+    expected = value.min() / value[drawn["index"].cpu()]
+    torch.testing.assert_close(drawn["priority_weight"].cpu(), expected)
+    rb.shutdown()
