@@ -29,7 +29,7 @@ from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
-from replaykit.datasets.planning import DownloadPlan, Remote, free_bytes
+from replaykit.datasets.planning import DownloadPlan, Remote, free_bytes, room_needed_at
 from replaykit.datasets.publish import open_published, remove_published
 from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
@@ -207,7 +207,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def sources(self) -> Sources:
         """Returns the source files of the data set, fetched and verified."""
-        return self._require_remote(self.dataset_id).sources()
+        return self._require_remote(self.dataset_id).sources(self._room())
 
     def _sources(self) -> Sources:
         if self.source is None:
@@ -219,8 +219,17 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
                 natural=self._rules.natural_files,
                 threads=self._options.workers,
                 checked=self._options.policies.on_invalid != "skip",
+                target=self._room(),
             )
         return self._own
+
+    def _room(self) -> Path | None:
+        """Where room for the columns is looked for before a download."""
+        return room_needed_at(
+            self.data_path_root,
+            may_shrink=self._options.policies.may_shrink,
+            force=self.download == "force",
+        )
 
     # -- where it lies ------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.http_cache import WebFile
 from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
+from replaykit.datasets.planning import room_needed_at
 from replaykit.datasets.sources import Sources, names_of, sha256_of
 from replaykit.errors import CorpusError
 
@@ -84,7 +85,9 @@ def convert(
         ValueError: the policies name a key or dtype that no file has.
         FileNotFoundError: a file is not there, or a directory holds none.
         DownloadError, PermissionError: as `download` does.
-        OSError: a file cannot be read, or there is no room; names the file.
+        OSError: a file cannot be read, or there is no room; names the file. Before a download:
+            no room for the files and as much again for columns, unless policies may make these
+            smaller.
         RuntimeError: without ``force``, what is at ``dest`` is something else.
         ImportError: h5py is not installed.
 
@@ -115,6 +118,7 @@ def convert(
         natural=layout.natural_files,
         threads=workers,
         checked=options.policies.on_invalid != "skip",
+        target=room_needed_at(Path(dest), may_shrink=options.policies.may_shrink, force=force),
     )
     identity: dict[str, Any] = {
         "files": digest_of(sources, layout),
@@ -146,9 +150,16 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
 
 
 def local_sources(
-    files: Files, *, natural: bool = False, threads: int = 1, checked: bool = True
+    files: Files,
+    *,
+    natural: bool = False,
+    threads: int = 1,
+    checked: bool = True,
+    target: Path | None = None,
 ) -> Sources:
     """Describes the H5 files that a caller gives, and fetches those that are URLs of the web.
+
+    ``target``: where columns will be made of them, if their room is to be looked at before a fetch.
 
     Raises:
         FileNotFoundError: a file is not there, or a directory holds none.
@@ -157,7 +168,7 @@ def local_sources(
     """
     web = _web_files(files)
     if web:
-        return WebFiles(web, natural).sources()
+        return WebFiles(web, natural).sources(target)
     sources = Sources.local(_paths(files), natural=natural, threads=threads, checked=checked)
     if isinstance(files, Mapping):
         wanted = {os.path.abspath(_path(name)): sha256 for name, sha256 in files.items()}

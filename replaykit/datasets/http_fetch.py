@@ -22,6 +22,7 @@ from replaykit._version import __version__
 from replaykit.datasets.http_cache import DownloadCache, WebFile, default_downloads
 from replaykit.datasets.http_errors import Refused, WebSubject
 from replaykit.datasets.hub_cache import is_offline, text_hint
+from replaykit.datasets.planning import require_room_for_columns
 from replaykit.datasets.retry import Cancelled, Retry
 from replaykit.datasets.transfer import Meter, Progress, metered, run_all
 from replaykit.errors import DownloadError
@@ -96,10 +97,12 @@ def fetch_files(
     progress: bool | Callable[[Progress], object] = False,
     max_workers: int = 4,
     retry: Retry = Retry(),  # noqa: B008 - frozen
+    target: Path | None = None,
 ) -> list[Path]:
     """Returns the local paths of files, in their order; see `download`.
 
     Either every file is returned or none is; those that are complete stay for the next call.
+    ``target``: where columns will be made of them, if their room is to be looked at as well.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
@@ -109,7 +112,11 @@ def fetch_files(
     sizes: list[int | None] = [file.size for file in wanted]
     if not is_offline():
         sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry, cancel=cancel)
-        cache.require_room(zip(wanted, sizes, strict=True))
+        sized = list(zip(wanted, sizes, strict=True))
+        cache.require_room(sized)
+        if target is not None:
+            needed, total = sum(cache.missing_bytes(sized)), sum(size or 0 for size in sizes)
+            require_room_for_columns(cache.root, needed, target, total)
     items = [_Item(file, size or 0) for file, size in zip(wanted, sizes, strict=True)]
     title = f"Downloading {items[0].file.name if len(items) == 1 else f'{len(items)} files'}"
     with metered(items, title, progress, cancel) as meter:

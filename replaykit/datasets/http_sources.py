@@ -41,14 +41,17 @@ class WebFiles:
         sizes = [file.size for file in self.files]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
-    def sources(self) -> Sources:
+    def sources(self, target: Path | None = None) -> Sources:
         """Fetches and verifies the files.
+
+        Args:
+            target: where columns will be made of them, if their room is to be looked at as well.
 
         Raises:
             FileNotFoundError, PermissionError, DownloadError, OSError: as `download` does.
             ValueError: a file is given twice.
         """
-        paths = fetch_files(self.files, progress=sys.stderr.isatty())
+        paths = fetch_files(self.files, progress=sys.stderr.isatty(), target=target)
         found = tuple(
             SourceFile(
                 path,

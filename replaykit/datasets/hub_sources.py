@@ -17,7 +17,7 @@ from replaykit.datasets.hub_cache import (
     leave_note,
     repository_folder,
 )
-from replaykit.datasets.planning import PlannedFile
+from replaykit.datasets.planning import PlannedFile, require_room_for_columns
 from replaykit.datasets.sources import SourceFile, Sources, sha256_of
 
 __all__ = ["HubFiles"]
@@ -51,17 +51,24 @@ class HubFiles:
         """None: a repository must be asked."""
         return None
 
-    def sources(self) -> Sources:
+    def sources(self, target: Path | None = None) -> Sources:
         """Lists, fetches and verifies the files.
 
         Once all of them are there, the listing is kept beside them in the client's cache. Where
         the network is turned off, the files are those of the last listing that was kept.
+
+        Args:
+            target: where columns will be made of them, if their room is to be looked at as well.
 
         Raises:
             FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as
                 `list_files` and `fetch` do.
         """
         listing = self._listing()
+        if target is not None and not is_offline():
+            cache = HubCache(cache_root(), listing.repo_id, listing.commit)
+            missing, total = cache.missing_bytes(listing.files), sum(f.size for f in listing.files)
+            require_room_for_columns(cache.root, missing, target, total)
         paths = fetch(listing, progress=sys.stderr.isatty())
         _remember(listing, self.directory, self._kind)
         files = tuple(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit.datasets import RobosetExperienceReplay
+from replaykit.datasets import Policies, RobosetExperienceReplay
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.testing import Fault, lfs_pointer
 
@@ -45,6 +47,32 @@ def test_absent_data_set_without_download_touches_no_network(serve, small, root,
     with pytest.raises(FileNotFoundError, match="download=True"):
         construct(root, download=False)
     assert serving.requests == 0
+
+
+@pytest.mark.pitfall("DS12")
+def test_room_for_the_columns_is_looked_at_before_the_download(
+    serve, small, root, construct, monkeypatch
+):
+    serving = serve(*small)
+    total = sum(path.stat().st_size for path in small)
+
+    def free(nbytes: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=nbytes))
+
+    free(2 * total - 1)
+    said = rf"{total:,} bytes to download, and about {total:,} bytes .* {2 * total - 1:,} bytes are"
+    with pytest.raises(OSError, match=said) as caught:
+        construct(root)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(root / ID) in str(caught.value)
+    assert serving.hub.bytes_served == 0
+    assert not root.exists() or not list(root.rglob("*.memmap"))
+    # What is asked for may be less than what the files hold.
+    smaller = Policies(casts={"float64": "float32"})
+    assert len(construct(root, policies=smaller)) == 17
+    shutil.rmtree(root)
+    # What is there already asks for nothing; how much the columns take is known then.
+    assert len(construct(root)) == 17
 
 
 @pytest.mark.pitfall("DS12")

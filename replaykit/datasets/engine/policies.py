@@ -119,6 +119,13 @@ class Policies:
         """When a last step stays whose next state was not recorded; as ``unrecorded``."""
         return "drop" if self.strict and self.unrecorded == "terminated" else self.unrecorded
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether columns may take less room than what they are made of."""
+        given = (self.include, self.exclude, self.casts)
+        lasting = (self.constant, self.duplicate, self.repeated)
+        return any(given) or set(lasting) != {"keep"} or self.on_invalid == "skip"
+
     def keeps(self, key: Key) -> bool:
         """Whether a column of that key is asked for."""
         if any(key[: len(above)] == above for above in self.exclude):
