@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from replaykit.sharding import (
         ShardedClient,
         ShardedReplayBuffer,
+        ShardedResult,
         ShardLoss,
     )
 
@@ -193,6 +194,7 @@ __all__ = [
     "ShardLoss",
     "ShardedClient",
     "ShardedReplayBuffer",
+    "ShardedResult",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StackFrames",
@@ -240,6 +242,7 @@ _LAZY = {
     "ShardLoss": "replaykit.sharding",
     "ShardedClient": "replaykit.sharding",
     "ShardedReplayBuffer": "replaykit.sharding",
+    "ShardedResult": "replaykit.sharding",
 }
 
 

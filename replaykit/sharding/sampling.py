@@ -12,13 +12,13 @@ from replaykit.sharding.ahead import Ahead, ShardedResult
 from replaykit.sharding.batches import finished
 from replaykit.sharding.draws import Draws
 from replaykit.sharding.membership import Members
-from replaykit.sharding.patches import Patched
 from replaykit.sharding.routed import ClientSettings
+from replaykit.sharding.streams import Streamed
 
 __all__ = ["Sampled"]
 
 
-class Sampled(Patched):
+class Sampled(Streamed):
     """``sample``, ``sample_async``, ``can_sample``, iteration, and the generator."""
 
     def __init__(

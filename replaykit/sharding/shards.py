@@ -15,7 +15,7 @@ from replaykit.structure import Node
 
 __all__ = ["LocalShard", "LocalSupervisor", "Reply", "Restored", "Shard", "Supervisor"]
 
-WRITES = frozenset({"extend", "update", "patch", "empty"})
+WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
 """What waits while all shards are saved; the first argument is the stamp."""
 
 

@@ -74,6 +74,12 @@ def test_two_actors_are_one_buffer(
     np.testing.assert_allclose(batch["priority_weight"], v.min() / v[batch["x"]], rtol=1e-5)
     assert torch.equal(batch["wide"], rows["wide"][batch["x"]])
     batch["x"] += 1  # its memory is the learner's
+    ahead, later = rb.client(prefetch=2), rb.sample_async(7)
+    assert ahead.sample().shape == ahead.sample_async().result().shape == (100,)
+    _until(later.done)
+    assert later.result().shape == (7,)
+    assert rb.flush().tolist() == []
+    rb.cut(0)
     with pytest.raises(SchemaError, match="key 'wide': expected float32"):
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
     with pytest.raises(IndexError, match="got 99 at 0"):
