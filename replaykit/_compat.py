@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,17 +78,19 @@ def new_tensordict(
 
 
 def fresh_strided(
-    memory: torch.Tensor, size: torch.Size, stride: tuple[int, ...], offset: int
-) -> torch.Tensor:
-    """Returns a tensor over the memory of another one that autograd takes for one of its own.
+    memories: Sequence[torch.Tensor],
+    parts: Iterable[tuple[int, torch.Size, tuple[int, ...], int]],
+) -> list[torch.Tensor]:
+    """Returns tensors over the memory of others that autograd takes for ones of their own.
 
-    A view of ``memory`` would share its version with all other views: a change of one would make
-    what was computed from another look changed too.
+    Views would share one version: a change of one would make what was computed from another look
+    changed too.
+
+    Args:
+        parts: of each which memory, shape, strides, the value in it that it begins with.
     """
-    if _BelowViews is None:
-        return memory.as_strided(size, stride, offset)
-    with _BelowViews():
-        return memory.as_strided(size, stride, offset)
+    with _BelowViews() if _BelowViews is not None else contextlib.nullcontext():
+        return [memories[at].as_strided(size, step, first) for at, size, step, first in parts]
 
 
 _BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)

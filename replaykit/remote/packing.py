@@ -38,6 +38,12 @@ _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor: dtype, shape, strides, the byte in its piece that it begins with, number of the piece
 (-1: it has no values)."""
 
+_Views = tuple[tuple[int, torch.dtype], ...]
+"""Pieces to be looked at as values of a kind."""
+
+_Parts = tuple[tuple[int, torch.Size, tuple[int, ...], int], ...]
+"""Tensors over them: which of them, shape, strides, the value that it begins with."""
+
 
 class _Itself:
     """Stands for the object that a method was called on."""
@@ -80,11 +86,11 @@ def unpack(message: Message, *, own: bool = False, devices: bool = False) -> Any
         return ITSELF
     blocks = [_tensor_over(block, own=own) for block in message[2:]]
     if code == COLUMNS:
-        tree, places = _plan(message[1])
-        leaves = _placed(places, blocks)
+        tree, views, parts = _plan(message[1])
+        leaves = iter(_placed(views, parts, blocks))
         return next(leaves) if tree is None else _build(tree, leaves)
     content, places, moved = pickle.loads(message[1])
-    tensors = list(_placed(places, blocks))
+    tensors = _placed(*_parts(places), blocks)
     if devices and moved and torch.cuda.is_available():
         for number, device in moved.items():
             tensors[number] = tensors[number].to(device)
@@ -145,32 +151,31 @@ def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]
 
     One loop in Python over the leaves, some microseconds each: it is on the way of every batch.
     """
-    # Two arrays may begin at one address and be two memories to torch, one of them longer.
-    memories: dict[tuple[int, int], list[Any]] = {}
-    found: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, Any]] = []
+    # Two arrays may begin at one address and be two memories to torch, one of them longer: what is
+    # sent of both is read from the one of them that is needed to the farthest byte.
+    memories: dict[int, list[Any]] = {}
+    found: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int | None]] = []
     for leaf in leaves:
         if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return None
-        shape, stride, size = tuple(leaf.shape), leaf.stride(), leaf.itemsize
-        values = leaf.numel()
-        if not values:
-            found.append((leaf.dtype, shape, stride, 0, None))
+        dtype, shape, stride = leaf.dtype, leaf.shape, leaf.stride()
+        itemsize, used, extent = _extent(dtype, shape, stride)
+        if not used:
+            found.append((dtype, shape, stride, 0, None))
             continue
-        offset = int(leaf.storage_offset()) * size
-        reach = offset + size
-        for count, step in zip(shape, stride, strict=True):
-            reach += (count - 1) * step * size
-        begin = (leaf.data_ptr() - offset, leaf.untyped_storage().nbytes())
+        offset = int(leaf.storage_offset()) * itemsize
+        begin = leaf.data_ptr() - offset
         memory = memories.get(begin)
         if memory is None:
-            memories[begin] = [offset, reach, values * size, leaf]
+            memories[begin] = [offset, offset + extent, used, leaf]
         else:
             memory[0] = min(memory[0], offset)
-            memory[1] = max(memory[1], reach)
-            memory[2] += values * size
-        found.append((leaf.dtype, shape, stride, offset, begin))
+            if offset + extent > memory[1]:
+                memory[1], memory[3] = offset + extent, leaf
+            memory[2] += used
+        found.append((dtype, shape, stride, offset, begin))
     pieces: list[torch.Tensor] = []
-    at: dict[tuple[int, int], tuple[int, int]] = {}
+    at: dict[int, tuple[int, int]] = {}
     for begin, (first, last, used, leaf) in memories.items():
         first -= first % _ALIGNMENT
         if used * 2 < last - first:
@@ -178,14 +183,22 @@ def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]
         at[begin] = (len(pieces), first)
         pieces.append(bytes_of(leaf, first, last))
     numbers, shifts, blocks = _joined(pieces)
-    places = []
-    for dtype, shape, stride, offset, memory_begin in found:
+    places: list[_Place] = []
+    for dtype, sizes, stride, offset, memory_begin in found:
         if memory_begin is None:
-            places.append((dtype, shape, stride, 0, -1))
+            places.append((dtype, sizes, stride, 0, -1))
             continue
-        piece, first = at[memory_begin]
-        places.append((dtype, shape, stride, offset - first + shifts[piece], numbers[piece]))
+        piece, start = at[memory_begin]
+        places.append((dtype, sizes, stride, offset - start + shifts[piece], numbers[piece]))
     return tuple(places), blocks
+
+
+@lru_cache(maxsize=512)
+def _extent(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes of a value, of all values, and from the first of them to the end of the last."""
+    size = dtype.itemsize
+    last = sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    return size, shape.numel() * size, (last + 1) * size
 
 
 def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]:
@@ -244,24 +257,32 @@ def _header(tree: tuple[Any, ...] | None, places: tuple[_Place, ...]) -> bytes:
 
 
 @lru_cache(maxsize=512)
-def _plan(header: bytes) -> tuple[Any, tuple[_Place, ...]]:
+def _plan(header: bytes) -> tuple[Any, _Views, _Parts]:
     tree, places = pickle.loads(header)
-    return tree, places
+    return tree, *_parts(places)
 
 
-def _placed(places: tuple[_Place, ...], blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors, over the blocks."""
-    views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+def _parts(places: tuple[_Place, ...]) -> tuple[_Views, _Parts]:
+    """The pieces of memory as values of a kind, each once, and the tensors over them."""
+    views: dict[tuple[int, torch.dtype], int] = {}
+    parts = []
     for dtype, shape, stride, offset, number in places:
+        view = views.setdefault((number, dtype), len(views))
+        parts.append((view, torch.Size(shape), stride, offset // dtype.itemsize))
+    return tuple(views), tuple(parts)
+
+
+def _placed(views: _Views, parts: _Parts, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, over the blocks."""
+    memories = []
+    for number, dtype in views:
         if number < 0:
-            yield torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            memories.append(torch.empty(0, dtype=dtype, device="cpu"))
             continue
-        view = views.get((number, dtype))
-        if view is None:
-            block = blocks[number]
-            whole = len(block) - len(block) % dtype.itemsize
-            view = views[number, dtype] = block[:whole].view(dtype)
-        yield fresh_strided(view, torch.Size(shape), stride, offset // dtype.itemsize)
+        block, size = blocks[number], dtype.itemsize
+        extra = block.numel() % size
+        memories.append((block[:-extra] if extra else block).view(dtype))
+    return fresh_strided(memories, parts)
 
 
 class _Memory:

@@ -27,7 +27,8 @@ class View(NamedTuple):
         """The tensor in a block, uint8 ``[n]``, without a copy."""
         unit = self.dtype.itemsize
         whole = len(block) // unit * unit  # other tensors of the block may have smaller values
-        return fresh_strided(block[:whole].view(self.dtype), self.shape, self.stride, self.offset)
+        memory = block[:whole].view(self.dtype)
+        return fresh_strided([memory], [(0, self.shape, self.stride, self.offset)])[0]
 
 
 class Piece(NamedTuple):

@@ -135,6 +135,14 @@ def test_a_batch_is_sent_as_it_lies_and_not_copied_again() -> None:
         assert any(low <= leaf.data_ptr() < high for low, high in ranges)
 
 
+def test_two_memories_that_begin_at_one_address_are_one() -> None:
+    """Arrays of NumPy over one another, the shorter first and last."""
+    array = np.arange(1000)
+    for parts in ((10, 1000), (1000, 10)):
+        given = TensorDict({f"{n}": torch.from_numpy(array[:n])[None] for n in parts}, [1])
+        check(travelled(given), given)
+
+
 def test_few_rows_of_much_memory_travel_alone() -> None:
     rows = torch.arange(10**6)
     message = pack(TensorDict({"x": rows[5:8], "y": rows[10:13]}, [3]))
