@@ -14,6 +14,7 @@ from replaykit.datasets.families.isaaclab import ISAACLAB
 from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.maniskill import MANISKILL
 from replaykit.datasets.families.minari import MINARI
+from replaykit.datasets.families.minari_ids import minari_ids
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
 from replaykit.datasets.families.robomimic_files import (
     ROBOMIMIC_REPOSITORY,
@@ -199,19 +200,23 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """Transitions of Minari's data sets in HDF5 storage.
 
     Ids are Minari's, such as ``D4RL/door/human-v2``: the first part names the repository below
-    ``farama-minari``. See `MinariLayout` for spaces, images and text.
+    ``farama-minari``. Those of ``D4RL`` and ``mujoco`` are listed, others are taken too. See
+    `MinariLayout` for spaces, images and text.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
     https://minari.farama.org; each data set has a licence of its own.
 
     Example:
         >>> from replaykit.datasets import MinariExperienceReplay
+        >>> "mujoco/hopper/medium-v0" in MinariExperienceReplay.available_datasets
+        True
         >>> MinariExperienceReplay("D4RL/door/human-v2", 32, download=False,
         ...                        root="no-such-folder")
         Traceback (most recent call last):
         FileNotFoundError: the data set 'D4RL/door/human-v2' is not in ...
     """
 
+    available_datasets: ClassVar[list[str]] = minari_ids()
     any_id = True
     corpus = "minari"
     layout = MINARI

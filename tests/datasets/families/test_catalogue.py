@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import h5py
@@ -342,3 +343,15 @@ def test_ids_that_would_leave_the_root_are_refused(tmp_path, dataset_id):
 def test_minari_id_without_a_namespace_names_no_repository(tmp_path):
     with pytest.raises(FileNotFoundError, match="'cart' names no repository"):
         MinariExperienceReplay("cart", 2, root=tmp_path)
+
+
+def test_ids_of_minari_name_folders_of_its_repositories():
+    ids = MinariExperienceReplay.available_datasets
+    assert len(ids) == len(set(ids)) == 31 + 28
+    for dataset_id in ids:
+        namespace, _, folder = dataset_id.partition("/")
+        assert namespace in ("D4RL", "mujoco")
+        assert re.fullmatch(r"[a-z0-9]+/[a-z-]+-v[0-2]", folder)
+        remote = MinariExperienceReplay.remote(dataset_id)
+        assert (remote.repo_id, remote.directory) == (f"farama-minari/{namespace}", folder)
+        assert (remote.suffix, remote.beside) == (".hdf5", ("/metadata.json",))

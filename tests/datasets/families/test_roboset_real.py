@@ -156,3 +156,18 @@ def test_the_class_takes_files_of_the_simulation_as_such(tmp_path):
     (tmp_path / "none.h5").write_bytes(b"text")
     with pytest.raises(CorpusError, match=r"none\.h5"):
         RobosetExperienceReplay("other", 2, root=tmp_path / "root", source=tmp_path / "none.h5")
+
+
+@pytest.mark.parametrize("order", [("sim", "real"), ("real", "sim")])
+def test_files_of_both_kinds_are_refused_by_name(tmp_path, order):
+    """Whichever comes first says what is expected: none is left out as if it were empty."""
+    paths = [tmp_path / f"{number}_{kind}.h5" for number, kind in enumerate(order)]
+    for path in paths:
+        if "real" in path.name:
+            write(path, trial(5))
+        else:
+            with RoboHiveWriter(path) as writer:
+                writer.add_trial(**make_trial(4))
+    with pytest.raises(CorpusError, match=rf"{paths[1].name}: no trial of the layout .*V04"):
+        RobosetExperienceReplay("mine", 2, root=tmp_path / "root", source=tmp_path)
+    assert not (tmp_path / "root" / "mine").exists()
