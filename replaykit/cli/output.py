@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from replaykit.inspection.facts import to_json
 
-__all__ = ["Debug", "Json", "Output", "plain", "sentence", "size"]
+__all__ = ["Debug", "Json", "Output", "plain", "sentence", "size", "write_no_more"]
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document, of errors too.", show_default=False)
@@ -35,6 +36,21 @@ Debug = Annotated[
 
 
 _WIDE: Final = 240
+
+
+def write_no_more() -> None:
+    """Told that whoever reads stdout has seen enough, such as `head`: what comes goes nowhere, and
+    Python does not complain at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+class _Console(Console):
+    """A command goes on to its end without its reader: its exit code says what it has found."""
+
+    def on_broken_pipe(self) -> None:
+        write_no_more()
 
 
 @dataclass
@@ -54,7 +70,7 @@ class Output:
     @property
     def console(self) -> Console:
         """For people, on stdout; into a file or a pipe no line is broken."""
-        return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        return _Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
     @property
     def stderr(self) -> Console:
@@ -63,8 +79,11 @@ class Output:
 
     def document(self, value: Mapping[str, Any]) -> None:
         """Prints the JSON document."""
-        json.dump(to_json(value), sys.stdout, allow_nan=False)
-        sys.stdout.write("\n")
+        text = json.dumps(to_json(value), allow_nan=False)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            write_no_more()
 
     def error(self, kind: str, text: str, code: int) -> None:
         """Says what went wrong, in one sentence."""

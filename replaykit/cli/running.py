@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any, Final
 import typer
 
 from replaykit.cli.app import app
-from replaykit.cli.output import Output, sentence
+from replaykit.cli.output import Output, sentence, write_no_more
 from replaykit.errors import CheckpointError, CorpusError, DownloadError, UploadError
 
 __all__ = ["exit_code_of", "run"]
@@ -26,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command; see `replaykit.cli.main`."""
     output = Output(as_json="--json" in arguments)
     debug = "--debug" in arguments
+    code: object = 0
     if not set(arguments) - {"--json", "--debug"}:
         if output.as_json:
             output.error("UsageError", "no command was given; replaykit --help lists them", _USAGE)
@@ -34,18 +34,18 @@ def run(arguments: Sequence[str]) -> int:
         return _USAGE
     try:
         code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
-        sys.stdout.flush()
         if code == _INTERRUPTED:  # some versions of typer raise, some return
             raise KeyboardInterrupt
-        return code if isinstance(code, int) else 0
+        code = code if isinstance(code, int) else 0
+        sys.stdout.flush()
+        return code
     except (KeyboardInterrupt, typer.Abort):
         text = f"interrupted: {output.when_interrupted}"
         output.error("KeyboardInterrupt", text, _INTERRUPTED)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has seen enough, such as `head`; Python must not complain at its end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        write_no_more()
+        return code if isinstance(code, int) else 0
     except Exception as error:
         # What the parser of options raises is told by what it can do: typer brings one of its own
         # or uses click's, depending on its version.

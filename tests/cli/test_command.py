@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import replaykit
+from replaykit.cli import main
 from replaykit.cli.listing import families
 from replaykit.cli.output import Output
 from replaykit.testing import Fault
@@ -233,6 +235,21 @@ def test_a_reader_that_has_seen_enough_is_no_error(demos):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert str(demos) in done.stdout
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_without_its_reader_a_command_tells_by_its_exit_code(command, demos, tmp_path, form):
+    command("convert", demos, "--to", tmp_path / "data")
+    codes = []
+    for name in ("inspect", "validate", "broken"):
+        if name == "broken":
+            file, name = tmp_path / "data" / "action.memmap", "validate"
+            file.write_bytes(bytes(len(file.read_bytes())))
+        reads, writes = os.pipe()
+        os.close(reads)
+        with open(writes, "w") as stdout, contextlib.redirect_stdout(stdout):
+            codes.append(main([name, str(tmp_path / "data"), *form]))
+    assert codes == [0, 0, 1]
 
 
 def test_without_the_extra_the_command_says_which(command, monkeypatch):
