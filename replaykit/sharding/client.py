@@ -136,12 +136,12 @@ class ShardedClient(Sampled):
         Updates for a shard that is being restarted are dropped, as its rows may be lost: its
         priorities come back as they were saved. Cost: one message to each shard that is meant.
         """
-        self._check_open()
+        self._before_a_write()
         self._updates.priority(index, priority, generation)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets priorities from a sample, as ``ReplayBuffer.update_tensordict_priority`` does."""
-        self._check_open()
+        self._before_a_write()
         self._updates.tensordict(data)
 
     @property
@@ -191,7 +191,7 @@ class ShardedClient(Sampled):
             RuntimeError: a shard died, or a client died with half a batch written.
             OSError: the disk refused. What was there before stays, and is what ``loads`` reads.
         """
-        self._check_open()
+        self._before_a_write()
         save_all(self, path)
 
     def loads(self, path: Any) -> None:
@@ -209,7 +209,7 @@ class ShardedClient(Sampled):
             ValueError: other keys, or kinds of sampler, or of another ``shard_key``.
             Nothing has changed then.
         """
-        self._check_open()
+        self._before_a_write()
         load_all(self, path)
 
     dump = save = dumps

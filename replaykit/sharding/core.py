@@ -168,10 +168,18 @@ class ShardedReplayBuffer(ShardedClient):
         return not self._closed
 
     def close(self) -> None:
-        """Ends all shards; their rows are gone, checkpoints stay. May be called again."""
+        """Ends all shards, after writes that are under way; their rows are gone, checkpoints stay.
+        May be called again.
+
+        Raises:
+            Exception: what a write has raised whose result nobody has asked for.
+        """
         if not self._closed:
             self._closed = True
-            self._host.close()
+            try:
+                self._outbox.settle()
+            finally:
+                self._host.close()
 
     shutdown = close
 

@@ -67,7 +67,7 @@ class Patched(Routed):
             ...     result.updated.tolist(), rb[:]["x"].tolist()
             ([False, True], [1.0, 5.0, 0.0, 0.0])
         """
-        self._check_open()
+        self._before_a_write()
         names, members = self._names, self._members
         check_tracked(self._settings.tracked)
         handles, given = checked_handles(1, index, generation)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from replaykit.buffer.priorities import written_priorities
 from replaykit.samplers import Sampler
 from replaykit.schema import Rows, Schema, take_apart
+from replaykit.sharding.ahead import ShardedResult
 from replaykit.sharding.laws import law_of
 from replaykit.sharding.membership import Members
 from replaykit.sharding.naming import Names
+from replaykit.sharding.outbox import Outbox
 from replaykit.sharding.routing import ByKey, InTurn, Router
 from replaykit.sharding.writes import Writes
 from replaykit.ted import unravel
@@ -62,6 +66,7 @@ class Routed:
         self._sampler: Any = copy.deepcopy(settings.sampler)
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
+        self._outbox = Outbox()
         self._schema: Schema | None = None
         self._stored: Schema | None = None
         self._priority_key = unravel(settings.priority_key)
@@ -70,6 +75,11 @@ class Routed:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this buffer was shut down")
+
+    def _before_a_write(self) -> None:
+        """Waits for writes that were not waited for: before rows are dealt, or looked for."""
+        self._check_open()
+        self._outbox.settle()
 
     def _rows_of(self, shard: int) -> int:
         facts = self._members.table.facts(shard)
@@ -122,13 +132,52 @@ class Routed:
         """
         return self._write(data, single=False, update_priority=update_priority)
 
-    def _write(self, data: Any, *, single: bool, update_priority: bool | None) -> torch.Tensor:
+    def extend_async(self, data: Any, *, update_priority: bool | None = None) -> ShardedResult:
+        """Sends a batch to be stored, and does not wait: the result is awaited, or asked for.
+
+        Args:
+            data, update_priority: as for ``extend``. The rows are copied; the data may be changed.
+
+        Returns:
+            What ``extend`` will return, or raise of the shards.
+
+        Raises:
+            As ``extend``, of rows that are refused. What an earlier write has raised whose result
+            nobody has asked for; this one is not written then.
+
+        Writes of one handle are stored in their order, and what else it writes or updates, saves or
+        closes waits for them and raises what they have raised, unless it was asked for; a sample
+        does not wait. Where more than 16 are under way the oldest is waited for. Those that are
+        under way when the process ends may be lost: ``flush`` waits for them.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     under_way = [rb.extend_async(torch.zeros(2)) for _ in range(2)]
+            ...     [index.result().tolist() for index in under_way], len(rb)
+            ([[0, 1], [2, 3]], 4)
+        """
         self._check_open()
+        self._outbox.check()  # before any row is dealt
+        deliver = self._prepared(data, single=False, update_priority=update_priority)
+        return self._outbox.put(functools.partial(deliver, self._writes))
+
+    def _write(self, data: Any, *, single: bool, update_priority: bool | None) -> torch.Tensor:
+        self._before_a_write()
+        deliver = self._prepared(data, single=single, update_priority=update_priority)
+        return deliver(self._writes)
+
+    def _prepared(
+        self, data: Any, *, single: bool, update_priority: bool | None
+    ) -> Callable[[Callable[..., dict[int, Any]]], torch.Tensor]:
+        """Checks and deals rows; returns what writes copies of them, by ``Writes``."""
         optional = (self._priority_key,)
         known = self._known_schema()
         rows = take_apart(data, 1, single=single, optional=optional, schema=known)
         if not len(rows):
-            return torch.empty(0, dtype=torch.int64, device="cpu")
+            return lambda writes: torch.empty(0, dtype=torch.int64, device="cpu")
         key, sampler = self._priority_key, self._sampler
         priorities = written_priorities(
             data, key, sampler, len(rows), wanted=update_priority, single=single
@@ -141,22 +190,28 @@ class Routed:
             int(shard): torch.from_numpy((shards == shard).nonzero()[0])
             for shard in dict.fromkeys(shards.tolist())
         }
-        most = self._members.table.most()
+        members, names, root, count = self._members, self._names, rows.root, len(rows)
+        parts = {
+            shard: (
+                {path: leaf.index_select(0, mine) for path, leaf in rows.leaves.items()},
+                None if priorities is None else priorities.index_select(0, mine),
+            )
+            for shard, mine in chosen.items()
+        }
 
         def send(shard: int, stamp: Any) -> Any:
-            mine = chosen[shard]
-            leaves = {path: leaf.index_select(0, mine) for path, leaf in rows.leaves.items()}
-            own = None if priorities is None else priorities.index_select(0, mine)
-            return self._members.send(shard, "extend", stamp, rows.root, leaves, own, most)
+            return members.send(shard, "extend", stamp, root, *parts[shard], members.table.most())
 
-        answers = self._writes(sorted(chosen), send)
-        slots = {shard: answer[0] for shard, answer in answers.items()}
-        if any(len(slots[shard]) != len(mine) for shard, mine in chosen.items()):
-            return torch.cat([self._names.join(shard, found) for shard, found in slots.items()])
-        index = torch.empty(len(rows), dtype=torch.int64, device="cpu")
-        for shard, mine in chosen.items():
-            index[mine] = self._names.join(shard, slots[shard])
-        return index
+        def deliver(writes: Callable[..., dict[int, Any]]) -> torch.Tensor:
+            slots = {shard: answer[0] for shard, answer in writes(sorted(chosen), send).items()}
+            if any(len(slots[shard]) != len(mine) for shard, mine in chosen.items()):
+                return torch.cat([names.join(shard, found) for shard, found in slots.items()])
+            index = torch.empty(count, dtype=torch.int64, device="cpu")
+            for shard, mine in chosen.items():
+                index[mine] = names.join(shard, slots[shard])
+            return index
+
+        return deliver
 
     def _known_schema(self) -> Schema | None:
         """How rows look, if anybody has said: as they are given, before any transform."""
@@ -175,7 +230,7 @@ class Routed:
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all rows; keys, shapes and memory stay."""
-        self._check_open()
+        self._before_a_write()
         members = self._members
 
         def send(shard: int, stamp: Any) -> Any:

@@ -37,7 +37,7 @@ class Streamed(Patched):
             ...     rb.flush()
             tensor([], dtype=torch.int64)
         """
-        self._check_open()
+        self._before_a_write()
         members, names = self._members, self._names
 
         def send(shard: int, stamp: Any) -> Any:
@@ -78,7 +78,7 @@ class Streamed(Patched):
             >>> starts.unique()
             tensor([0, 2])
         """
-        self._check_open()
+        self._before_a_write()
         members = self._members
         where: dict[int, torch.Tensor | None] = dict.fromkeys(range(self._names.num_shards))
         if lane is not None:
