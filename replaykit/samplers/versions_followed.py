@@ -28,9 +28,9 @@ _MANY = 4
 class FollowedVersions:
     """Groups of the rows of a storage by what stands in a column.
 
-    Brought up to date from what was told of (``note``), what the ledger says was written at the
-    cursor, and what the storage says was edited; only where these do not account for all that
-    has happened, by a pass over the column. The storage's lock guards it.
+    Brought up to date from what the ledger says was written at the cursor, or what was told of
+    (``note``) where that was elsewhere, and what the storage says was edited; only where these do
+    not account for all that has happened, by a pass over the column. The storage's lock guards it.
 
     Args:
         path: the column, one number a row.
@@ -100,13 +100,17 @@ class FollowedVersions:
         ledger, lanes = storage.ledger, storage.lanes.numel()
         position, changes, _, edits = self._counters
         advanced = ledger.next_position - position
-        if advanced * lanes == self._rows and ledger.changes - changes in (0, len(self._noted)):
-            written = list(self._noted)
-        elif ledger.changes == changes and ledger.in_order:
+        if ledger.changes == changes and ledger.in_order:
             slots = (np.arange(min(advanced, ledger.slots)) - min(advanced, ledger.slots)) + (
                 ledger.cursor
             )
             written = [_of_slots(slots % ledger.slots, lanes)]
+        elif (
+            advanced * lanes == self._rows
+            and ledger.changes - changes in (0, len(self._noted))
+            and self._all_since(position, storage)
+        ):
+            written = list(self._noted)
         else:
             return None
         edited = _edited(storage, self.path, edits)
@@ -114,6 +118,14 @@ class FollowedVersions:
             return None
         parts = [*written, *(_of_slots(slots, lanes) for slots in edited)]
         return rising(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    def _all_since(self, position: int, storage: Storage) -> bool:
+        """Whether all that was told of was written at that position or later: anybody may tell."""
+        if not self._rows:
+            return True
+        told = self._noted[0] if len(self._noted) == 1 else np.concatenate(self._noted)
+        slots = torch.from_numpy(told // storage.lanes.numel())
+        return bool((storage.ledger.positions(slots) >= position).all())
 
     def _read(self, storage: Storage, elements: Array) -> Array:
         """What stands in the column for some elements: int64 or float64 ``[K]``."""

@@ -88,7 +88,7 @@ def test_who_waits_for_the_lock_has_it_before_the_next_draw(
     class Watched(LazyTensorStorage):
         def read(self, index: torch.Tensor, **options: Any) -> Any:
             reading.release()
-            assert go.acquire(timeout=20)
+            assert go.acquire(timeout=60)
             order.append("read")
             return super().read(index, **options)
 
@@ -103,7 +103,7 @@ def test_who_waits_for_the_lock_has_it_before_the_next_draw(
 
         consumer = threading.Thread(target=buffer.sample)
         consumer.start()
-        assert reading.acquire(timeout=20)
+        assert reading.acquire(timeout=60)
         writer = threading.Thread(target=write)
         writer.start()
         queue = buffer._prefetcher
@@ -111,7 +111,7 @@ def test_who_waits_for_the_lock_has_it_before_the_next_draw(
         assert eventually(lambda queue=queue: queue._waiting)
         go.release(20)
         for thread in (consumer, writer):
-            thread.join(20)
+            thread.join(60)
         buffer.shutdown()
         assert order.index("write") == 1
         while go.acquire(blocking=False) or reading.acquire(blocking=False):

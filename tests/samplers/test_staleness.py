@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 import random
 import time
@@ -467,6 +468,22 @@ def test_many_edits_between_draws_are_a_pass() -> None:
             patch={"policy_version": torch.tensor([turn])},
         )
     assert known(rb) == stored(rb)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_rows_that_somebody_tells_of_do_not_stand_for_others() -> None:
+    """Another process writes as many rows as ``mark_update`` is then told of here."""
+    rb = stale([0] * 10, 10, consumer_version=10, shared=True)
+    rb.sample(10)
+    child = os.fork()
+    if not child:
+        rb.extend(rows([9, 9, 9]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    rb.mark_update(torch.tensor([5, 6, 7]))
+    batch = rb.sample(10)
+    assert sorted(batch["policy_version"].tolist()) == [0] * 7 + [9] * 3
+    assert batch["staleness"].equal(10.0 - batch["policy_version"])
 
 
 def test_edits_that_are_remembered_take_no_more_than_the_rows() -> None:
