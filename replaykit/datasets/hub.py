@@ -149,8 +149,9 @@ def fetch(
             not, and a file above 50 GB needs it.
         ValueError: ``max_workers`` below 1.
 
-    Cost: reads every file once for its hash, ``max_workers`` at a time; no request for what is
-    in the cache. Memory: blocks of 1 MiB and the client's of 10 MiB per worker.
+    Cost: reads every file once for its hash, ``max_workers`` at a time, and one above 10 MiB once
+    more when it has come; no request for what is in the cache. Memory: blocks of 1 MiB and the
+    client's of 10 MiB per worker.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")

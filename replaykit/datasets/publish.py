@@ -91,6 +91,8 @@ def verify_published(path: str | Path) -> None:
 def remove_published(path: str | Path) -> None:
     """Removes what is at the path; it is gone in one step, never half there.
 
+    What dead or interrupted processes left beside it goes too.
+
     Raises:
         FileNotFoundError: there is nothing at the path.
     """
@@ -98,6 +100,7 @@ def remove_published(path: str | Path) -> None:
     if not target.exists():
         raise FileNotFoundError(f"{target} does not exist")
     with file_limit_errors(target), target_lock(target):
+        recover(target)
         doomed = private_path(target, _BUILDING)
         os.rename(target, doomed)
         sync_directory(target.parent)

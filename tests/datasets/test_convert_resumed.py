@@ -19,7 +19,7 @@ from replaykit.datasets import Policies
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.write import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import UNFINISHED_NAME, open_published
+from replaykit.datasets.publish import UNFINISHED_NAME, open_published, remove_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import siblings
@@ -287,6 +287,15 @@ def test_an_interrupted_replacement_goes_with_the_next_opening(
     assert names(target.parent) == [".data.lock", "data"]
 
 
+def test_an_interrupted_replacement_goes_with_the_data_set(
+    target, files, source, convert, quietly, written
+):
+    convert(target, source)
+    written(lambda: quietly(target, *files, force=True), until="2.h5")
+    remove_published(target)
+    assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+
+
 # Dies at the k-th system call of those that change something, for rising k, in one child after
 # another; then goes on, dying again now and then, until the data set is there.
 CRASH = """
@@ -303,6 +312,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 target, dense, *files = sys.argv[1:]
 target, dense = Path(target), int(dense)
+again = 3 if dense > 1 else 1  # how often it dies on the way
 
 def convert():
     return ensure_dataset(target, get_sources=lambda: Sources.local(files), layout=ROBOHIVE)
@@ -355,7 +365,7 @@ def sweep(dense, names):
         while first and not target.exists():
             kept += any((path / "unfinished").is_file() for path in siblings(target, "tmp"))
             more += 1
-            run(step if more < 2 else 0, names)
+            run(step if more < again else 0, names)
         verify_published(target)
         assert open_published(target).manifest.content_id() == wanted
         assert sorted(path.name for path in target.parent.iterdir()) == [".data.lock", "data"]

@@ -155,9 +155,9 @@ def test_killed_in_the_middle_of_a_file_and_started_again(world: World) -> None:
 @pytest.mark.pitfall("DS12")
 def test_a_large_file_that_was_killed_goes_on_where_it_ended(world: World) -> None:
     block = 10 << 20  # what the client reads at a time
-    data = bytes(range(256)) * (2 * block // 256 + 5)
+    data = bytes(range(256)) * (4 * block // 256 + 5)
     world.hub.commit(REPO, {"door/seed1/a.h5": data})
-    world.hub.faults.append(Fault(path="door/seed1/*", method="GET", bytes_per_s=block))
+    world.hub.faults.append(Fault(path="door/seed1/*", method="GET", bytes_per_s=2 * block))
     process = world.start(FETCH)
     wait_for(lambda: any(part.stat().st_size >= block for part in world.parts()), process)
     process.send_signal(signal.SIGKILL)
@@ -166,8 +166,8 @@ def test_a_large_file_that_was_killed_goes_on_where_it_ended(world: World) -> No
     world.hub.clear_log()
     paths = fetch(world.listing())
     assert paths[1].read_bytes() == data
-    asked = [entry for entry in world.hub.requests if entry.range is not None]
-    assert [entry.range for entry in asked] == [f"bytes={block}-"]
+    [asked] = [entry.range for entry in world.hub.requests if entry.range is not None]
+    assert asked in [f"bytes={count * block}-" for count in (1, 2, 3)]
     assert world.parts() == []
 
 
