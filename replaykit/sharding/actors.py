@@ -22,7 +22,7 @@ __all__ = ["RayShard", "RaySupervisor"]
 DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
 """What a shard asks of the cluster unless told otherwise: it waits most of the time."""
 
-_SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "commit_load"})
+_SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
 """Works on files, beside which the shard goes on answering."""
 
 _LOOK_AGAIN_S = 0.005

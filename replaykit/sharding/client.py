@@ -14,7 +14,7 @@ from replaykit.sharding.membership import Members
 from replaykit.sharding.reading import rows_at
 from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.sampling import Sampled
-from replaykit.sharding.saving import load_all, save_all
+from replaykit.sharding.saving import load_all, save_all, state_of, take_state
 from replaykit.sharding.updates import Updates
 
 __all__ = ["ShardedClient"]
@@ -211,6 +211,38 @@ class ShardedClient(Sampled):
         """
         self._before_a_write()
         load_all(self, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that the shards hold at one instant, as ``dumps`` saves it, as a
+        dictionary. All rows come to this process: ``dumps`` leaves them where they are.
+
+        Raises:
+            RuntimeError: a shard died, or a client died with half a batch written.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(5))
+            ...     state = rb.state_dict()
+            ...     rb.empty()
+            ...     rb.load_state_dict(state)
+            ...     rb[:]
+            tensor([0, 1, 2, 3, 4])
+        """
+        self._before_a_write()
+        return state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` of a buffer with as many shards gave; values are copied.
+
+        Raises:
+            ValueError: another number of shards or ``shard_key``, entries that are missing or do
+                not fit; nothing has changed.
+        """
+        self._before_a_write()
+        take_state(self, state_dict)
 
     dump = save = dumps
     load = loads

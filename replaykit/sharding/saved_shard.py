@@ -224,6 +224,22 @@ class SavedShard:
         self._loaded = token, buffer
         return found
 
+    def state(self, token: str) -> dict[str, Any]:
+        """Copies of all that the shard holds, while all are frozen."""
+        with self.buffer._locked():
+            self.barrier.check(token)
+            return self.buffer.state_dict()
+
+    def prepare_state(self, token: str, state: dict[str, Any]) -> None:
+        """Takes copies of what a shard has held, beside what this one holds.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        buffer = self.recipe.make()
+        buffer.load_state_dict(state)
+        self._loaded = token, buffer
+
     def commit_load(self, token: str) -> ShardFacts:
         """Lets go of the rows that the shard has for those that were read."""
         if self._loaded is None or self._loaded[0] != token:

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from replaykit.ted import format_key, unravel
 if TYPE_CHECKING:
     from replaykit.sharding.client import ShardedClient
 
-__all__ = ["load_all", "save_all"]
+__all__ = ["load_all", "save_all", "state_of", "take_state"]
 
 _HELD_S = 60.0
 """Writes wait so long at most; after that a save is given up."""
@@ -104,23 +104,12 @@ def _load(client: ShardedClient, folder: Path) -> None:
     sources = [str(own / _name(shard)) for shard in range(count)]
     same = count == client.num_shards and head["shard_key"] == _key(client)
     token = uuid.uuid4().hex
-    try:
+    with _all_or_none(client):
         found = _all(client, "prepare_load", [(token, sources, same)] * client.num_shards)
         rows, left_out = (sum(one[which] for one in found) for which in (0, 1))
         if rows < sum(head["rows"]):  # more where transforms had held some back
             raise CheckpointError(f"expected {sum(head['rows'])} rows in {folder}, found {rows}")
-        with _held(client, token):
-            _all(client, "commit_load", [(token,)] * client.num_shards)
-    except BaseException:
-        _whatever_it_says(client, "drop_load")
-        raise
-    if isinstance(client._router, InTurn):
-        client._router.dealt = head["dealt"] if same else rows
-    client._ahead.drop()
-    if head["generator"] is not None and client.generator is not None:
-        client.generator.set_state(head["generator"])
-    client._members.supervisor.replace(None if layout is None else from_json(layout))
-    client._schema = client._stored = None
+        _commit(client, token, head, layout, head["dealt"] if same else rows)
     if left_out:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
@@ -128,6 +117,72 @@ def _load(client: ShardedClient, folder: Path) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+@contextlib.contextmanager
+def _all_or_none(client: ShardedClient) -> Iterator[None]:
+    """While shards prepare what they will hold; they forget it where that fails."""
+    try:
+        yield
+    except BaseException:
+        _whatever_it_says(client, "drop_load")
+        raise
+
+
+def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: int) -> None:
+    """All shards let go of what they hold for what they have prepared."""
+    with _held(client, token):
+        _all(client, "commit_load", [(token,)] * client.num_shards)
+    if isinstance(client._router, InTurn):
+        client._router.dealt = dealt
+    client._ahead.drop()
+    if head["generator"] is not None and client.generator is not None:
+        client.generator.set_state(head["generator"])
+    client._members.supervisor.replace(layout if layout is None else from_json(layout))
+    client._schema = client._stored = None
+
+
+_STATE = ("num_shards", "shard_key", "dealt", "generator", "layout", "shards")
+
+
+def state_of(client: ShardedClient) -> dict[str, Any]:
+    """All shards as a dictionary; see ``ShardedClient.state_dict``."""
+    token = uuid.uuid4().hex
+    with _held(client, token) as dealt:
+        shards = _all(client, "state", [(token,)] * client.num_shards)
+    layout = client._members.supervisor.agree(None)
+    generator = None if client.generator is None else client._ahead.state()
+    values = (
+        client.num_shards,
+        _key(client),
+        dealt,
+        generator,
+        None if layout is None else layout.to_json(),
+        shards,
+    )
+    return dict(zip(_STATE, values, strict=True))
+
+
+def take_state(client: ShardedClient, state: Any) -> None:
+    """Takes over a dictionary; see ``ShardedClient.load_state_dict``."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"expected the state of a sharded buffer, got {type(state).__name__}")
+    missing = [name for name in _STATE if name not in state]
+    if missing:
+        raise ValueError(f"expected the entries {list(_STATE)}, missing {missing}")
+    for name, own in (("num_shards", client.num_shards), ("shard_key", _key(client))):
+        if state[name] != own:
+            raise ValueError(
+                f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps "
+                "and loads go from one to the other"
+            )
+    shards = state["shards"]
+    if len(shards) != client.num_shards:
+        raise ValueError(f"expected the states of {client.num_shards} shards, got {len(shards)}")
+    token = uuid.uuid4().hex
+    with _all_or_none(client):
+        _all(client, "prepare_state", [(token, shard) for shard in shards])
+        _commit(client, token, state, state["layout"], state["dealt"])
 
 
 def _name(shard: int) -> str:
