@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,20 +66,27 @@ class RowChunks:
         number = bisect_right(self.starts, row) - 1
         return self.starts[number] + len(self.pieces[number])
 
-    def _span(self, start: int, stop: int, step: int) -> torch.Tensor:
-        if step != 1:
-            return self[arange(start, max(start, stop), step)]
+    def views(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields the rows ``start..stop`` where they lie, one after the other: the number of the
+        first one, and views of rows of one piece.
+        """
         number = max(bisect_right(self.starts, start) - 1, 0)
-        if start < stop <= self.starts[number] + len(self.pieces[number]):
-            piece, first = self.pieces[number], self.starts[number]
-            return piece[start - first : stop - first]
-        rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype, device="cpu")
         while number < len(self.pieces) and self.starts[number] < stop:
             piece, first = self.pieces[number], self.starts[number]
             low, high = max(start, first), min(stop, first + len(piece))
             if low < high:
-                rows[low - start : high - start].copy_(piece[low - first : high - first])
+                yield low, piece[low - first : high - first]
             number += 1
+
+    def _span(self, start: int, stop: int, step: int) -> torch.Tensor:
+        if step != 1:
+            return self[arange(start, max(start, stop), step)]
+        views = list(self.views(start, stop))
+        if len(views) == 1:
+            return views[0][1]
+        rows = torch.empty((max(stop - start, 0), *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for first, view in views:
+            rows[first - start : first - start + len(view)].copy_(view)
         return rows
 
 

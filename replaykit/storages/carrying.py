@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["carried", "carried_rows", "picked"]
+from replaykit.checkpoint import RowChunks
+
+__all__ = ["carried", "carried_rows", "picked", "picked_views"]
 
 _Key = TypeVar("_Key")
 
@@ -41,3 +43,13 @@ def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
         whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
         return carried(rows) if whole else carried(rows)[kept]
     return carried(rows[kept])  # rows in files
+
+
+def picked_views(rows: Any, kept: torch.Tensor | slice) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields what ``picked`` returns as it lies, stretch by stretch, nothing copied of a slice: how
+    many rows lie before, and views of rows of one piece."""
+    if isinstance(kept, slice) and isinstance(rows, RowChunks):
+        for first, view in rows.views(kept.start, kept.stop):
+            yield first - kept.start, carried(view)
+    else:
+        yield 0, picked(rows, kept)

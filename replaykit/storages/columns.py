@@ -12,7 +12,7 @@ from replaykit.assembly import assembler
 from replaykit.checkpoint.changes import Changes
 from replaykit.schema import Schema
 from replaykit.storages import torch_rows
-from replaykit.storages.carrying import carried, picked
+from replaykit.storages.carrying import carried, picked, picked_views
 from replaykit.storages.column_memory import ColumnMemory
 from replaykit.storages.extents import overlaps
 from replaykit.storages.frames import Frames
@@ -274,17 +274,32 @@ class Columns:
             packed: the records in which some of the leaves lie. Where they lie likewise here, they
                 are copied whole.
         """
-        if packed is None or self.records is None or not packed.lie_as(self.layout):
+        if not self.lies_as(packed):
             self.scatter(arange(start, start + count), leaves, kept)
             return
         self.follow_memory()
-        alone = [path for path in self.tensors if path not in packed.offsets]
-        sources = {path: self.own(picked(leaves[path], kept)) for path in alone}
-        records = self.own(picked(packed.records, kept))
+        offsets = packed.offsets if packed is not None else {}
+        alone = [path for path in self.tensors if path not in offsets]
+        targets = [carried(self.tensors[path]) for path in alone]
+        sources = [leaves[path] for path in alone]
+        if packed is not None and self.records is not None:
+            targets.append(self.records)
+            sources.append(packed.records)
+        # All values are at hand before the first one is written.
+        parts = [
+            (target[start + first : start + first + len(view)], self.own(view))
+            for target, source in zip(targets, sources, strict=True)
+            for first, view in picked_views(source, kept)
+        ]
         self.changes.wrote(start, count)
-        for path, source in sources.items():
-            torch_rows.copy_rows(carried(self.tensors[path])[start : start + count], source)
-        torch_rows.copy_rows(self.records[start : start + count], records)
+        for target, values in parts:
+            torch_rows.copy_rows(target, values)
+
+    def lies_as(self, packed: PackedLeaves | None) -> bool:
+        """Whether rows, with these records or none, lie in memory as here."""
+        if packed is None or self.records is None:
+            return packed is None and self.records is None
+        return packed.lie_as(self.layout)
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """Writes rows that lie one after the other at ``addresses``, one a leaf, round the ring.

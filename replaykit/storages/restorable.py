@@ -15,6 +15,7 @@ from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.carrying import picked
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
+from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content, Group
 from replaykit.storages.followed import FollowedColumn, rebuilt_column
 from replaykit.storages.indexes import EpisodeIndexes
@@ -29,6 +30,7 @@ __all__ = ["RestorableStorage"]
 
 _BLOCK_BYTES = 4 * 2**20
 """How much of a load is copied at a time: what is in between stays in the processor's cache."""
+_WHOLE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -241,12 +243,14 @@ def _fill(
         order = ledger.write_order() if known and ledger is not None else arange(count)
         columns.begin(keys_of(keys[:count], columns.schema.leaves[columns.key].dtype), order)
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
-    block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    # Nothing is in between where rows are copied as they lie.
+    whole = rows is None and isinstance(columns, Columns) and columns.lies_as(packed)
+    block = max(1, (_WHOLE_BYTES if whole else _BLOCK_BYTES) // max(row_bytes, 1))
     pieces = [leaf for leaf in leaves.values() if isinstance(leaf, RowChunks)]
     start = stop = 0
     while stop < count:
         start, stop = stop, min(stop + block, count)
-        if rows is None and pieces:
+        if rows is None and pieces and not whole:
             # Rows that lie in one piece are written from where they are.
             border = min(leaf.border(start) for leaf in pieces)
             stop = border if start + block // 8 < border < stop else stop

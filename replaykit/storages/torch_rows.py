@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
 
 __all__ = ["copy_rows", "gather", "gather_some", "scatter"]
+
+_ENOUGH_BYTES = 2**23
+"""What is worth a thread: a hundred times what it takes to start one."""
+_BLOCK_BYTES = 2**22
+_MOST_THREADS = 4
 
 
 def gather(
@@ -92,9 +99,22 @@ def scatter(
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows; on the CPU without torch's threads, which wait for each other."""
+    """Copies rows; on the CPU without torch's threads, which wait for each other.
+
+    Many rows go block by block, to whichever thread is free: what is filled first is given its
+    memory meanwhile, which may take longer than the copy.
+    """
     plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
-    if target.is_cpu and source.is_cpu and plain:
-        np.copyto(target.numpy(), source.detach().numpy())
-    else:
+    if not (target.is_cpu and source.is_cpu and plain):
         target.copy_(source)
+        return
+    to, values = target.numpy(), source.detach().numpy()
+    threads = min(os.cpu_count() or 1, _MOST_THREADS, to.nbytes // _ENOUGH_BYTES)
+    if threads < 2:
+        np.copyto(to, values)
+        return
+    rows = max(1, _BLOCK_BYTES * len(to) // to.nbytes)
+    blocks = [slice(first, first + rows) for first in range(0, len(to), rows)]
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda block: np.copyto(to[block], values[block]), blocks):
+            pass
