@@ -15,11 +15,13 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import Pool, ThreadPool
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -68,8 +70,9 @@ def run_in_processes(
     leaving: list[_Worker] = []
 
     def start() -> _Worker:
-        worker = _start(context, job, threads)
-        crew.append(worker)
+        with _interrupts_held_back():
+            worker = _start(context, job, threads)
+            crew.append(worker)
         return worker
 
     def dismiss(worker: _Worker) -> None:
@@ -199,6 +202,27 @@ def _start(context: Any, job: Job, threads: int) -> _Worker:
     with theirs:
         process.start()
     return _Worker(process, ours)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Has an interrupt (SIGINT) raise what it raises at the end of the block.
+
+    What Python itself runs around a fork swallows a KeyboardInterrupt: this process would go on as
+    if nobody had asked it to end.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 def _heard(crew: list[_Worker]) -> list[_Worker]:

@@ -261,6 +261,30 @@ if __name__ == "__main__":
 """
 
 
+INTERRUPTED = """
+import multiprocessing, os, signal
+from replaykit.datasets.workers import run_in_processes
+
+def work(piece):
+    return piece
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# By what runs around a fork: Python ignores what is raised there.
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+pieces = [(0, 1), (1, 2)]
+answers = run_in_processes(work, pieces, 2, threads=1, start_method="fork", max_tasks=None)
+try:
+    print(list(answers))
+except KeyboardInterrupt:
+    print("interrupted", len(multiprocessing.active_children()))
+"""
+
+
+def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost(run_python: Any) -> None:
+    done = run_python(INTERRUPTED)
+    assert (done.stdout, done.stderr) == ("interrupted 0\n", "")
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():

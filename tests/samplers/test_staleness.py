@@ -198,7 +198,6 @@ def test_a_version_that_is_set_in_the_middle_of_a_draw_is_for_the_next_one() -> 
     assert sorted(rb.sample(2)["staleness"].tolist()) == [1, 2]
 
 
-@pytest.mark.pitfall("SL1")
 def test_a_draw_does_not_look_at_all_versions() -> None:
     """Where each row has a version of its own: a draw of 64 of 10^6 takes at most four times as
     long as of 10^4, where a look at each would take hundreds of times."""
