@@ -297,15 +297,18 @@ class Home:
         count = self._next
         return count, self.journal.used(count)
 
-    def commit(self, numbers: Array, more: Sequence[int] = ()) -> None:
+    def commit(self, numbers: Array, more: Sequence[int] = ()) -> int:
         """Has everything that was changed count, with these int64 numbers as the state.
+
+        Returns:
+            The number of the state.
 
         Raises:
             OSError: no room, or the disk failed; nothing of it counts yet.
         """
         if self.durable:
             self._sync_rows()
-        self.states.commit(numbers, more)
+        return self.states.commit(numbers, more)
 
     def roll_back(self, since: int = 0) -> None:
         """Takes back what was noted since the last commit, or since ``noted`` was that much."""

@@ -78,7 +78,7 @@ class States:
             return
         if sequence > 0 and sequence % 2 == turn and 0 <= count <= len(numbers) - _HEAD:
             durable, values = int(numbers[_DURABLE]), numbers[_HEAD : _HEAD + count]
-            if numbers[_CHECKSUM] == _checksum(sequence, durable, values):
+            if numbers[_CHECKSUM] == _checksum(sequence, durable, values.data):
                 return
             if durable:  # its number was on the disk before the rest of it
                 numbers[_SEQUENCE] = _NONE
@@ -127,38 +127,43 @@ class States:
         numbers = self._numbers[turn][_HEAD:stop].copy()
         return (sequence, numbers) if self._heads[turn][_SEQUENCE] == sequence else None
 
-    def commit(self, numbers: Array, more: Sequence[int] = ()) -> None:
+    def commit(self, numbers: Array, more: Sequence[int] = ()) -> int:
         """Has these int64 numbers be the state from now on, and ``more`` behind them.
+
+        Returns:
+            Its number.
 
         Raises:
             OSError: no room, or the disk failed; the state is the one of before.
         """
         sequence, own = self.sequence + 1, len(numbers)
-        count = own + len(more)
-        to = self._numbers[sequence % 2]
-        if _HEAD + count > len(to):
-            file = self._files[sequence % 2]
-            file.grow(8 * (_HEAD + count))
-            to = self._numbers[sequence % 2] = file.bytes.view(np.int64)
+        count, turn = own + len(more), sequence % 2
+        stop = _HEAD + count
+        head = self._heads[turn]
+        if stop > len(head):
+            file = self._files[turn]
+            file.grow(8 * stop)
+            self._numbers[turn] = file.bytes.view(np.int64)
             self._look()
-        head = self._heads[sequence % 2]
+            head = self._heads[turn]
         head[_SEQUENCE] = _NONE
-        to[_HEAD : _HEAD + own] = numbers
+        head[_HEAD : _HEAD + own] = numbers.data
         for at, number in enumerate(more, _HEAD + own):
             head[at] = number
         head[_COUNT], head[_DURABLE] = count, self._durable
-        head[_CHECKSUM] = _checksum(sequence, self._durable, to[_HEAD : _HEAD + count])
+        head[_CHECKSUM] = _checksum(sequence, self._durable, head[_HEAD:stop])
         head[_SEQUENCE] = sequence
         if self._durable:
             try:
-                self._files[sequence % 2].sync()
+                self._files[turn].sync()
             except OSError:
                 head[_SEQUENCE] = _NONE
                 raise
+        return sequence
 
 
 _before = struct.Struct("<3q").pack
 
 
-def _checksum(sequence: int, durable: int, numbers: Array) -> int:
-    return zlib.crc32(numbers.data, zlib.crc32(_before(sequence, durable, len(numbers))))
+def _checksum(sequence: int, durable: int, numbers: memoryview) -> int:
+    return zlib.crc32(numbers, zlib.crc32(_before(sequence, durable, len(numbers))))

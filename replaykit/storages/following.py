@@ -84,7 +84,10 @@ class Following(Recovery):
         if found is None:
             return None
         if found[0] != self._known:
-            if noted is not None or signs[ANEW] > self._known:
+            # An index with rows yet to be noted was not asked since they came: nor is it expected
+            # to be now. Whoever asks has the rest of the state brought, see ``_heads``.
+            asked = noted is not None and noted >= ledger.next_position
+            if asked or signs[ANEW] > self._known:
                 if not self._glance_at_all(storage):
                     return None
             else:

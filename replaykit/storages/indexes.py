@@ -310,8 +310,8 @@ class EpisodeIndexes:
     def noted(self) -> int | None:
         """Position from which on rows have yet to be noted by an index; None: there is none."""
         main = self._main
-        if main is not None and not self._others:
-            return main.noted
+        if not self._others:  # each draw beside other processes asks
+            return None if main is None else main.noted
         return min((index.noted for index in self._live()), default=None)
 
     def take_heads(self) -> dict[str, Any] | None:

@@ -285,8 +285,8 @@ class Sharing(Following):
         own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
         if own != self._own:
             self._signs[ANEW] = self.home.states.sequence + 1
-        self.home.commit(numbers, own)
-        self._own, self._known = own, self.home.states.sequence
+        self._known = self.home.commit(numbers, own)
+        self._own = own
 
 
 def memory_folder() -> FilePath:

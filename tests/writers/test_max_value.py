@@ -28,6 +28,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
+from replaykit.episodes import Head
 
 STORAGES = {
     "list": ListStorage,
@@ -455,3 +456,21 @@ def test_time_per_row_falls_with_the_size_of_the_batch() -> None:
     one_by_one = min(seconds(1, 300) for _ in range(3))
     at_once = min(seconds(30_000, 30_000) for _ in range(3))
     assert at_once < one_by_one / 20
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_after_empty_an_episode_goes_on_whether_episodes_were_asked_for_or_not(asked: bool) -> None:
+    """The newest row ended nothing: what comes next is the middle of an episode."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter())
+
+    def rows(*done: bool) -> TensorDict:
+        flags = torch.tensor(done)[:, None]
+        following = {"reward": torch.arange(len(done)) + 1.0, "done": flags}
+        return TensorDict({"next": following}, [len(done)])
+
+    rb.extend(rows(False, True, False, False, False, False))  # the larger ones displace others
+    if asked:
+        rb.storage.episodes.table()
+    rb.empty()
+    rb.extend(rows(False, True, False))
+    assert rb.storage.episodes.table().head.tolist() == [Head.CUT, Head.RESET]
