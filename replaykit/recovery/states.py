@@ -41,7 +41,7 @@ class States:
         >>> from pathlib import Path
         >>> from replaykit.recovery import States
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     States(Path(folder)).commit(np.array([3, 4]))
+        ...     _ = States(Path(folder)).commit(np.array([3, 4]))
         ...     found = States(Path(folder))
         ...     found.sequence, found.latest().tolist()
         (1, [3, 4])

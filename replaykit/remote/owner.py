@@ -154,7 +154,8 @@ class RayReplayBuffer(RayReplayBufferClient):
         """Ends the actor, once all that this process's handles have written is stored.
 
         What handles in other processes have under way is lost; they get ActorLost. Ray goes on
-        running. Later calls raise RuntimeError; closing again does nothing.
+        running. Later calls raise RuntimeError; closing again does nothing. The actor's process
+        takes a moment to end, until which files that it recovers are in use.
 
         Raises:
             Exception: what a write has raised whose result nobody has asked for, ActorLost too; of

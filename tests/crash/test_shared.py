@@ -180,10 +180,12 @@ def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
     assert len(raw) == len(buffer)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_a_killed_writer_stops_nobody(disk: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("disk", "method", "kills"), [(False, "fork", 10), (True, "fork", 10), (False, "spawn", 3)]
+)
+def test_a_killed_writer_stops_nobody(disk: bool, method: str, kills: int, tmp_path: Path) -> None:
     buffer = new_buffer(4000, tmp_path / "rows" if disk else None)
-    kill_again_and_again(buffer, multiprocessing.get_context("fork"), 10, int(disk))
+    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
 
 
 @pytest.mark.long
