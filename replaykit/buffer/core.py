@@ -343,7 +343,8 @@ class BufferCore(Pacing):
     def _take_prepared(self) -> list[Drawn]:
         """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
         queue = self._queue()
-        drawn = [] if queue is None else queue.clear()
+        # A thread may still be making a batch of one: what is read anew must not be what it takes.
+        drawn = [] if queue is None else [one.kept() for one in queue.clear()]
         # The queue is fed from what was kept, so what is left of that comes after it.
         drawn = [*drawn, *self._pending]
         self._pending.clear()
