@@ -22,6 +22,7 @@ from replaykit._version import __version__
 from replaykit.datasets.http_cache import DownloadCache, WebFile, default_downloads
 from replaykit.datasets.http_errors import Refused, WebSubject
 from replaykit.datasets.hub_cache import is_offline, text_hint
+from replaykit.datasets.locking import cancellable_lock
 from replaykit.datasets.planning import require_room_for_columns
 from replaykit.datasets.retry import Cancelled, Retry
 from replaykit.datasets.transfer import Meter, Progress, metered, run_all
@@ -32,7 +33,6 @@ __all__ = ["download", "fetch_files", "sizes_of"]
 _BLOCK: Final = 1 << 18
 _HEADERS: Final = {"User-Agent": f"replaykit/{__version__}", "Accept-Encoding": "identity"}
 _RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
-_LOCK_STEP_S: Final = 0.1
 
 
 def download(
@@ -216,7 +216,7 @@ class _Fetch:
             return None
         self.cache.prepare(item.file)
         subject = WebSubject(item.file.url)
-        with self._lock(item.file):
+        with cancellable_lock(self.cache.entry(item.file).parent / ".lock", self.cancel):
             # Whoever held the lock may have brought it meanwhile.
             problem = self.verify(item)
             for _ in range(2):
@@ -232,24 +232,6 @@ class _Fetch:
             f"{subject} does not verify: {problem}; what was received has been removed: call "
             "again, and if it stays so, the file is another one, or a proxy on the way alters it"
         )
-
-    @contextmanager
-    def _lock(self, file: WebFile) -> Iterator[None]:
-        """Holds the lock of a file; processes that want the same file wait for one another."""
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(self.cache.entry(file).parent / ".lock")
-        while True:
-            try:
-                lock.acquire(timeout=_LOCK_STEP_S)
-                break
-            except Timeout:
-                if self.cancel.is_set():
-                    raise Cancelled from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _receive(self, item: _Item) -> None:
         """Receives what is missing of a file; what has come stays, whatever happens."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +18,12 @@ from urllib.parse import urlsplit
 
 from replaykit.datasets.hub_cache import HubCache
 from replaykit.datasets.hub_listing import HubFile
-from replaykit.datasets.retry import Cancelled
+from replaykit.datasets.locking import cancellable_lock
 from replaykit.datasets.sources import sha256_of
 
 __all__ = ["HubParts"]
 
 _LEAST: Final = 10 << 20
-_LOCK_STEP_S: Final = 0.1
 _NO_SUCH_RANGE: Final = 416
 
 
@@ -92,7 +90,9 @@ class HubParts:
         headers = {**build_hf_headers(token=self.token), "Accept-Encoding": "identity"}
         if urlsplit(said.location).netloc != urlsplit(url).netloc:
             headers.pop("authorization", None)
-        with self._lock(file):
+        lock = self.cache.lock(file)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with cancellable_lock(lock, self.cancel):
             # Whoever held the lock may have brought it meanwhile.
             if blob.exists():
                 return None
@@ -142,23 +142,3 @@ class HubParts:
                     raise
                 content.truncate(0)
                 raise ConnectionError("the server has no bytes where ours end") from error
-
-    @contextmanager
-    def _lock(self, file: HubFile) -> Iterator[None]:
-        """Holds the client's lock of a file; those who want the same file wait for one another."""
-        from filelock import FileLock, Timeout
-
-        path = self.cache.lock(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
-        while True:
-            try:
-                lock.acquire(timeout=_LOCK_STEP_S)
-                break
-            except Timeout:
-                if self.cancel.is_set():
-                    raise Cancelled from None
-        try:
-            yield
-        finally:
-            lock.release()

@@ -6,14 +6,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, Final
 
+from replaykit.datasets.retry import Cancelled
 from replaykit.filesystem import make_directory
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = ["target_lock", "target_lock_if_free"]
+__all__ = ["cancellable_lock", "target_lock", "target_lock_if_free"]
 
 _LOGGER = logging.getLogger("replaykit")
 
@@ -66,3 +68,38 @@ def _lock(target: Path) -> BaseFileLock:
     from filelock import FileLock
 
     return FileLock(target.with_name(f".{target.name}.lock"))
+
+
+_STEP_S: Final = 0.1
+
+
+@contextmanager
+def cancellable_lock(path: Path, cancel: Event) -> Iterator[None]:
+    """Holds the lock of a file that is fetched; who wants the same file waits, if not cancelled.
+
+    Raises:
+        Cancelled: ``cancel`` was set before the lock was had.
+
+    Example:
+        >>> import tempfile, threading
+        >>> from pathlib import Path
+        >>> from replaykit.datasets.locking import cancellable_lock
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with cancellable_lock(Path(folder) / "lock", threading.Event()):
+        ...         print("alone")
+        alone
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    while True:
+        try:
+            lock.acquire(timeout=_STEP_S)
+            break
+        except Timeout:
+            if cancel.is_set():
+                raise Cancelled from None
+    try:
+        yield
+    finally:
+        lock.release()
