@@ -218,7 +218,7 @@ class Writing(BufferCore):
 
         Args:
             empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
-                limiter.
+                limiter in ``stats``. Its law begins anew in any case.
 
         Raises:
             RuntimeError: the writer does not allow writing.
@@ -237,8 +237,10 @@ class Writing(BufferCore):
             self._take_prepared()
             self._sampler.empty()
             self._chain.empty()
-            if self._pace is not None and empty_write_count:
-                self._pace.start_from(0)
+            if self._pace is not None:
+                # With the counts of before both sides might wait for ever: no row is there to be
+                # sampled, and those that were written leave no room for others.
+                self._pace.start_from(0, counting_on=not empty_write_count)
 
     def mark_update(self, index: Any) -> None:
         """Gives rows the sampler's default priority; without priorities: nothing.

@@ -12,9 +12,10 @@ from replaykit.recovery import MappedFile, SharedLock
 
 __all__ = ["Counts", "SharedCounts"]
 
-_WAITED, _PROCESSES, _HEAD = 2, 4, 8
+_WAITED, _PROCESSES, _BEFORE, _HEAD = 2, 4, 5, 8
 """Places of numbers: done on each side; nanoseconds waited on each side; how many processes there
-may be; then what is under way in each of them, on each side."""
+may be; done on each side before the law began anew; then what is under way in each of the
+processes, on each side."""
 
 
 class Counts:
@@ -29,9 +30,14 @@ class Counts:
         self._own = _HEAD
 
     def done(self) -> tuple[int, int]:
-        """Rows inserted, and rows sampled."""
+        """Rows inserted, and rows sampled, since the law began."""
         numbers = self._numbers
         return numbers[0], numbers[1]
+
+    def before(self) -> tuple[int, int]:
+        """The same before that."""
+        numbers = self._numbers
+        return numbers[_BEFORE], numbers[_BEFORE + 1]
 
     def seconds(self) -> tuple[float, float]:
         """How long calls have waited on each side."""
@@ -55,9 +61,11 @@ class Counts:
         """Adds to the time that calls have waited."""
         self._numbers[_WAITED + side] += int(seconds * 1e9)
 
-    def set(self, inserts: int, samples: int) -> None:
+    def set(self, done: tuple[int, int], before: tuple[int, int]) -> None:
         """Goes on from these counts."""
-        self._numbers[0], self._numbers[1] = inserts, samples
+        numbers = self._numbers
+        numbers[0], numbers[1] = done
+        numbers[_BEFORE], numbers[_BEFORE + 1] = before
 
     def forget_dead(self) -> bool:
         """Forgets what is under way in processes that have died; whether there was something."""

@@ -26,6 +26,9 @@ _PAUSES = (0.0005, 0.001, 0.002, 0.005)
 _DEAD = 20
 """After how many looks it is asked whether processes have died in the middle of a call."""
 
+_DONE, _BEFORE = _COUNTS = (("inserts", "samples"), ("inserts_before", "samples_before"))
+"""The counts of a state: since the law began, and before."""
+
 _WORDS = (("insert", "samples"), ("sample", "inserts"))
 
 
@@ -73,7 +76,7 @@ class Pace:
             before.let_go()  # first: it would take what is locked anew along
             self._start()
             if self._folder is None:
-                self._counts.set(*before.done())
+                self._counts.set(before.done(), before.before())
         return self._counts
 
     # -- going on -----------------------------------------------------------------------------
@@ -197,34 +200,40 @@ class Pace:
 
     # -- counts -------------------------------------------------------------------------------
 
-    def start_from(self, size: int) -> None:
-        """Begins anew with ``size`` rows that are there."""
-        self._set(self.limiter.counted(size), 0)
+    def start_from(self, size: int, *, counting_on: bool = False) -> None:
+        """Begins anew with ``size`` rows that are there.
 
-    def _set(self, inserts: int, samples: int) -> None:
+        Args:
+            counting_on: what was done until now stays in ``stats``, and is no matter to the law.
+        """
         counts = self._here()
         with counts.lock:
-            counts.set(inserts, samples)
+            before = (0, 0)
+            if counting_on:
+                done, earlier = counts.done(), counts.before()
+                before = done[0] + earlier[0], done[1] + earlier[1]
+            counts.set((self.limiter.counted(size), 0), before)
         self._tell()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts, and seconds that calls have waited, all of them together."""
         counts = self._here()
         with counts.lock:
-            (inserts, samples), (writing, sampling) = counts.done(), counts.seconds()
+            done, before, waited = counts.done(), counts.before(), counts.seconds()
         return {
-            "inserts": inserts,
-            "samples": samples,
-            "insert_blocked_s": writing,
-            "sample_blocked_s": sampling,
+            "inserts": done[0] + before[0],
+            "samples": done[1] + before[1],
+            "insert_blocked_s": waited[0],
+            "sample_blocked_s": waited[1],
         }
 
     def state(self) -> dict[str, int]:
-        """Returns the counts."""
+        """Returns the counts; those from before the law began anew, where there are any."""
         counts = self._here()
         with counts.lock:
-            inserts, samples = counts.done()
-        return {"inserts": inserts, "samples": samples}
+            done, before = counts.done(), counts.before()
+        state = dict(zip(_DONE, done, strict=True))
+        return {**state, **dict(zip(_BEFORE, before, strict=True))} if any(before) else state
 
     @staticmethod
     def check_state(state: object) -> None:
@@ -233,7 +242,7 @@ class Pace:
             return
         if not isinstance(state, Mapping):
             raise ValueError(f"expected the counts of a rate limiter, got {state!r}")
-        for name in ("inserts", "samples"):
+        for name in (*_DONE, *(name for name in _BEFORE if name in state)):
             value = state.get(name)
             if type(value) is not int or not 0 <= value < 2**62:
                 raise ValueError(f"expected a count for {name!r} of a rate limiter, got {value!r}")
@@ -242,8 +251,12 @@ class Pace:
         """Goes on from a checked state; None: from ``size`` rows that are there."""
         if state is None:
             self.start_from(size)
-        else:
-            self._set(state["inserts"], state["samples"])
+            return
+        counts = self._here()
+        with counts.lock:
+            done, before = ((state.get(a, 0), state.get(b, 0)) for a, b in _COUNTS)
+            counts.set(done, before)
+        self._tell()
 
 
 class Ticket:

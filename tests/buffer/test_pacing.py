@@ -452,18 +452,48 @@ def test_rows_that_come_without_counts_count_as_far_as_the_law_allows(tmp_path: 
 
 def test_crafted_counts_are_refused() -> None:
     rb = used()
-    for bad in (3, {}, {"inserts": -1, "samples": 0}, {"inserts": 1, "samples": 0.5}):
+    whole = {"inserts": 1, "samples": 1}
+    for bad in (
+        3,
+        {},
+        {**whole, "inserts": -1},
+        {**whole, "samples": 0.5},
+        {**whole, "inserts_before": "2"},
+    ):
         state = {**rb.state_dict(), "_pace": bad}
         with pytest.raises(ValueError, match="rate limiter"):
             rb.load_state_dict(state)
         assert counts(rb) == (10, 7)
 
 
-def test_empty_begins_anew_together_with_the_write_count() -> None:
-    rb = used()
-    rb.empty(empty_write_count=False)
-    assert counts(rb) == (10, 7)
-    rb.extend(numbers(0, 4), timeout=0)  # few rows are always welcome
+@pytest.mark.parametrize("kept", [False, True])
+def test_nothing_waits_for_rows_that_were_emptied(kept: bool, tmp_path: Path) -> None:
+    """Whatever the counts say: no sample could ever make room for them."""
+
+    def tried(rb: ReplayBuffer) -> tuple[int, int]:
+        rb.extend(numbers(0, 3), timeout=0)
+        with pytest.raises(RateLimiterTimeout, match="3 inserted, 0 sampled, 3 there"):
+            rb.extend(numbers(3, 2), timeout=0)
+        rb.sample(3, timeout=0)
+        assert not rb.can_sample(1)
+        rb.extend(numbers(3, 4), timeout=0)
+        return counts(rb)
+
+    rb = paced(RateLimiter.queue(4), 9)
+    rb.extend(numbers(0, 4))
+    rb.sample(1)
+    for times in (1, 2):
+        rb.empty(empty_write_count=not kept)
+        assert counts(rb) == ((8 if times == 2 else 4) * kept, (3 * times - 2) * kept)
+        if times == 1:
+            rb.extend(numbers(0, 4), timeout=0)
+            rb.sample(3, timeout=0)
+    rb.dumps(tmp_path / "saved")
+    fresh, taken = (paced(RateLimiter.queue(4), 9) for _ in range(2))
+    fresh.loads(tmp_path / "saved")
+    taken.load_state_dict(rb.state_dict())
+    for one in (fresh, taken, copy.deepcopy(rb), rb):
+        assert tried(one) == ((15, 7) if kept else (7, 3))
     rb.empty()
     assert counts(rb) == (0, 0)
 
