@@ -117,6 +117,7 @@ NB_MODULE(_core, m) {
            "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
 
   replaykit::bind_ahead(m);
+  replaykit::bind_commits(m);
   replaykit::bind_episodes(m);
   replaykit::bind_followed(m);
   replaykit::bind_ledger(m);

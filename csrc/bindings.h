@@ -7,6 +7,7 @@ namespace replaykit {
 
 void bind_ahead(nanobind::module_& m);
 void bind_checksums(nanobind::module_& m);
+void bind_commits(nanobind::module_& m);
 void bind_episodes(nanobind::module_& m);
 void bind_followed(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);

@@ -213,6 +213,18 @@ void replaykit::bind_episodes(nb::module_& m) {
            },
            nb::arg("time"), nb::arg("lane"), nb::arg("out"),
            "Writes begin, last, code and head of stored rows.")
+      .def("first",
+           [](const Index& self) {
+             const std::int64_t time = self.episodes.lo(), lane = 0;
+             const Numbers times{reinterpret_cast<const char*>(&time), 8};
+             const Numbers lanes{reinterpret_cast<const char*>(&lane), 8};
+             std::int64_t begin = 0, last = 0, code = 0, head = 0;
+             if (self.episodes.lookup(times, lanes, 1, &begin, &last, &code, &head) != 1) {
+               throw nb::index_error("expected a stored row, got none");
+             }
+             return nb::make_tuple(begin, head);
+           },
+           "Begin and head of the oldest row in the first lane.")
       .def("around",
            [](const Index& self, nb::handle element, nb::handle out) {
              const Array elements(element, "element", Array::kInt64, 1);

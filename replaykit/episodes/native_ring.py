@@ -20,8 +20,6 @@ __all__ = ["NativeRing"]
 
 Array = np.ndarray[Any, Any]
 
-_LANE = np.zeros(1, np.int64)
-
 _FLAGS: Final = frozenset(
     [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 )
@@ -85,7 +83,6 @@ class NativeRing:
         self._note = made.append_columns
         self._around, self._pick, self._total = made.around, made.pick, made.total
         self._slices = made.slices
-        self._one = np.empty(1, np.int64), np.empty((4, 1), np.int64)
         # Columns that rows were noted from: as the core takes them, or None where it cannot.
         self._bound: BoundColumns | None = None
         self._columns: Any = None
@@ -191,10 +188,7 @@ class NativeRing:
 
     def first(self) -> tuple[int, int]:
         """Begin and head of the oldest row's episode, in a ring of one lane."""
-        asked, out = self._one
-        asked[0] = self._core.lo
-        self._lookup(asked, _LANE, out)
-        found: tuple[int, int] = out.item(0), out.item(3)
+        found: tuple[int, int] = self._core.first()
         return found
 
     def around(self, element: Array) -> Array:

@@ -7,13 +7,15 @@ import json
 import os
 import re
 import stat
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from replaykit import native
 from replaykit._version import __version__
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, sync_directory
@@ -73,6 +75,9 @@ class Home:
         self._tables: dict[int, tuple[MappedFile, Array]] = {}
         self._found: dict[int, int] = {}
         self._more: list[Path] = []
+        self._rows: dict[int, Array] = {}
+        self._commits: Any = None
+        """What the core does of it, as long as nothing has to grow; see ``_look``."""
 
     # -- manifest -----------------------------------------------------------------------------
 
@@ -166,6 +171,7 @@ class Home:
                 Nothing was changed.
         """
         self._targets.update(targets)
+        self._rows = dict(targets)
         state = 4096  # the smallest page there is
         at_least = {"journal.bin": _JOURNAL_BYTES, "state-0.bin": state, "state-1.bin": state}
         for name, nbytes in at_least.items():
@@ -197,7 +203,15 @@ class Home:
                 self.journal.forget(self._next)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
+        self._look()
         return self.states.latest()
+
+    def _look(self) -> None:
+        """Hands the core the memory of journal and states, which is elsewhere once they grow."""
+        core = native.core()
+        if core is not None and not self.durable and sys.byteorder == "little":
+            even, odd = self.states.memory
+            self._commits = core.Commits(self.journal.memory, even, odd, list(self._rows.items()))
 
     def check_table(self, number: int, dtype: Any, rows: int) -> None:
         """Raises CheckpointError where a table with so many rows is not there; names its file."""
@@ -235,18 +249,26 @@ class Home:
             self.check_process()
         if type(at) is range:
             if at.stop > at.start:
-                self.note_run(self._next, (target,), at.start, at.stop)
+                cells = self._targets[target]
+                self.journal.save_run(self._next, target, cells, at.start, at.stop)
         else:
             self.journal.save(self._next, target, self._targets[target], at)
 
-    def note_run(self, sequence: int, targets: Iterable[int], first: int, until: int) -> None:
-        """``note`` of the rows from ``first`` to ``until`` of several targets, for a state whose
-        number the caller has asked for (``noted``)."""
+    def note_rows(self, first: int, until: int) -> tuple[int, int]:
+        """``note`` of some rows of the storage's files, from ``first`` to ``until``: what every
+        write of a few rows does.
+
+        Returns:
+            As ``noted`` before it.
+        """
         if not self.shared:
             self.check_process()
-        save, cells = self.journal.save_run, self._targets
-        for target in targets:
-            save(sequence, target, cells[target], first, until)
+        before, commits = self.noted(), self._commits
+        if commits is None or not commits.note(first, until):
+            for target, cells in self._rows.items():
+                self.journal.save_run(before[0], target, cells, first, until)
+            self._look()
+        return before
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked process, which reads only."""
@@ -294,6 +316,9 @@ class Home:
 
     def noted(self) -> tuple[int, int]:
         """Number of the state that is being worked on, and how much was noted for it."""
+        if self._commits is not None:
+            found: tuple[int, int] = self._commits.noted()
+            return found
         count = self._next
         return count, self.journal.used(count)
 
@@ -306,9 +331,13 @@ class Home:
         Raises:
             OSError: no room, or the disk failed; nothing of it counts yet.
         """
+        if self._commits is not None and (done := self._commits.commit(numbers, more)):
+            return int(done)
         if self.durable:
             self._sync_rows()
-        return self.states.commit(numbers, more)
+        done = self.states.commit(numbers, more)
+        self._look()
+        return done
 
     def roll_back(self, since: int = 0) -> None:
         """Takes back what was noted since the last commit, or since ``noted`` was that much."""

@@ -127,6 +127,11 @@ class Journal:
         head[_USED] = stop - _HEADER
 
     @property
+    def memory(self) -> Array:
+        """The bytes of the file, uint8."""
+        return self._bytes
+
+    @property
     def sequence(self) -> int:
         """Number of the latest operation that has noted anything; 0: none has."""
         return self._head[_SEQUENCE]

@@ -66,6 +66,12 @@ class States:
         a, b = even[_SEQUENCE], odd[_SEQUENCE]
         return a if a > b else b
 
+    @property
+    def memory(self) -> tuple[Array, Array]:
+        """The bytes of both files, uint8."""
+        even, odd = self._files
+        return even.bytes, odd.bytes
+
     def _look(self) -> None:
         # One number through a memoryview takes a third of what it takes through an array.
         even, odd = (numbers.data for numbers in self._numbers)

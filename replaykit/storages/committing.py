@@ -141,10 +141,12 @@ class Committing:
         self._again, again = True, self._again  # until it has come to its end
         if again:
             ledger.touched = [None]
-        changed = [
-            None if sampler is None else sampler.priorities_changed(everything=again)
-            for sampler in [known() for known in self._samplers]
-        ]
+        changed: list[Changed | None] = []
+        for known in self._samplers:
+            sampler = known()
+            changed.append(
+                None if sampler is None else sampler.priorities_changed(everything=again)
+            )
         moved = again or seen != self._seen or marks.numbers is not self._marks
         if moved or changed.count(None) < len(changed):
             numbers = None if again else self._moved_on(storage, changed, counts)

@@ -211,12 +211,11 @@ class Recovery(Committing):
         first %= slots
         until = first + count
         if until <= ledger.length:  # what every write of few rows is, once the ring is full
-            home = self.home
-            sequence, used = home.noted()
+            # Noted before it is said to whom it belongs: nothing is overwritten until then.
+            sequence, used = self.home.note_rows(first, until)
             now = sequence, ledger_counters(ledger)
             if now != self._noted:
                 self._noted, self._whole = now, used
-            home.note_run(sequence, self._rows.values(), first, until)
         elif until <= slots:
             self._note(range(first, until))
         else:

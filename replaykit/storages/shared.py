@@ -196,17 +196,20 @@ class Sharing(Following):
 
     def _enter(self) -> None:
         """Brings this process up to date; it has just got the lock."""
+        home, signs = self.home, self._signs
+        regular = self.active and not self._lags and not signs[IRREGULAR] & 1
+        if regular and home.noted() == (self._known + 1, 0):
+            return  # nobody has done anything meanwhile
         storage = self._storage()
         if storage is None:
             return
         if not self.active:
-            if not self.home.published:
+            if not home.published:
                 return
             self._attach(storage)
-        home = self.home
+            signs = self._signs
         sequence, used = home.noted()
         sequence -= 1
-        signs = self._signs
         if used:  # who noted it has died
             signs[IRREGULAR] |= 1
             home.roll_back()

@@ -20,6 +20,7 @@ CORE = Path(__file__).parents[2] / "csrc"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Sources beside the harness, with the flags that each is compiled with.
 SOURCES: dict[str, dict[str, list[str]]] = {
+    "commits": {},
     "episodes": {},
     "followed": {},
     "linked": {},

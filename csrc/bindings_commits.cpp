@@ -1,0 +1,97 @@
+// The Python face of commits of a few rows: arrays are held as long as the object is there.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "commits.h"
+
+namespace nb = nanobind;
+using replaykit::Array;
+using replaykit::Commits;
+
+namespace {
+
+// Up to so many bytes the work is shorter than handing the interpreter lock over and back.
+constexpr std::int64_t kBytesKept = 1 << 15;
+
+class HeldCommits {
+ public:
+  HeldCommits(nb::handle journal, nb::handle even, nb::handle odd, const nb::list& rows)
+      : commits_(bytes(journal, "journal"), bytes(even, "even"), bytes(odd, "odd"), all(rows)) {}
+
+  HeldCommits(const HeldCommits&) = delete;
+  HeldCommits& operator=(const HeldCommits&) = delete;
+
+  Commits& operator*() { return commits_; }
+  const Commits& operator*() const { return commits_; }
+
+ private:
+  const Array& held(nb::handle array, const char* name, int dimensions, bool written) {
+    arrays_.push_back(
+        std::make_unique<Array>(array, name, Array::kUint8, dimensions, written));
+    return *arrays_.back();
+  }
+
+  Commits::Bytes bytes(nb::handle array, const char* name) {
+    const Array& of = held(array, name, 1, true);
+    auto* base = const_cast<std::uint8_t*>(of.bytes());
+    if (reinterpret_cast<std::uintptr_t>(base) % 8 != 0) {
+      throw nb::value_error("expected bytes at a multiple of 8");
+    }
+    return {base, of.size()};
+  }
+
+  std::vector<Commits::Rows> all(const nb::list& rows) {
+    std::vector<Commits::Rows> found;
+    for (nb::handle one : rows) {
+      const auto [number, array] = nb::cast<std::pair<std::int64_t, nb::object>>(one);
+      const Array& of = held(array, "rows", 2, false);
+      found.push_back({number, of.bytes(), of.size(0), of.size(1)});
+    }
+    return found;
+  }
+
+  std::vector<std::unique_ptr<Array>> arrays_;  // before what points into them
+  Commits commits_;
+};
+
+}  // namespace
+
+void replaykit::bind_commits(nb::module_& m) {
+  nb::class_<HeldCommits>(m, "Commits", "What a write overwrites, noted, and numbers that make it count.")
+      .def(nb::init<nb::handle, nb::handle, nb::handle, const nb::list&>(), nb::arg("journal"),
+           nb::arg("even"), nb::arg("odd"), nb::arg("rows"))
+      .def("noted",
+           [](const HeldCommits& self) {
+             const std::int64_t next = (*self).latest() + 1;
+             return nb::make_tuple(next, (*self).used(next));
+           },
+           "Number of the state that comes next, and how many bytes were noted for it.")
+      .def("note",
+           [](HeldCommits& self, std::int64_t first, std::int64_t until) {
+             Commits& commits = *self;
+             if (commits.size(first, until) <= kBytesKept) return commits.note(first, until);
+             nb::gil_scoped_release release;
+             return commits.note(first, until);
+           },
+           nb::arg("first"), nb::arg("until"),
+           "Notes rows as they are; False, and nothing has changed, where there is too little room.")
+      .def("commit",
+           [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
+             const Array values(numbers, "numbers", Array::kInt64, 1);
+             if (values.numbers().stride != 8) throw nb::value_error("expected contiguous numbers");
+             return (*self).commit(reinterpret_cast<const std::int64_t*>(values.bytes()),
+                                   values.size(), more.data(),
+                                   static_cast<std::int64_t>(more.size()));
+           },
+           nb::arg("numbers"), nb::arg("more"),
+           "Has int64 numbers be the state, and others behind them; returns its number, 0 for none, "
+           "where there is too little room.");
+}

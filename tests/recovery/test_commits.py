@@ -1,0 +1,185 @@
+"""Commits of a few rows by the compiled core: the same bytes as without it, at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replaykit import native
+from replaykit.recovery import Home, States
+
+Array = np.ndarray[Any, Any]
+needs_core = pytest.mark.skipif(not native.HAS_CORE, reason=f"no core: {native.WHY_NOT}")
+ROWS, WIDTHS = 40, (5, 24)
+
+
+class Opened:
+    """A home over rows in memory, with the core or without it."""
+
+    def __init__(self, folder: Path, *, compiled: bool, **how: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.rows = {
+            1000 + at: np.arange(ROWS * width, dtype=np.uint8).reshape(ROWS, width)
+            for at, width in enumerate(WIDTHS)
+        }
+        self.folder, self.compiled, self.how = folder, compiled, how
+        self.open(fresh=True)
+
+    def open(self, *, fresh: bool = False) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.compiled:
+                patch.setattr(native, "core", lambda: None)
+            self.home = Home(self.folder, **self.how)
+            self.home.open(self.rows, fresh=fresh)
+
+    def write(self, first: int, until: int, value: int) -> tuple[int, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.compiled:
+                patch.setattr(native, "core", lambda: None)
+            noted = self.home.note_rows(first, until)
+        for cells in self.rows.values():
+            cells[first:until] = value
+        return noted
+
+    def commit(self, numbers: Array, more: list[int]) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.compiled:
+                patch.setattr(native, "core", lambda: None)
+            return self.home.commit(numbers, more)
+
+    def files(self) -> dict[str, bytes]:
+        folder = self.home.folder
+        return {
+            name: (folder / name).read_bytes()
+            for name in ("journal.bin", "state-0.bin", "state-1.bin")
+        }
+
+
+def both(folder: Path, **how: Any) -> Iterator[Opened]:
+    for compiled in (True, False):
+        yield Opened(folder / str(compiled), compiled=compiled, **how)
+
+
+write = st.tuples(st.just("write"), st.integers(0, ROWS - 1), st.integers(1, ROWS))
+numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6)
+change = st.one_of(
+    write,
+    st.tuples(st.just("commit"), numbers, numbers),
+    st.tuples(st.just("large"), st.integers(300, 700)),
+    st.tuples(st.just("back")),
+)
+
+
+@needs_core
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(changes=st.lists(change, max_size=25))
+def test_the_core_leaves_the_same_bytes(
+    changes: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    homes = list(both(tmp_path_factory.mktemp("homes"), shared=True))
+    for number, (kind, *arguments) in enumerate(changes):
+        answers: list[Any] = []
+        for opened in homes:
+            if kind == "write":
+                first, count = arguments
+                until = min(ROWS, first + count)
+                answers.append(opened.write(first, until, number))
+            elif kind == "commit":
+                own, more = arguments
+                answers.append(opened.commit(np.array(own, np.int64), more))
+            elif kind == "large":
+                answers.append(opened.commit(np.arange(arguments[0]), [number]))
+            else:
+                opened.home.roll_back()
+                answers.append(opened.home.noted())
+        assert answers[0] == answers[1]
+        assert homes[0].home.noted() == homes[1].home.noted()
+        for one, other in zip(homes[0].rows.values(), homes[1].rows.values(), strict=True):
+            assert np.array_equal(one, other)
+    assert homes[0].files() == homes[1].files()
+    for opened in homes:  # what was not committed is taken back
+        opened.open()
+    assert homes[0].home.states.latest().tolist() == homes[1].home.states.latest().tolist()
+    for one, other in zip(homes[0].rows.values(), homes[1].rows.values(), strict=True):
+        assert np.array_equal(one, other)
+
+
+@needs_core
+def test_a_journal_that_grows_is_noted_in_as_before(tmp_path: Path) -> None:
+    homes = list(both(tmp_path, shared=True))
+    for opened in homes:
+        for at in range(70):  # 70 * (2 entries of 48 bytes, 40 rows of 29 bytes) is over 64 KiB
+            opened.write(0, ROWS, at)
+        assert len(opened.home.journal.memory) > 1 << 16
+    assert homes[0].files() == homes[1].files()
+    for opened in homes:
+        opened.home.roll_back()
+        for width, cells in zip(WIDTHS, opened.rows.values(), strict=True):
+            assert cells.tobytes() == bytes(np.arange(ROWS * width, dtype=np.uint8))
+
+
+@needs_core
+def test_a_state_that_another_process_had_grow_is_seen(tmp_path: Path) -> None:
+    one = Opened(tmp_path / "home", compiled=True, shared=True)
+    other = Opened.__new__(Opened)
+    other.rows, other.folder, other.compiled, other.how = (
+        one.rows,
+        one.folder,
+        True,
+        {"shared": True},
+    )
+    other.open()
+    assert one.commit(np.arange(5000), []) == 1  # longer than the page that `other` has mapped
+    assert other.home.noted() == (2, 0)
+    assert other.commit(np.arange(6000), [7]) == 2
+    assert other.commit(np.arange(5500), [7]) == 3
+    assert one.home.states.latest().tolist() == [*range(5500), 7]
+    assert States(one.home.folder).sequence == 3
+
+
+@needs_core
+def test_what_is_durable_goes_another_way(tmp_path: Path) -> None:
+    opened = Opened(tmp_path / "home", compiled=True, durable=True)
+    assert opened.home._commits is None
+    opened.write(0, 3, 9)
+    assert opened.commit(np.array([4]), []) == 1
+
+
+@needs_core
+def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    opened = Opened(tmp_path / "home", compiled=True, shared=True)
+    before = opened.files()
+    for first, until in ((-1, 2), (3, 3), (5, 4), (0, ROWS + 1), (ROWS, ROWS + 1)):
+        with pytest.raises(IndexError, match="rows of the storage"):
+            opened.home._commits.note(first, until)
+    assert opened.files() == before
+    core, place = native.core(), np.zeros(64, np.uint8)
+    with pytest.raises(ValueError, match="journal"):
+        core.Commits(place[:56], place, place, [])
+    with pytest.raises(ValueError, match="state"):
+        core.Commits(place, place[:24], place, [])
+    with pytest.raises(ValueError, match="multiple of 8"):
+        core.Commits(np.zeros(128, np.uint8)[1:], place, place, [])
+    with pytest.raises(TypeError, match="rows"):
+        core.Commits(place, place, place, [(1, np.zeros((4, 4), np.float32))])
+    with pytest.raises(TypeError, match="numbers"):
+        opened.home._commits.commit(np.zeros(3, np.float64), [])
+    with pytest.raises(ValueError, match="contiguous"):
+        opened.home._commits.commit(np.zeros(6, np.int64)[::2], [])
+    assert opened.files() == before
+
+
+@needs_core
+def test_a_damaged_journal_is_left_to_who_tells(tmp_path: Path) -> None:
+    opened = Opened(tmp_path / "home", compiled=True, shared=True)
+    opened.write(0, 2, 1)
+    head = opened.home.journal.memory[:24].view(np.int64)
+    for used in (-8, len(opened.home.journal.memory)):
+        head[1] = used
+        assert not opened.home._commits.note(0, 1)
