@@ -209,9 +209,13 @@ class EarlySync:
     It replaces no sync: what has not been written yet, or is passed over because the disk is busy,
     is left to `sync_tree`. What a sync raises is raised on leaving, since the system reports a
     failed write to one sync only.
+
+    Args:
+        each: bytes of one file after which it is synced, if the disk is not busy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, each: int | None = None) -> None:
+        self._each = _EARLY_BYTES if each is None else each
         self._pool = ThreadPoolExecutor(2)
         self._under_way: list[Future[None]] = []
         self._waiting: dict[Path, int] = {}
@@ -220,7 +224,7 @@ class EarlySync:
         """Notes that so many bytes were written to a file; never waits."""
         nbytes += self._waiting.get(path, 0)
         self._waiting[path] = nbytes
-        if nbytes < _EARLY_BYTES or sum(not sync.done() for sync in self._under_way) > 1:
+        if nbytes < self._each or sum(not sync.done() for sync in self._under_way) > 1:
             return
         self._waiting[path] = 0
         self._under_way = [s for s in self._under_way if not s.done() or s.exception() is not None]

@@ -44,6 +44,9 @@ _UNSAFE: Final = (*'/<>:"|?*\\ %\x7f', *map(chr, range(32)))
 _ESCAPES: Final = {ord(char): f"%{ord(char):02X}" for char in _UNSAFE}
 """How tensordict writes what may not be part of a file's name."""
 _ZEROS: Final = bytes(1 << 16)
+_COMPARED_BYTES: Final = 1 << 20
+_SYNC_BYTES: Final = 4 << 20
+"""Bytes of a column after which it is synced: less of many columns is left for the end."""
 _READ_BYTES: Final = 1 << 14
 """Bytes that are read in the time that a call takes: what is as dense is read back together."""
 
@@ -244,6 +247,7 @@ class ColumnFile:
         by processes that know nothing of each other.
         """
         found = copy(self)
+        found.early_sync = self.early_sync  # which a copy, made as for another process, lacks
         size = self.spec.entry_bytes
         found._begin = found._written = first * size
         found._stop = stop * size
@@ -259,14 +263,22 @@ class ColumnFile:
 
 def _holds(descriptor: int, position: int, block: memoryview) -> bool:
     """Whether a file has these bytes at a position."""
-    found = np.frombuffer(os.pread(descriptor, len(block), position), np.uint8)
-    return np.array_equal(found, np.frombuffer(block, np.uint8))
+    # In pieces that stay in a cache: as much memory as the block has would have to be made.
+    piece = memoryview(bytearray(min(_COMPARED_BYTES, len(block))))
+    for at in range(0, len(block), len(piece)):
+        wanted = block[at : at + len(piece)]
+        found = piece[: len(wanted)]
+        if os.preadv(descriptor, [found], position + at) < len(wanted):
+            return False
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(wanted, np.uint8)):
+            return False
+    return True
 
 
 @contextmanager
 def synced_early(columns: Mapping[Key, ColumnFile]) -> Iterator[None]:
     """Has long columns made durable while they are written in the block."""
-    with EarlySync() as early_sync:
+    with EarlySync(_SYNC_BYTES) as early_sync:
         for column in columns.values():
             column.early_sync = early_sync
         try:

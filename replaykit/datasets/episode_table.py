@@ -69,9 +69,11 @@ def write_episode_table(
     arrays = tuple(file.describe(directory, {}) for file in files.values())
     path = home / GROUP_FILE
     nbytes = crc32 = 0
-    lines = (f"{group}\n" for group in map(json.JSONEncoder().encode, groups))
+    # A line break between strings, which hold none themselves once they are JSON.
+    lines, left = json.JSONEncoder(separators=("\n", ":")), iter(groups)
     with path.open("wb") as names:
-        while text := "".join(islice(lines, _TOGETHER)).encode():
+        while some := list(islice(left, _TOGETHER)):
+            text = f"{lines.encode(some)[1:-1]}\n".encode()
             nbytes, crc32 = nbytes + len(text), zlib.crc32(text, crc32)
             with disk_errors(path, nbytes):
                 names.write(text)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaykit import filesystem
-from replaykit.datasets import checksum
+from replaykit.datasets import checksum, columns, publish
 from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
 from replaykit.datasets.engine import storing, stretch
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
@@ -95,7 +95,8 @@ def test_busy_disk_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
     """The system tells it once: it must not get lost."""
-    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 1)
+    monkeypatch.setattr(columns, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(publish, "sync_tree", lambda directory: pytest.fail("it was too late"))
     with RoboHiveWriter(tmp_path / "a.h5") as writer:
         writer.add_trial(**make_trial(9))
     sources = Sources.local([tmp_path / "a.h5"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 
-from replaykit.datasets.engine import conversion as engine
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.write import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -42,8 +42,15 @@ def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, convert
 def test_stored_value_that_differs_is_found(tmp_path, monkeypatch, convert, write):
     """V60: rows are read back; here the disk returns another byte."""
     path = write(tmp_path / "a.h5", make_trial(4))
-    real = engine.create_columns.__globals__["os"].pread
+    real, into = os.pread, os.preadv
+
+    def other(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        count = into(descriptor, buffers, at)
+        buffers[0][0] ^= 1
+        return count
+
     monkeypatch.setattr("os.pread", lambda *args: bytes(b ^ 1 for b in real(*args)))
+    monkeypatch.setattr("os.preadv", other)
     with pytest.raises(OSError, match=r"not stored as it was written \[V60\]"):
         convert(tmp_path / "data", path)
     assert not (tmp_path / "data").exists()

@@ -110,8 +110,12 @@ def test_field_that_a_worker_finds_unusable_is_left_out_everywhere(tmp_path, wri
 
 
 def test_worker_that_is_killed_leaves_nothing(tmp_path, files, monkeypatch):
+    here, finish = os.getpid(), RowWriter.finish
+
     def die(self: RowWriter) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(self)
 
     monkeypatch.setattr(RowWriter, "finish", die)
     with pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"):

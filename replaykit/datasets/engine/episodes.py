@@ -61,7 +61,12 @@ class Episode(NamedTuple):
         if self.is_whole:
             return self.group or "/"
         first = self.base - self.within
-        return f"{self.group}[{first}:{first + self.records}]"
+        return self.named(self.group, first, first + self.records)
+
+    @staticmethod
+    def named(group: str, first: int, stop: int) -> str:
+        """Returns the name of the episode that is records ``first .. stop - 1`` of a group."""
+        return f"{group}[{first}:{stop}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,5 +293,14 @@ class Episodes:
     def names(self) -> Iterator[str]:
         """Yields their names."""
         if self.is_whole:
-            return (name or "/" for name in self.spans.groups)
-        return (episode.name for episode in self)
+            yield from (name or "/" for name in self.spans.groups)
+            return
+        for span in self.spans:
+            for begin in range(span.first, span.stop, _TOGETHER):
+                some = slice(begin, min(begin + _TOGETHER, span.stop))
+                firsts, counts = self.column("base")[some], self.column("records")[some]
+                if self._within:
+                    files = self.column("file")[some].tolist()
+                    firsts = firsts - [self._within.get(file, 0) for file in files]
+                for first, stop in zip(firsts.tolist(), (firsts + counts).tolist(), strict=True):
+                    yield Episode.named(span.group, first, stop)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy.typing as npt
 
-from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets.columns import ColumnFile, synced_early
+from replaykit.datasets.crew import Crew
 from replaykit.datasets.engine.joined import open_sources
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import DropLeaves
@@ -24,13 +25,15 @@ from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.engine.unfinished import FilePart, Unfinished
 from replaykit.datasets.engine.write import RowWriter, empty_table
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.workers import run_in_processes
-from replaykit.filesystem import EarlySync
 from replaykit.ted import Key
 
 __all__ = ["Written", "write_files"]
 
 _Parts = Generator[FilePart, None, None]
+
+_MOST_ORDERED: Final = 256
+"""Files up to which the largest is begun first. What is known of later ones waits for the first;
+of many files the last one is little in any case."""
 
 
 @dataclass
@@ -70,7 +73,7 @@ def write_files(
         columns: the files of `column_specs`, empty but for the rows of finished files.
         block_bytes: how much of one leaf is read at a time, by each worker.
         on_invalid: as in `Policies`.
-        workers: how many processes work at once, each on a file; 1 stands for this one.
+        workers: how many processes work at once, each on a file, this one among them.
         notes: takes the findings.
         advance: told the bytes that were read.
         unfinished: has the files that are finished, and takes those that are now.
@@ -90,16 +93,18 @@ def write_files(
     )
     finished = unfinished.finished
     left = [index for index in spans if index not in finished]
-    is_alone = workers < 2 or len(left) < 2
-    if is_alone:
-        parts: _Parts = (write((index, index), advance=advance, table=filled) for index in left)
+    mine = partial(write, advance=advance, table=filled)
+    if workers < 2 or len(left) < 2:
+        parts: _Parts = (mine((index, index)) for index in left)
     else:
-        parts = _as_they_come(write, left, min(workers, len(left)))
+        if len(left) <= _MOST_ORDERED:
+            left.sort(key=lambda index: len(_rows(plan, spans[index])), reverse=True)
+        parts = _as_they_come(write, mine, left, min(workers, len(left)))
     with closing(_in_order(spans, finished, _recorded(parts, unfinished), unfinished)) as ordered:
         for part in ordered:
             if part.dropped is not None:
                 raise part.dropped
-            if not is_alone or part.index in finished:
+            if not part.is_told:
                 advance(part.nbytes)
                 first = plan.spans[spans[part.index][0]].first
                 for name, values in part.table.items():
@@ -127,13 +132,29 @@ def _known(plan: Plan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _as_they_come(
-    write: Callable[[tuple[int, int]], FilePart], indices: list[int], workers: int
+    write: Callable[[tuple[int, int]], FilePart],
+    mine: Callable[[tuple[int, int]], FilePart],
+    indices: list[int],
+    workers: int,
 ) -> _Parts:
-    """Yields the parts that several processes write, whichever is done first."""
+    """Yields the parts that this process and others write, whichever is done first.
+
+    Args:
+        write: writes one in another process.
+        mine: writes one in this process.
+        indices: of which files, in the order in which they are begun.
+        workers: how many processes write, this one among them.
+    """
     pieces = [(index, index) for index in indices]
-    crew = run_in_processes(write, pieces, workers, threads=1, start_method=None, max_tasks=None)
-    with closing(crew):
-        yield from crew
+    with Crew(write, pieces[1:], workers - 1) as crew:
+        piece: tuple[int, int] | None = pieces[0]
+        while piece is not None:
+            yield mine(piece)
+            while (part := crew.answer(waits=False)) is not None:
+                yield part
+            piece = crew.take()
+        while (part := crew.answer()) is not None:
+            yield part
 
 
 def _recorded(parts: _Parts, unfinished: Unfinished) -> _Parts:
@@ -163,6 +184,12 @@ def _in_order(
             yield waiting.pop(index)
 
 
+def _rows(plan: Plan, spans: range) -> range:
+    """Returns the rows of some spans of one file in a row."""
+    last = plan.spans[spans[-1]]
+    return range(plan.spans[spans[0]].start, last.start + last.rows)
+
+
 def _write_file(
     plan: Plan,
     sources: Sources,
@@ -177,19 +204,18 @@ def _write_file(
 ) -> FilePart:
     """Writes the rows of one file; the piece is its position, twice.
 
-    ``table``: of all episodes, where it can be filled right here.
+    ``table``: of all episodes, where it can be filled right here; ``advance`` is given as well.
     """
     index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
-    head, tail = plan.spans[spans[0]], plan.spans[spans[-1]]
-    start, stop = head.start, tail.start + tail.rows
-    first, episodes = head.first, tail.stop - head.first
+    rows = _rows(plan, spans)
+    first, stop = plan.spans[spans[0]].first, plan.spans[spans[-1]].stop
     if table is None:
-        table = empty_table(episodes)
+        table = empty_table(stop - first)
     else:
-        table = {name: values[first : first + episodes] for name, values in table.items()}
-    parts = {key: column.part(start, stop) for key, column in columns.items()}
+        table = {name: values[first:stop] for name, values in table.items()}
+    parts = {key: column.part(rows.start, rows.stop) for key, column in columns.items()}
     notes = Notes()
     memory: dict[str, Any] = {}
     judge = Judge(on_invalid, notes)
@@ -197,6 +223,8 @@ def _write_file(
 
     def count(nbytes: int) -> None:
         counted[0] += nbytes
+        if advance is not None:
+            advance(nbytes)
 
     writer = RowWriter(
         plan,
@@ -205,16 +233,14 @@ def _write_file(
         table=table,
         block_bytes=block_bytes,
         judge=judge,
-        advance=count if advance is None else advance,
+        advance=count,
     )
     dropped = None
     try:
         with ExitStack() as stack:
             if advance is None:
                 # The threads of the one it came with are in the process that started this one.
-                early_sync = stack.enter_context(EarlySync())
-                for part in parts.values():
-                    part.early_sync = early_sync
+                stack.enter_context(synced_early(parts))
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
             file = stack.enter_context(open_sources(unit, plan.layout.clock))
             writer.write(file, source, plan.spans.within(spans), memory)
@@ -224,7 +250,7 @@ def _write_file(
         dropped = drop
     return FilePart(
         index,
-        stop - start,
+        len(rows),
         counted[0],
         {key: part.crc32 for key, part in parts.items()},
         writer.statistics,
@@ -233,4 +259,5 @@ def _write_file(
         judge.bad,
         plan.layout.file_facts(memory),
         dropped,
+        is_told=advance is not None,
     )

@@ -245,6 +245,11 @@ class Layout:
         """
         return False
 
+    @property
+    def seen_attributes(self) -> set[str]:
+        """The attributes of an episode's group that are looked at."""
+        return {*self.attributes, *((self.count,) if self.count else ())}
+
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
     ) -> Facts:

@@ -22,7 +22,7 @@ from replaykit.datasets.engine.flat import Excluded, flat_episodes, gives_no_row
 from replaykit.datasets.engine.h5 import H5File, Leaf
 from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
-from replaykit.datasets.engine.listing import Listing, listings
+from replaykit.datasets.engine.listing import NOT_LISTED, Listing, listings
 from replaykit.datasets.engine.places import Notes, Place, path_below
 from replaykit.datasets.engine.plan import Plan, Skipped
 from replaykit.datasets.engine.policies import Policies
@@ -59,7 +59,7 @@ def scan(
         excluded: episodes that are to be left out.
         block_bytes: how many bytes may be read in one piece.
         notes: takes findings that stop nothing.
-        workers: how many processes look at files ahead of the scan.
+        workers: how many processes look at files, this one among them.
 
     Raises:
         CorpusError: a file breaks a rule of the layout; names file, episode and key.
@@ -97,6 +97,7 @@ class _Scan:
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
     units: dict[int, tuple[int, ...]] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    listed: Listing = NOT_LISTED
     rows: int = 0
     records: int = 0
 
@@ -123,7 +124,7 @@ class _Scan:
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
         try:
             with open_sources(files, self.layout.clock) as file:
-                file.listed = listed
+                file.listed, self.listed = listed.leaves, listed
                 self.units[unit[0]] = unit
                 self.file(unit[0], file, file.place(files[0].name))
         except (ValueError, OSError) as error:
@@ -252,8 +253,9 @@ class _Scan:
     def _facts(self, file: H5File, group: str, records: int, place: Place) -> Facts:
         assert self.schema is not None
         layout = self.schema.layout
-        names = {*layout.attributes, *((layout.count,) if layout.count else ())}
-        attributes = file.attributes(group, names) if names else {}
+        names, attributes = layout.seen_attributes, self.listed.attributes.get(group)
+        if attributes is None:
+            attributes = file.attributes(group, names) if names else {}
         if layout.count is not None and layout.count in attributes:
             said = attributes[layout.count]
             # An attribute of several values, or of none, is no count either.

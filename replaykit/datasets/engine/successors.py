@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from replaykit.datasets.engine.stretch import Stretch
 from replaykit.ted import Key
 
 __all__ = ["check_successor"]
+
+_COMPARED_BYTES: Final = 1 << 20
+"""Bytes that are read back at a time: they stay in a fast cache."""
 
 
 def check_successor(
@@ -55,9 +58,13 @@ def check_successor(
     end = min(row + len(stored), stretch.start + stretch.rows - 1)
     if end <= row:
         return
-    following = column.read(row + 1, end - row).reshape(-1)
-    given = np.ascontiguousarray(stored[: end - row]).reshape(-1).view(np.uint8)
-    differs = _differing(following, given, size)
+    differs = np.empty(end - row, np.bool_)
+    step = max(1, _COMPARED_BYTES // size)
+    for begin in range(0, end - row, step):
+        given = np.ascontiguousarray(stored[begin : min(begin + step, end - row)])
+        following = column.read(row + 1 + begin, len(given)).reshape(-1)
+        here = _differing(following, given.reshape(-1).view(np.uint8), size)
+        differs[begin : begin + len(given)] = here
     finals = stretch.at.finals
     lasts = finals[(finals >= row) & (finals < end)] - row
     for at in lasts[~differs[lasts]].tolist():

@@ -48,7 +48,10 @@ Excluded = dict[tuple[int, str, int], str]
 
 @dataclass
 class FilePart:
-    """What is known of one file after its rows were written."""
+    """What is known of one file after its rows were written.
+
+    ``is_told``: the table of all episodes and whoever counts the bytes have it already.
+    """
 
     index: int
     rows: int
@@ -60,6 +63,7 @@ class FilePart:
     bad: Mapping[int, str]
     facts: Mapping[str, Any]
     dropped: DropLeaves | None = None
+    is_told: bool = False
 
 
 @dataclass

@@ -1,0 +1,115 @@
+"""Pieces that the caller and workers share: each is worked off once, and no worker is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replaykit.datasets.crew import Crew
+from replaykit.datasets.worker import Piece
+
+PIECES = [(k, k + 1) for k in range(12)]
+
+
+def who(piece: Piece) -> tuple[Piece, int]:
+    return piece, os.getpid()
+
+
+def die(piece: Piece) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(piece: Piece) -> None:
+    raise ValueError(f"no such piece: {piece}")
+
+
+def sleep(piece: Piece) -> None:
+    time.sleep(600)
+
+
+class Note:
+    """Leaves a file for each piece that was begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, piece: Piece) -> Piece:
+        (self.folder / str(piece[0])).touch()
+        return piece
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    children = multiprocessing.active_children()
+    yield
+    assert multiprocessing.active_children() == children
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_caller_and_workers_share_the_pieces(count):
+    found = []
+    with Crew(who, PIECES, count) as crew:
+        while (piece := crew.take()) is not None:
+            found.append(who(piece))
+        while (answer := crew.answer()) is not None:
+            found.append(answer)
+    assert sorted(piece for piece, _ in found) == PIECES
+    assert len({process for _, process in found} - {os.getpid()}) <= count
+
+
+def test_workers_go_on_while_the_caller_is_at_work(tmp_path):
+    with Crew(Note(tmp_path), PIECES, 1) as crew:
+        begun = time.monotonic()
+        while len(list(tmp_path.iterdir())) < len(PIECES) and time.monotonic() - begun < 30:
+            time.sleep(0.01)
+        assert crew.take() is None
+        answers = [crew.answer() for _ in PIECES]
+        assert crew.answer() is None
+    assert answers == PIECES
+
+
+def test_workers_do_not_run_far_ahead(tmp_path):
+    with Crew(Note(tmp_path), PIECES, 1, ahead=2) as crew:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(list(tmp_path.iterdir())) == 2
+        # What was taken is gone, what was not can still be had.
+        assert crew.take(PIECES[0]) is None
+        assert crew.take(PIECES[2]) == PIECES[2]
+        # Each answer that is asked for makes room for the next piece.
+        assert [crew.answer() for _ in range(11)] == [*PIECES[:2], *PIECES[3:]]
+        assert crew.answer() is None
+
+
+def test_there_is_no_answer_yet():
+    with Crew(sleep, PIECES, 1) as crew:
+        assert crew.answer(waits=False) is None
+
+
+def test_death_of_a_worker_is_told():
+    with (
+        pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"),
+        Crew(die, PIECES, 2) as crew,
+    ):
+        crew.answer()
+
+
+def test_error_in_a_worker_is_raised_with_where_it_was():
+    with pytest.raises(ValueError, match="no such piece") as caught, Crew(fail, PIECES, 2) as crew:
+        crew.answer()
+    assert "in fail" in str(caught.value.__cause__)
+
+
+def test_workers_end_with_the_block_whatever_they_are_at():
+    with pytest.raises(KeyboardInterrupt), Crew(sleep, PIECES, 2):
+        raise KeyboardInterrupt
