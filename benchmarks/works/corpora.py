@@ -10,6 +10,7 @@ with fsync.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import multiprocessing
@@ -218,6 +219,8 @@ def _turns(
 
 def _clear(work: Path, target: Path, nbytes: int) -> None:
     """Takes away what the last turn wrote, all of which is on the disk by now."""
+    # A data set that is garbage keeps its files, and the next turn would free their memory.
+    gc.collect()
     if target.exists():
         remove_published(target)
     (work / "one-file").unlink(missing_ok=True)
