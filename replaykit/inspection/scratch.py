@@ -83,6 +83,7 @@ def _opened(path: Path) -> LazyMemmapStorage:
         scratch_dir=path,
         ndim=ndim,
         lane_key=tuple(key) if isinstance(key, list) else key,
+        dedup_next=[tuple(path) for path in content.get("dedup_next", ())] or False,
         recover=True,
     )
 

@@ -9,7 +9,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ __all__ = ["FORMAT", "Home", "check_file"]
 Array = np.ndarray[Any, Any]
 
 FORMAT = "replaykit-recovery"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NAME, _SHARED = "%recovery", "%shared"
 _MANIFEST = "manifest.json"
@@ -109,17 +109,20 @@ class Home:
             raise CheckpointError(f"{file} is damaged: its checksum is another one")
         return content
 
-    def publish(self, content: Mapping[str, Any]) -> None:
+    def publish(self, content: Mapping[str, Any], *, version: int = 1) -> None:
         """Writes the manifest in one step: from now on there is a storage to recover.
 
         Where commits hold across a loss of power, the files of the rows are on the disk before.
+
+        Args:
+            version: the oldest one of the format that knows of all of it.
 
         Raises:
             OSError: the disk refused; there is none then.
         """
         record = {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": version,
             "library_version": __version__,
             "content": dict(content),
             "crc32": _checksum(content),
@@ -233,6 +236,15 @@ class Home:
         """Says which files hold the rows, for commits that hold across a loss of power."""
         self._more = files
 
+    def also(self, targets: Mapping[int, Array], files: Iterable[Path]) -> None:
+        """Takes on more rows, or those of files that have grown; see ``open`` and ``sync_with``."""
+        self._targets.update(targets)
+        fresh = [file for file in files if file not in self._more]
+        self._more = [*self._more, *fresh]
+        if self.durable:
+            for folder in {above for file in fresh for above in self._folders_of(file)}:
+                sync_directory(folder)
+
     @property
     def _next(self) -> int:
         return self.states.sequence + 1
@@ -339,14 +351,17 @@ class Home:
         self._look()
         return done
 
-    def roll_back(self, since: int = 0) -> None:
-        """Takes back what was noted since the last commit, or since ``noted`` was that much."""
+    def roll_back(self, since: int = 0) -> bool:
+        """Takes back what was noted since the last commit, or since ``noted`` was that much;
+        whether there was anything."""
         if self.shared and self.journal.pending(self._next):
             self._map_all()
-        if self.journal.undo(self._next, self._targets, since):
+        found = self.journal.undo(self._next, self._targets, since)
+        if found:
             if self.durable:  # before the journal forgets what they were
                 self._sync_rows()
             self.journal.forget(self._next, since)
+        return found
 
     def _map_all(self) -> None:
         """Maps every table as long as it is: others may have made them, or had them grow."""

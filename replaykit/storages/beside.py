@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,6 +214,40 @@ class Beside:
         self._table = table
         self._stack, self._free = torch.zeros(len(elements), dtype=torch.int64), 0
         self.assign(elements, torch.arange(len(elements)))
+
+    @property
+    def kind(self) -> Any:
+        """The map is of this dtype."""
+        return np.int64 if self._map.dtype is torch.int64 else np.int32
+
+    def keep_in(self, memory: np.ndarray[Any, Any]) -> None:
+        """Has the map lie elsewhere, as it is there; on the CPU."""
+        self._map = torch.from_numpy(memory)
+
+    def reread(self, table: Columns | None = None) -> int:
+        """Takes a table that is there, or the one it has, and works out from the map which entries
+        are free; returns how many elements, from 0 on, may have one.
+
+        Raises:
+            ValueError: an entry is not there, or of two elements.
+        """
+        self._table = table or self._table
+        entries = 0 if self._table is None else self._table.slots
+        numbers = self._map.numpy()
+        at = np.flatnonzero(numbers)
+        used = numbers[at] - 1
+        if len(used) and not 0 <= used.min() <= used.max() < entries:
+            raise ValueError(f"expected numbers of {entries} entries beside, got others")
+        free = np.ones(entries, np.bool_)
+        free[used] = False
+        if int(free.sum()) + len(used) > entries:
+            raise ValueError("expected an entry beside for each row, got one of two rows")
+        found = torch.from_numpy(np.flatnonzero(free))
+        if entries != len(self._stack):
+            self._stack = torch.zeros(entries, dtype=torch.int64, device="cpu")
+        self._stack[: len(found)] = found  # where the core knows it to be
+        self._free = len(found)
+        return int(at[-1]) + 1 if len(at) else 0
 
     def clear(self, stop: int) -> None:
         """Gives back all entries; elements from ``stop`` on have none."""

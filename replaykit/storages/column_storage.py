@@ -149,6 +149,8 @@ class ColumnStorage(ColumnReads):
             self.write(slots, rows, kept)
         elif type(self).write is ColumnStorage.write:
             self.indexes.settle()
+            if self.recovery is not None:
+                self.recovery.note(slots.numpy())
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
             columns.write_streams(slots, rows, kept, matched=matched)
         else:

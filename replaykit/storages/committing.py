@@ -25,12 +25,22 @@ from replaykit.storages.ledger import Ledger
 if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = ["GENERATIONS", "POSITIONS", "PRIORITIES", "Committing", "ledger_counters"]
+__all__ = [
+    "BESIDE",
+    "FOLLOWERS",
+    "GENERATIONS",
+    "POSITIONS",
+    "PRIORITIES",
+    "Committing",
+    "ledger_counters",
+]
 
 Array = np.ndarray[Any, Any]
 
 POSITIONS, GENERATIONS = 0, 1
+BESIDE, FOLLOWERS = 4, 5
 PRIORITIES = 8
+"""Numbers of tables; 2 and 3 are those of storages that processes share."""
 
 
 class Committing:
@@ -158,7 +168,9 @@ class Committing:
         self._again = False
 
     def _take_back(self, since: int) -> None:
-        self.home.roll_back(since)
+        storage = self._storage()
+        if self.home.roll_back(since) and storage is not None:
+            storage.put_back()
 
     def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
         self.home.commit(numbers)

@@ -126,6 +126,32 @@ class Links:
         dtype = torch.int64 if self.wide else torch.int32
         return torch.zeros(self.slots, dtype=dtype, device=self.device)
 
+    @property
+    def kind(self) -> Any:
+        """How far away the next row lies is said in this dtype."""
+        return np.int64 if self.wide else np.int32
+
+    def keep_in(self, memory: Array) -> None:
+        """Has the table of next rows lie elsewhere, as it is there; on the CPU."""
+        self._after = torch.from_numpy(memory)
+
+    def reread(self) -> int:
+        """Makes the table of rows before anew, and returns how many slots tell of others.
+
+        Raises:
+            ValueError: a slot is not there, or follows two.
+        """
+        after = self._after.numpy()
+        at = np.flatnonzero(after)
+        followers = at + after[at]
+        if len(at) and not 0 <= followers.min() <= followers.max() < self.slots:
+            raise ValueError(f"expected links between {self.slots} slots, got others")
+        if len(np.unique(followers)) < len(followers):
+            raise ValueError("expected one row before each, got a slot that follows two")
+        self._before.zero_()
+        self._before.numpy()[followers] = -after[at]
+        return int(max(at.max(), followers.max())) + 1 if len(at) else 0
+
     def addresses(self) -> tuple[int, int]:
         """Where, for each slot, lies how far away the next row is, and the one before: int64 if
         ``wide``, else int32."""

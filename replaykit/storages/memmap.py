@@ -20,9 +20,11 @@ from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import as_device
 from replaykit.storages.beside import Grow
 from replaykit.storages.by_value import by_value, from_value
+from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.pairs import DedupNext, Mismatch
+from replaykit.storages.once_kept import KeptOnce
+from replaykit.storages.pairs import DedupNext, Mismatch, Pairs
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.row_files import (
     RowFiles,
@@ -72,8 +74,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     Raises:
         ValueError: another device, or ``lane_key`` with ``ndim > 1``; ``recover`` without a
-            ``scratch_dir`` or with ``dedup_next``, ``durable`` without ``recover``; with
-            ``recover`` what is there was made with another ``max_size``, ``ndim`` or ``lane_key``.
+            ``scratch_dir``, ``durable`` without ``recover``; with ``recover`` what is there was
+            made with another ``max_size``, ``ndim``, ``lane_key`` or ``dedup_next``.
         CheckpointError: with ``recover`` a file is damaged, missing or of another size.
         RuntimeError: with ``recover`` another process, or another storage, has it open.
         KeyError: at the first write, where the data has no column ``lane_key``.
@@ -120,8 +122,6 @@ class LazyMemmapStorage(LazyTensorStorage):
     ) -> None:
         if recover and scratch_dir is None:
             raise ValueError("recover=True needs a scratch_dir, where the rows are found again")
-        if recover and dedup_next:
-            raise ValueError(f"expected recover=True without dedup_next, got {dedup_next!r}")
         if durable and not recover:
             raise ValueError("durable=True is for rows that are recovered: it needs recover=True")
         if as_device(device).type != "cpu":
@@ -151,25 +151,54 @@ class LazyMemmapStorage(LazyTensorStorage):
         except ValueError as error:
             raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
         lanes = torch.Size(found["lanes"])
-        plan = RowFiles.of(folder, schema, self._slots_for(lanes), lanes)
+        pairs = self._pairs_of(schema) if self.dedup_next else None
+        self.recovery.check_once(found, pairs)
+        stored = schema if pairs is None else pairs.stored
+        plan = RowFiles.of(folder, stored, self._slots_for(lanes), lanes)
         for path, file in plan.files.items():
             check_file(file, plan.nbytes(path))
-        columns = plan.opened(self.ndim)
+        rows, files = plan.opened(self.ndim), list(plan.files.values())
         with self.lock:
-            self._columns, self._made_in = columns, folder
-            self._adopt(columns)
-            self.recovery.resume(columns, list(plan.files.values()))
+            try:
+                self._take_over(folder, pairs, rows, files)
+            except BaseException:
+                self.recovery.active = False  # nothing of what it holds now counts
+                raise
+
+    def _take_over(
+        self, folder: FilePath, pairs: Pairs | None, rows: Columns, files: list[FilePath]
+    ) -> None:
+        self._made_in = folder
+        if pairs is None:
+            self._columns = rows
+            self._adopt(rows)
+            self.recovery.resume(rows, files)
+            return
+        kept = KeptOnce(self.recovery, folder / _BESIDE)
+        columns = self._columns = self._once(pairs, rows, kept.grow)
+        self._adopt(columns)
+        table = kept.opened(pairs.beside, rows.slots * rows.lanes.numel())
+        self.recovery.resume(rows, [*files, *kept.files])
+        columns.keep(kept, there=True)
+        kept.check(pairs.beside)
+        try:
+            columns.reread(self.ledger, table)
+        except ValueError as error:
+            raise CheckpointError(f"{folder} contradicts itself: {error}") from None
 
     def _forget_columns(self, slots: int, size: int) -> None:
         # Its files are there, for rows of this layout.
         self.clear()
 
+    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
+        if self.recovery is None or self.recovery.shared:
+            return super()._allocate(schema, lanes, rows)
+        return self._take_files_to_keep(schema, lanes)
+
     def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
-        if self.recovery is not None and self.recovery.shared:
-            return super()._take_memory(schema, lanes, rows)
         if self.recovery is not None:
-            return self._take_files_to_keep(schema, slots, lanes)
+            return super()._take_memory(schema, lanes, rows)
         with self._folder() as folder:
             taken = sorted((folder / _BESIDE).rglob("*.memmap")) if self.dedup_next else []
             columns = columns_in_files(
@@ -178,20 +207,30 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._made_in = folder
         return columns
 
-    def _take_files_to_keep(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
+    def _take_files_to_keep(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
         home = self.recovery.home
         home.check_process()
+        pairs = self._pairs_of(schema) if self.dedup_next else None
+        stored, slots = schema if pairs is None else pairs.stored, self._slots_for(lanes)
         with self._folder() as folder:
-            plan = RowFiles.of(folder, schema, slots, lanes)
+            plan = RowFiles.of(folder, stored, slots, lanes)
             present = {file for file in plan.files.values() if file.exists()}
+            if pairs is not None:
+                present |= set((folder / _BESIDE).rglob("*.memmap"))
             if not home.half_made:  # from now on they are taken for its own
                 refuse_taken(present, existsok=self.existsok)
             with home.making():
-                columns = columns_in_files(
-                    folder, schema, slots, lanes, existsok=True, taken=[], ndim=self.ndim
+                rows = columns_in_files(
+                    folder, stored, slots, lanes, existsok=True, taken=[], ndim=self.ndim
                 )
                 self._made_in = folder
-                self.recovery.begin(columns, list(plan.files.values()))
+                self.recovery.open_anew(rows, list(plan.files.values()))
+                columns: AnyColumns = rows
+                if pairs is not None:
+                    kept = KeptOnce(self.recovery, folder / _BESIDE)
+                    columns = self._once(pairs, rows, kept.grow)
+                    columns.keep(kept, there=False)
+                self.recovery.publish(rows, pairs)
         return columns
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import arange
@@ -14,13 +15,17 @@ from replaykit.storages.beside import Grow
 from replaykit.storages.bits import any_differing
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.links import Links
 from replaykit.storages.matching import MatchedRows
+from replaykit.storages.once_kept import KeptOnce
 from replaykit.storages.once_settling import SettledRows
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
 
 __all__ = ["Compared", "OnceColumns"]
+
+_NO_NUMBERS = np.zeros(0, np.int64)
 
 _Leaves = dict[Path, torch.Tensor]
 
@@ -68,6 +73,8 @@ class OnceColumns(SettledRows):
 
     def clear(self) -> None:
         """Told that no row is stored any more; memory stays."""
+        if self.kept is not None:
+            self.kept.note(range(self._stored * self._cells), _NO_NUMBERS)
         self._beside.clear(self._stored * self._cells)
         self._stored = 0
         self._newest = self.severed = None
@@ -79,6 +86,30 @@ class OnceColumns(SettledRows):
         """Takes rows that are there, all of them: which have counterparts beside, and those."""
         self._beside.adopt(elements, table)
         self._stored = self.slots
+
+    def keep(self, kept: KeptOnce, *, there: bool) -> None:
+        """Has what tells of the rows lie in files; ``there``: it does, and ``reread`` takes it.
+
+        Raises:
+            CheckpointError: it is not there; names the file.
+        """
+        self._beside.keep_in(kept.map(self._elements, self._beside.kind, there=there))
+        self.kept = kept
+
+    def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
+        """Works out anew what follows from what lies in files, where that was put back or found.
+
+        Nothing is expected of the rows that come next.
+
+        Args:
+            table: the entries beside that were found.
+
+        Raises:
+            ValueError: it contradicts itself.
+        """
+        known = -(-self._beside.reread(table) // self._cells)
+        self._stored = max(ledger.length, known)
+        self._newest = self._compared = self._noted = self.severed = None
 
     # -- at the cursor ------------------------------------------------------------------------
 
@@ -100,6 +131,8 @@ class OnceColumns(SettledRows):
         newest, count = self._newest, len(rows)
         if self._native is None or newest is None or self._cells > 1 or count >= self.slots:
             return None
+        if self._is_loose:
+            return None
         if newest != (first - 1) % self.slots:
             return None
         severed = self.severed is not None and bool(self.severed[0])
@@ -116,6 +149,8 @@ class OnceColumns(SettledRows):
         native, newest, stored, count = self._native, self._newest, self._stored, len(rows)
         assert native is not None
         assert newest is not None
+        if self.kept is not None:
+            self.kept.note_ring(first, count)
         # Whatever happens on the way, no row is taken for one that it is not.
         self._newest = None
         self._stored = max(stored, min(first + count, self.slots))

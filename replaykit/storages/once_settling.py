@@ -15,6 +15,7 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import last_occurrences, ravel
 from replaykit.storages.links import Links
 from replaykit.storages.neighbours import Neighbours, neighbours
+from replaykit.storages.once_kept import KeptOnce
 from replaykit.storages.once_reading import FollowedRows
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
@@ -34,6 +35,13 @@ class SettledRows(FollowedRows):
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         super().__init__(pairs, rows, grow, links)
         self._stored = 0  # time slots that hold rows, or held some
+        self.kept: KeptOnce | None = None
+        """Where what tells of the rows is kept; None: in memory, as long as this lives."""
+
+    @property
+    def _is_loose(self) -> bool:
+        """Whether the core has to keep from writing; see ``KeptOnce``."""
+        return self.kept is not None and self.kept.loose
 
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
@@ -184,6 +192,8 @@ class SettledRows(FollowedRows):
         write: Callable[[], None],
     ) -> None:
         """Makes a change: rows are written, ``cleared`` have no entry, ``holders`` new ones."""
+        if self.kept is not None:
+            self.kept.note(torch.cat([cleared, holders]), change.numbers.numpy())
 
         def commit() -> None:
             write()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,36 +16,21 @@ from replaykit.storages.bits import any_differing
 from replaykit.storages.carrying import carried, carried_rows, picked
 from replaykit.storages.columns import Columns
 from replaykit.storages.continuity import check_newest_of, check_streams
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.links import Chains, Links, chains
 from replaykit.storages.native_once import Batch
 from replaykit.storages.neighbours import Neighbours
 from replaykit.storages.once import OnceColumns
+from replaykit.storages.once_kept import KeptOnce
 from replaykit.storages.pairs import Pairs
+from replaykit.storages.stream_comparison import ComparedStreams, keys_of
 from replaykit.storages.stream_tails import StreamTails
 from replaykit.structure import Path
 
-__all__ = ["StreamColumns", "keys_of"]
+__all__ = ["StreamColumns"]
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
-
-
-@dataclass
-class _Compared:
-    """Rows about to be written, by stream.
-
-    Attributes:
-        chains: which of them follow each other.
-        differs: which of those that are followed do not lead to what follows; None: none is
-            followed, or the core knows.
-        batch: what the core has compared, last of all; None: torch did.
-        goes_on: whether every row that goes on an episode begins where the one before led to.
-    """
-
-    chains: Chains
-    differs: torch.Tensor | None
-    batch: Batch | None = None
-    goes_on: bool = True
 
 
 class StreamColumns(OnceColumns):
@@ -72,11 +56,13 @@ class StreamColumns(OnceColumns):
         self._tails = StreamTails(self.links, rows, key, key_dtype(leaf.shape, leaf.dtype))
         # Streams of which the next row has to go on from the newest one, if that is there.
         self._going_on: set[Any] = set()
-        self._streams_compared: tuple[Rows, _Compared] | None = None
+        self._streams_compared: tuple[Rows, ComparedStreams] | None = None
         # By stream, and where they will lie: rows that are being loaded.
         self._coming: tuple[Chains, torch.Tensor] | None = None
 
     def clear(self) -> None:
+        if self.kept is not None:
+            self.kept.note_links(range(self._stored))
         self.links.clear(self._stored)
         super().clear()
         self._tails.clear()
@@ -85,6 +71,18 @@ class StreamColumns(OnceColumns):
 
     def nbytes(self) -> int:
         return super().nbytes() + self.links.nbytes()
+
+    def keep(self, kept: KeptOnce, *, there: bool) -> None:
+        super().keep(kept, there=there)
+        self.links.keep_in(kept.followers(self.slots, self.links.kind, there=there))
+
+    def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
+        super().reread(ledger, table)
+        self._stored = max(self._stored, self.links.reread())
+        ends = np.flatnonzero(self.links.ends(np.arange(ledger.length)))
+        order = np.argsort(ledger.positions(torch.from_numpy(ends)).numpy())
+        self._tails.found(torch.from_numpy(ends[order]))
+        self._streams_compared = self._coming = None
 
     # -- streams --------------------------------------------------------------------------------
 
@@ -152,20 +150,20 @@ class StreamColumns(OnceColumns):
             now = carried_rows(self._roots_of(flat), first.to(self.device))
             if bool(any_differing(self._following(slots), now).any()):
                 check_newest_of(self._rows_at(slots), leaves, first, self.pairs)
-        compared = _Compared(found, self._inside(found, flat))
+        compared = ComparedStreams(found, self._inside(found, flat))
         if compared.differs is not None and bool(compared.differs.any()):
             check_streams(leaves, found, self.pairs)
         self._streams_compared = rows, compared
 
     def _compare_streams(
         self, rows: Any, found: Chains, at: Array, slots: torch.Tensor, expected: Array
-    ) -> _Compared | None:
-        if self._native is None or len(rows) > self.slots:
+    ) -> ComparedStreams | None:
+        if self._native is None or len(rows) > self.slots or self._is_loose:
             return None
         first = np.ascontiguousarray(found.first.numpy()[at])
         batch = Batch(found.followers_of(len(rows)), slots.numpy(), first, expected)
         goes_on = self._native.compare_streams(rows.addresses, batch)
-        return None if goes_on is None else _Compared(found, None, batch, goes_on)
+        return None if goes_on is None else ComparedStreams(found, None, batch, goes_on)
 
     def forget(self) -> None:
         super().forget()
@@ -238,7 +236,7 @@ class StreamColumns(OnceColumns):
         self.goes_on_from(going_on, keys)
 
     def _write_linked(
-        self, slots: torch.Tensor, rows: Any, found: Chains, compared: _Compared | None
+        self, slots: torch.Tensor, rows: Any, found: Chains, compared: ComparedStreams | None
     ) -> bool:
         if compared is None or compared.batch is None:
             at, newest = self._tails.of(found)
@@ -246,6 +244,9 @@ class StreamColumns(OnceColumns):
             compared = self._compare_streams(rows, found, at, newest, nothing)
         if compared is None or compared.batch is None or self._native is None:
             return False
+        if self.kept is not None:
+            before = self.links.before(slots).numpy()
+            self.kept.note_linked(np.concatenate([slots.numpy(), before, compared.batch.newest]))
         stored = self._stored
         self._stored = max(stored, int(slots.numpy().max()) + 1)
         self.rows.changes.wrote_at(slots)
@@ -259,11 +260,11 @@ class StreamColumns(OnceColumns):
         slots: torch.Tensor,
         leaves: Mapping[Path, Any],
         found: Chains,
-        compared: _Compared | None,
+        compared: ComparedStreams | None,
     ) -> None:
         sources = {path: self.rows.own(carried(leaves[path])) for path in self.schema.leaves}
         if compared is None:
-            compared = _Compared(found, self._inside(found, sources))
+            compared = ComparedStreams(found, self._inside(found, sources))
 
         def write() -> None:
             self.rows.scatter(slots, sources, slice(None))
@@ -288,11 +289,15 @@ class StreamColumns(OnceColumns):
         def write() -> None:
             self.rows.scatter(slots, sources, slice(None))
 
-        compared = _Compared(found, self._inside(found, sources))
+        compared = ComparedStreams(found, self._inside(found, sources))
         self._write_streams(slots, compared, sources, write)
 
     def _write_streams(
-        self, slots: torch.Tensor, compared: _Compared, flat: _Leaves, write: Callable[[], None]
+        self,
+        slots: torch.Tensor,
+        compared: ComparedStreams,
+        flat: _Leaves,
+        write: Callable[[], None],
     ) -> None:
         """Has rows written to distinct slots, behind the newest ones of their streams.
 
@@ -334,6 +339,8 @@ class StreamColumns(OnceColumns):
             cleared.append(newest[freed])
             back.append(entries[freed])
         change = beside.plan(torch.cat(back).to(torch.int64) - 1, len(holders))
+        if self.kept is not None:
+            self.kept.note_links(torch.cat([elements, before, newest]))
 
         def both() -> None:
             write()
@@ -364,6 +371,8 @@ class StreamColumns(OnceColumns):
         self.clear()
         found = chains(keys[order.numpy()])
         elements = order.to(self.device)
+        if self.kept is not None:
+            self.kept.note_links(range(len(order)))
         if found.linked:
             rows, followers = found.at(self.device)
             self.links.join(elements[rows], elements[followers])
@@ -389,8 +398,3 @@ class StreamColumns(OnceColumns):
         # A row that nothing follows has an entry.
         elements = self._beside.elements_with(stop)
         return elements, self._following(elements, True)
-
-
-def keys_of(values: torch.Tensor, dtype: torch.dtype) -> Array:
-    """Keys of cells that may come in a dtype that carries their own."""
-    return stream_keys(values.view(dtype))

@@ -16,6 +16,7 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.kept_state import KeptState
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
@@ -30,7 +31,7 @@ from replaykit.storages.committing import (
     ledger_counters,
 )
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "rows_as_bytes"]
 
 Array = np.ndarray[Any, Any]
 
@@ -94,10 +95,37 @@ class Recovery(Committing):
             )
         return found
 
+    def check_once(self, found: dict[str, Any], pairs: Pairs | None) -> None:
+        """Raises ValueError where other leaves are stored once than what is there tells of."""
+        there, own = found.get("dedup_next"), None if pairs is None else _once_of(pairs)
+        if there != own:
+            shown = [
+                False if keys is None else [key[0] if len(key) == 1 else tuple(key) for key in keys]
+                for keys in (own, there)
+            ]
+            folder = self.home.folder.parent
+            raise ValueError(f"expected dedup_next={shown[0]}, got {shown[1]} in {folder}")
+
     def begin(self, columns: Columns, files: list[FilePath]) -> None:
         """Has the rows of fresh files count as none, and opens them for noting."""
+        self.open_anew(columns, files)
+        self.publish(columns)
+
+    def open_anew(self, columns: Columns, files: list[FilePath]) -> None:
+        """The half of ``begin`` after which tables can be made."""
         self._open(columns, files, fresh=True)
-        self.home.publish(self.describe(columns.schema, columns.slots, columns.lanes))
+
+    def publish(self, columns: Columns, pairs: Pairs | None = None) -> None:
+        """The other half: from now on there is a storage to recover.
+
+        Args:
+            pairs: which leaves are stored once, of rows that have more leaves than the columns.
+        """
+        schema = columns.schema if pairs is None else pairs.schema
+        content = self.describe(schema, columns.slots, columns.lanes)
+        if pairs is not None:
+            content["dedup_next"] = _once_of(pairs)
+        self.home.publish(content, version=1 if pairs is None else 2)
         self.active = True
 
     def resume(self, columns: Columns, files: list[FilePath]) -> None:
@@ -178,6 +206,8 @@ class Recovery(Committing):
         storage = self._storage()
         assert storage is not None
         stored = storage.ledger.length
+        if self._committed is not None:  # they count until the next commit, also after a `clear`
+            stored = max(stored, self._committed.length)
         if isinstance(at, range):
             at = range(at.start, min(at.stop, stored))
         elif len(at) and int(at.max()) >= stored:
@@ -193,6 +223,16 @@ class Recovery(Committing):
             targets = {rows[path] for path in places if path in rows}
         for target in targets:
             self.home.note(target, at)
+
+    def note_more(self, target: int, at: Array | range) -> None:
+        """``note`` of rows of a table, or of what else ``home`` knows, whichever are stored."""
+        storage = self._storage()
+        assert storage is not None
+        count, used = self.home.noted()
+        now = count, ledger_counters(storage.ledger)
+        if now != self._noted:
+            self._noted, self._whole = now, used
+        self.home.note(target, at)
 
     def made(self) -> None:
         """Told that the change for which rows were noted was made to its end."""
@@ -229,6 +269,11 @@ class Recovery(Committing):
     def new_lock(self) -> Any:
         """The lock of the storage."""
         return CommitLock(self.settle)
+
+
+def _once_of(pairs: Pairs) -> list[list[Any]]:
+    """Which leaves at the root are stored once."""
+    return [list(path) for path in pairs.root_of.values()]
 
 
 def rows_as_bytes(columns: Columns) -> dict[Path | None, Array]:

@@ -45,6 +45,11 @@ class StreamTails:
         """Streams of which a row is known; some may be gone."""
         return self._slots.keys()
 
+    def found(self, slots: torch.Tensor) -> None:
+        """Told which rows there are that nothing follows, from the oldest to the newest."""
+        self._slots = dict(zip(self._keys_at(slots).tolist(), slots.tolist(), strict=True))
+        self._most = max(_LEAST_KNOWN, 2 * len(self._slots))
+
     def clear(self) -> None:
         """Told that no row is stored any more."""
         self._slots = {}

@@ -353,10 +353,17 @@ class LazyTensorStorage(TensorStorage):
             return self._take_memory(schema, lanes, rows)
         pairs = self._pairs_of(schema)
         taken = self._take_memory(pairs.stored, lanes, rows)
-        grow = self._grow(taken.device)
+        return self._once(pairs, taken, self._grow(taken.device))
+
+    def _once(self, pairs: Pairs, rows: Columns, grow: Grow) -> OnceColumns:
         if self.lane_key is not None:
-            return StreamColumns(pairs, taken, grow, self.lane_key)
-        return OnceColumns(pairs, taken, grow)
+            return StreamColumns(pairs, rows, grow, self.lane_key)
+        return OnceColumns(pairs, rows, grow)
+
+    def put_back(self) -> None:
+        """Told that what an operation had overwritten was put back."""
+        if isinstance(self._columns, OnceColumns):
+            self._columns.reread(self.ledger)
 
     def _pairs_of(self, schema: Schema) -> Pairs:
         pairs = pairs_of(schema, self.dedup_next)

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -24,10 +25,12 @@ from replaykit.episodes.codes import RESTORED
 SLOTS = 24
 
 KINDS = ("ring", "lanes", "streams", "best")
+ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
+"""The same, and rings of streams, with observations stored once."""
 
 
 def _rows(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
-    lanes = [3] if kind == "lanes" else []
+    lanes = [3] if "lanes" in kind else []
     shape = [count, *lanes]
     number = torch.arange(first, first + count).reshape([count] + [1] * len(lanes)).expand(shape)
     seed = draw.randrange(2**31)
@@ -41,15 +44,26 @@ def _rows(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
         },
         shape,
     )
-    return rows.transpose(0, 1) if lanes else rows
+    if "once" in kind:
+        step = 3 if "streams" in kind or "rings" in kind else 1
+        ahead = number + step
+        rows["place"] = number.float()
+        rows["next", "place"] = ahead.float()
+        rows["next", "pixels"] = ahead.unsqueeze(-1).expand(*shape, 5000).to(torch.uint8)
+    return rows.transpose(0, 1).contiguous() if lanes else rows
 
 
 def new_buffer(kind: str, folder: Path | None) -> ReplayBuffer:
     """The buffer of a kind: in files that are recovered, or in memory."""
-    options: dict[str, Any] = {"ndim": 2} if kind == "lanes" else {}
-    if kind == "streams":
+    options: dict[str, Any] = {"ndim": 2} if "lanes" in kind else {}
+    if "streams" in kind or "rings" in kind:
         options["lane_key"] = "lane"
-    size = SLOTS * 3 if kind == "lanes" else SLOTS
+    if "once" in kind:
+        options |= {"dedup_next": True, "on_mismatch": "dense"}
+    size = SLOTS * 3 if "lanes" in kind else SLOTS
+    writer: Any = TensorDictMaxValueWriter() if "best" in kind else None
+    if "rings" in kind:
+        writer = LaneWriter(length=7)
     if folder is None:
         storage: Any = LazyTensorStorage(size, **options)
     else:
@@ -57,7 +71,7 @@ def new_buffer(kind: str, folder: Path | None) -> ReplayBuffer:
     return ReplayBuffer(
         storage=storage,
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
-        writer=TensorDictMaxValueWriter() if kind == "best" else None,
+        writer=writer,
     )
 
 
@@ -67,22 +81,25 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
     what, stored = draw.random(), len(buffer)
     if stored and what < 0.25:
         some = torch.tensor(draw.choices(range(stored), k=5))
-        if kind == "lanes":
+        if "lanes" in kind:
             some = torch.stack([some // 3, some % 3], -1)
         values = torch.tensor([draw.random() * 3 for _ in range(5)])
         buffer.update_priority(some, values)
-    elif stored and what < 0.33 and kind != "lanes":
+    elif stored and what < 0.33 and "lanes" not in kind:
         at = sorted(draw.sample(range(stored), min(3, stored)))
         new = buffer[torch.tensor(at)]
         new["pixels"] = (255 - new["pixels"]).contiguous()
         buffer[torch.tensor(at)] = new
-    elif stored and what < 0.37 and kind == "ring":
+    elif stored and what < 0.37 and kind in ("ring", "once ring"):
         buffer.cut()
     elif what < 0.39:
         buffer.empty()
     else:
         count = draw.choice([1, 2, 5, 9, SLOTS + 5])
-        buffer.extend(_rows(draw, kind, 1000 * step, count))
+        first = 1000 * step
+        if "once" in kind and draw.random() < 0.7:
+            first = buffer.storage.ledger.next_position  # goes on
+        buffer.extend(_rows(draw, kind, first, count))
 
 
 def restart(buffer: ReplayBuffer) -> None:
@@ -109,7 +126,7 @@ def shown(buffer: ReplayBuffer) -> dict[str, Any]:
     }
     if len(buffer):
         rows = buffer[:]
-        for key in (("number",), ("pixels",), ("next", "reward"), ("next", "done")):
+        for key in rows.keys(True, True):
             found[str(key)] = rows[key].clone()
         found["priorities"] = buffer.sampler.state_dict()["_priorities"]
         found["default"] = buffer.sampler.default_priority

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.crash.recovering import KINDS, apply, child, differences, new_buffer, restart, shown
+from tests.crash.recovering import (
+    KINDS,
+    ONCE,
+    apply,
+    child,
+    differences,
+    new_buffer,
+    restart,
+    shown,
+)
 
 STEPS = 14
 
@@ -87,14 +96,16 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
         history.append(step)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [*((kind, seed) for kind in KINDS for seed in (0, 1)), *((k, 2) for k in ONCE)],
+)
 def test_what_was_committed_is_there_and_nothing_else(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_the_same_for_long(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 8, seed)

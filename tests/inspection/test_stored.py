@@ -137,12 +137,19 @@ def test_an_empty_buffer(tmp_path):
         assert (facts.rows, facts.keys, facts.episodes) == (0, (), None)
 
 
-def test_a_buffer_that_lives_on_disk(tmp_path, transitions):
+@pytest.mark.parametrize("once", [False, True])
+def test_a_buffer_that_lives_on_disk(tmp_path, transitions, once):
     def made():
         return TensorDictPrioritizedReplayBuffer(
             alpha=0.6,
             beta=0.4,
-            storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "b", recover=True),
+            storage=LazyMemmapStorage(
+                100,
+                scratch_dir=tmp_path / "b",
+                recover=True,
+                dedup_next=once,
+                on_mismatch="dense",
+            ),
             batch_size=4,
         )
 

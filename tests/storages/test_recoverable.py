@@ -245,7 +245,6 @@ def test_a_copy_has_files_of_its_own(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"recover": True}, "scratch_dir"),
-        ({"recover": True, "scratch_dir": "x", "dedup_next": True}, "dedup_next"),
         ({"durable": True, "scratch_dir": "x"}, "recover"),
     ],
 )

@@ -432,6 +432,23 @@ def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
         path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=file):
         opened(tmp_path)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]  # who was refused changed nothing
+
+
+@needs_fork
+def test_rows_forgotten_under_a_lock_are_noted_before_they_are_overwritten(tmp_path: Path) -> None:
+    def work() -> None:
+        rb = opened(tmp_path)
+        rb.extend(rows(0, 8))
+        with rb.storage.lock:
+            rb.empty()
+            rb.extend(rows(50, 3))
+            die()
+
+    in_child(work)
+    assert opened(tmp_path)["number"].tolist() == list(range(8))
 
 
 def test_a_damaged_state_is_named_and_not_replaced_by_the_one_before(tmp_path: Path) -> None:
