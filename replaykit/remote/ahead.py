@@ -17,29 +17,34 @@ _Entry = tuple[int, Reply]
 
 
 class Ahead:
-    """Keeps ``depth`` requests under way, and hands out their answers.
+    """Keeps up to ``depth`` requests under way, and hands out their answers.
 
     ``_lock`` guards the queue; nobody waits for an answer with it.
 
     Args:
-        request: sends one and returns its reply.
-        depth: how many are under way; 0: each is made when it is asked for.
+        request: sends a message that asks for so many batches, and returns the reply of each.
+        depth: how many are under way at most; 0: each is asked for when it is needed.
         late: what to raise where an answer has not come in time.
         any_order: hand out whatever has come, the oldest first. Requests that wait in the actor for
             a rate limiter go on in no order there: who would wait for the oldest might wait for
             rows that only come once the batch that is here has been used.
+        together: how many are asked for by one message, once batches are known to be small. Then
+            that many fewer may be under way, but one: what is waited for has been sent before.
     """
 
     def __init__(
         self,
-        request: Callable[[], Reply],
+        request: Callable[[int], list[Reply]],
         depth: int,
         late: type[TimeoutError] = TimeoutError,
         *,
         any_order: bool = False,
+        together: int = 1,
     ) -> None:
         self._request, self._depth, self._late = request, depth, late
         self.any_order = any_order
+        self._together = together
+        self._are_small = False
         self._lock = threading.Lock()
         self._queue: list[_Entry] = []
         self._made = 0
@@ -51,10 +56,19 @@ class Ahead:
             return Taken(self, self._oldest(), before)
 
     def _oldest(self) -> _Entry:
-        while len(self._queue) <= self._depth:
-            self._queue.append((self._made, self._request()))
-            self._made += 1
+        together = self._together if self._are_small else 1
+        room = self._depth + 1 - len(self._queue)
+        if room >= together or not self._queue:
+            while room > 0:
+                replies = self._request(together if room >= together else 1)
+                self._queue += enumerate(replies, self._made)
+                self._made += len(replies)
+                room -= len(replies)
         return self._queue.pop(0)
+
+    def look(self, reply: Reply) -> None:
+        """Takes note of what batches are like."""
+        self._are_small = reply.small
 
     def next(self, timeout: float | None = None) -> Any:
         """Returns the next batch; see `Taken` for those that failed.
@@ -138,7 +152,9 @@ class Taken:
                 raise TimeoutError(f"no answer within {timeout or 0:g} seconds")
             entry = self.entry
             try:
-                return entry[1].get(_left(until))
+                batch = entry[1].get(_left(until))
+                self._ahead.look(entry[1])
+                return batch
             except Exception:
                 if not self._passed_over(entry):
                     raise
@@ -152,7 +168,9 @@ class Taken:
                     continue  # somebody else has taken it
             entry = self.entry
             try:
-                return await entry[1].wait()
+                batch = await entry[1].wait()
+                self._ahead.look(entry[1])
+                return batch
             except Exception:
                 if not self._passed_over(entry):
                     raise

@@ -12,6 +12,7 @@ from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import checked_timeout
 from replaykit.remote.ahead import Ahead
 from replaykit.remote.forwarding import _RESTARTING, Forwarding
+from replaykit.remote.host import TOGETHER
 from replaykit.remote.outbox import Outbox
 from replaykit.remote.packing import Message
 from replaykit.remote.replies import RemoteResult, Reply, fetch
@@ -30,9 +31,9 @@ class RayReplayBufferClient(Forwarding):
     too. What comes back is a copy: batches belong to the caller, as always, and so do components
     such as ``sampler``, whose changes stay here.
 
-    Tensors of a batch on the node of the actor are copied once, into Ray's store or into the
-    answer, and lie there as long as one of them lives. Tensors on accelerators go as CPU tensors
-    unless the actor has a GPU. Gradients do not travel.
+    Tensors of a large batch on the node of the actor are copied once, into Ray's store, and lie
+    there as long as one of them lives; small ones come with the answer. Tensors on accelerators go
+    as CPU tensors unless the actor has a GPU. Gradients do not travel.
 
     Raises:
         ActorLost: the actor has ended (a RuntimeError). ValueError: with ``prefetch``, a sampler
@@ -72,8 +73,13 @@ class RayReplayBufferClient(Forwarding):
         )
         late = RateLimiterTimeout if paced else TimeoutError
         self._samples: Ahead | None = None
+        # Where a batch may have to wait for a rate limiter it keeps no other one back.
+        fitting = (count for count in TOGETHER if not paced and 2 * count <= self._depth)
+        self._together = next(fitting, 1)
         if self._depth:
-            self._samples = Ahead(self._request_sample, self._depth, late, any_order=paced)
+            self._samples = Ahead(
+                self._request_ahead, self._depth, late, any_order=paced, together=self._together
+            )
         self._name = uuid.uuid4().hex
         self._passing = threading.Lock()
         self._begin_pass(0)
@@ -180,12 +186,13 @@ class RayReplayBufferClient(Forwarding):
                 call. Without a rate limiter that is a TimeoutError.
         """
         timeout = checked_timeout(keywords.get("timeout"))
-        if self._samples is not None and _is_plain(batch_size, return_info, include_info, keywords):
-            self._outbox.send()
-            return self._samples.next(timeout)
-        if _is_plain(batch_size, return_info, include_info, keywords) and timeout is None:
-            self._outbox.send()
-            return self._request_sample().get()
+        if _is_plain(batch_size, return_info, include_info, keywords):
+            if self._samples is not None:
+                self._outbox.send()
+                return self._samples.next(timeout)
+            if timeout is None:
+                self._outbox.send()
+                return self._request_sample().get()
         return self._invoke("sample", (batch_size, return_info, include_info), keywords)
 
     def sample_async(
@@ -213,7 +220,10 @@ class RayReplayBufferClient(Forwarding):
         return RemoteResult(Reply(self._submit("sample", args, keywords)))
 
     def _request_sample(self) -> Reply:
-        return Reply(self._method("sample", "sampling").remote(self._depth > 0))
+        return Reply(self._method("sample", "sampling").remote())
+
+    def _request_ahead(self, count: int) -> list[Reply]:
+        return _replies(self._method(f"sample_{count}", "sampling", count).remote(), count)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches until the sampler has run out, by ``next``.
@@ -239,10 +249,18 @@ class RayReplayBufferClient(Forwarding):
 
     def _begin_pass(self, number: int) -> None:
         self._pass = number
-        self._steps = Ahead(lambda: self._request_step(number), self._depth)
+        self._steps = Ahead(
+            lambda count: self._request_steps(number, count), self._depth, together=self._together
+        )
 
-    def _request_step(self, number: int) -> Reply:
-        return Reply(self._method("step", "stepping").remote(self._name, number, self._depth > 0))
+    def _request_steps(self, number: int, count: int) -> list[Reply]:
+        method = self._method("step" if count == 1 else f"step_{count}", "stepping", count)
+        return _replies(method.remote(self._name, number, self._depth > 0), count)
+
+
+def _replies(refs: Any, count: int) -> list[Reply]:
+    """The answers to a message, of which Ray returns one reference or several."""
+    return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
 
 
 def _is_plain(

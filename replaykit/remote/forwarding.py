@@ -88,6 +88,7 @@ class Forwarding:
         self._cls = cls
         self._devices = devices
         self._paced = paced
+        self._methods: dict[tuple[str, str | None], Any] = {}
 
     # -- the way of a call --------------------------------------------------------------------
 
@@ -107,9 +108,17 @@ class Forwarding:
             return self._method("wait", _WAITING[name]).remote(name, packed, named)
         return actor.call.remote(name, packed, named)
 
-    def _method(self, name: str, threads: str | None) -> Any:
-        method = getattr(self._live(), name)
-        return method.options(concurrency_group=threads) if threads and self._paced else method
+    def _method(self, name: str, threads: str | None, results: int = 1) -> Any:
+        """Ray's method of that name, with its options, which are looked at once."""
+        actor = self._live()
+        found = self._methods.get((name, threads))
+        if found is None:
+            options: dict[str, Any] = {"num_returns": results} if results > 1 else {}
+            if threads and self._paced:
+                options["concurrency_group"] = threads
+            found = getattr(actor, name)
+            found = self._methods[name, threads] = found.options(**options) if options else found
+        return found
 
     def _packed(self, value: Any) -> Message:
         if not self._devices and (

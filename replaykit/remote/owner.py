@@ -109,10 +109,11 @@ class RayReplayBuffer(RayReplayBufferClient):
         """Returns a handle that can be pickled, and does not end the actor.
 
         Args:
-            prefetch: samples under way before they are asked for. Batches may predate later writes
-                and priorities by at most that many. ``empty``, loads and exchanged components
-                give up what the handle that calls them has under way; other handles are still given
-                theirs, of the rows from before.
+            prefetch: samples under way before they are asked for, at most: small ones go together,
+                two at a time from 4 on, four from 8 on. Batches may predate later writes and
+                priorities by at most that many. ``empty``, loads and exchanged components give up
+                what the handle that calls them has under way; other handles are still given theirs,
+                of the rows from before.
             write_rows: writes of fewer rows go together, up to this many; ``add`` and ``extend``
                 then do not wait and return what ``add_async`` returns. Every call of the handle
                 that is no write sends them first.

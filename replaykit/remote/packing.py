@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import TensorDict, fields_of, fresh_strided, has_names, new_tensordict
+from replaykit.remote.sealing import opened
 from replaykit.transfer import bytes_of, is_plain, pieces_of
 
 __all__ = ["ITSELF", "Message", "pack", "unpack"]
@@ -70,26 +71,31 @@ def pack(value: Any) -> Message:
     return _as_pickle(value) if message is None else message
 
 
-def unpack(message: Message, *, own: bool = False, devices: bool = False) -> Any:
+def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False) -> Any:
     """Returns the value of a message: its tensors lie in the memory that came with it.
 
     Args:
+        message: of `pack`, sealed or not.
         own: copy that memory first. The arguments of a call lie in memory of Ray's that is gone
             when the call has returned: whatever may be kept in an actor has to be copied.
         devices: put tensors on the devices that they were on, where there is one. Otherwise they
             are on the CPU.
     """
-    code = message[0]
-    if code == PLAIN:
-        return message[1]
-    if code == SELF:
-        return ITSELF
-    blocks = [_tensor_over(block, own=own) for block in message[2:]]
+    if isinstance(message, bytes):
+        code, header, blocks = opened(message)
+    else:
+        code = message[0]
+        if code == PLAIN:
+            return message[1]
+        if code == SELF:
+            return ITSELF
+        header = message[1]
+        blocks = [_tensor_over(block, own=own) for block in message[2:]]
     if code == COLUMNS:
-        tree, views, parts = _plan(message[1])
+        tree, views, parts = _plan(header)
         leaves = iter(_placed(views, parts, blocks))
         return next(leaves) if tree is None else _build(tree, leaves)
-    content, places, moved = pickle.loads(message[1])
+    content, places, moved = pickle.loads(header)
     tensors = _placed(*_parts(places), blocks)
     if devices and moved and torch.cuda.is_available():
         for number, device in moved.items():

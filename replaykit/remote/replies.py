@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from replaykit._ray import ray_module
@@ -17,6 +18,7 @@ from replaykit.errors import ActorLost
 from replaykit.remote.packing import Message, unpack
 
 __all__ = [
+    "Failed",
     "RemoteResult",
     "Reply",
     "fetch",
@@ -31,6 +33,18 @@ __all__ = [
 _HERE = os.path.dirname(__file__)
 _MOST_TOLD = 5
 """Different errors that are told one by one."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error in the place of one of several values, and its traceback in the actor."""
+
+    error: Exception
+    text: str
+
+
+class _InActor(Exception):
+    """The traceback of an error, as the cause of what is raised here."""
 
 
 def fetch(ref: Any, timeout: float | None = None) -> Any:
@@ -86,6 +100,7 @@ class Reply:
     Attributes:
         known: whether the answer has been read.
         error: what ``get`` has found to raise.
+        small: whether what has come was sealed.
     """
 
     def __init__(self, ref: Any = None, send: Callable[[], None] | None = None) -> None:
@@ -95,6 +110,7 @@ class Reply:
         self._value: Any = None
         self.error: Exception | None = None
         self.known = False
+        self.small = False
 
     def sent(self) -> Any:
         """Returns the object reference, once the message is on its way."""
@@ -116,12 +132,13 @@ class Reply:
                 self._take(message, None)
         return self._found()
 
-    def _take(self, message: Message | None, error: Exception | None) -> None:
+    def _take(self, message: Message | bytes | None, error: Exception | None) -> None:
         """Notes what has come, which whoever comes first does; others may wait for it meanwhile."""
         with self._lock:
             if self.known:
                 return
             if message is not None:
+                self.small = type(message) is bytes
                 try:
                     self._value = unpack_reply(message)
                 except Exception as unreadable:
@@ -248,14 +265,18 @@ class RemoteResult:
         return value if self._pick is None else self._pick(value)
 
 
-def unpack_reply(message: Message) -> Any:
-    """Returns the value of an answer, after what the call had to warn of."""
-    told = message[-1]
-    if type(told) is dict:
-        message = message[:-1]
-        for packed in told["warnings"]:
-            warnings.warn(unpack(packed), stacklevel=_depth())
-    return unpack(message, devices=True)
+def unpack_reply(message: Message | bytes) -> Any:
+    """Returns the value of an answer, after what the call had to warn of; raises its error."""
+    if type(message) is not bytes:
+        told = message[-1]
+        if type(told) is dict:
+            message = message[:-1]
+            for packed in told["warnings"]:
+                warnings.warn(unpack(packed), stacklevel=_depth())
+    value = unpack(message, devices=True)
+    if type(value) is Failed:
+        raise value.error from _InActor(value.text)
+    return value
 
 
 def _depth() -> int:

@@ -55,6 +55,7 @@ class Actor:
     """A `Host` of a buffer, with the methods of a handle of Ray's.
 
     Attributes:
+        buffer: the buffer in it.
         called: names of the methods called, in their order.
         busy: what is asked for meanwhile has no answer yet.
     """
@@ -62,6 +63,7 @@ class Actor:
     def __init__(self, **arguments: Any) -> None:
         self._host = Host(ReplayBuffer, arguments)
         self._host.ready()
+        self.buffer = self._host._buffer
         self.called: list[str] = []
         self.busy = False
 
@@ -76,9 +78,21 @@ class Actor:
                 return failing(error)
             return lambda: result
 
-        method = SimpleNamespace(remote=remote)
-        method.options = lambda **_: method
-        return method
+        return SimpleNamespace(remote=remote, options=lambda **options: _split(remote, **options))
+
+
+def _split(remote: Any, *, num_returns: int = 1, **_: Any) -> Any:
+    """The method, with a reference for each of its results."""
+    if num_returns == 1:
+        return SimpleNamespace(remote=remote)
+
+    def references(*args: Any, **keywords: Any) -> list[Any]:
+        ref = remote(*args, **keywords)
+        if ref is no_answer:
+            return [ref] * num_returns
+        return [lambda at=at: ref()[at] for at in range(num_returns)]
+
+    return SimpleNamespace(remote=references)
 
 
 def client_of(actor: Actor, **options: Any) -> RayReplayBufferClient:

@@ -22,6 +22,7 @@ class Answer:
         self.value: Any = None
         self.error: Exception | None = None
         self.there = False
+        self.small = False
 
     def say(self, value: Any) -> None:
         self.value, self.there = value, True
@@ -44,11 +45,14 @@ class Actor:
 
     def __init__(self) -> None:
         self.sent: list[Answer] = []
+        self.messages: list[int] = []
         self.answered = 0
 
-    def request(self) -> Any:
-        self.sent.append(Answer())
-        return self.sent[-1]
+    def request(self, count: int = 1) -> Any:
+        new = [Answer() for _ in range(count)]
+        self.sent += new
+        self.messages.append(count)
+        return new
 
     def answer(self, *errors: Exception) -> None:
         """Answers all requests, the first of them with errors."""
@@ -100,10 +104,10 @@ def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
     """Those that were made before may have come too early, and are only passed over."""
     actor = Actor()
 
-    def refused() -> Any:
-        answer = actor.request()
-        answer.say(RuntimeError(f"request {len(actor.sent)}"))
-        return answer
+    def refused(count: int) -> Any:
+        answers = actor.request(count)
+        answers[0].say(RuntimeError(f"request {len(actor.sent)}"))
+        return answers
 
     ahead = Ahead(refused, depth=2)
     with pytest.raises(RuntimeError, match=r"request 1$"):
@@ -114,6 +118,81 @@ def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     assert len(actor.sent) == 9
+
+
+def small(actor: Actor) -> None:
+    """Answers all requests with batches that are known to be small."""
+    for answer in actor.sent:
+        answer.small = True
+    actor.answer()
+
+
+@pytest.mark.parametrize(("depth", "together"), [(2, 1), (4, 2), (5, 2), (8, 4), (9, 4)])
+def test_small_batches_are_asked_for_together(depth: int, together: int) -> None:
+    """In order, none before there is room: never more of them than ``depth`` after a call, and less
+    by what one message asks for, but one."""
+    actor = Actor()
+    ahead = Ahead(actor.request, depth, together=together)
+    taken = []
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    assert actor.messages == [1] * (depth + 1)
+    for number in range(6 * depth):
+        small(actor)
+        taken.append(ahead.next(timeout=0.0))
+        under_way = len(actor.sent) - len(taken)
+        assert depth - together < under_way <= depth
+        if number > depth:
+            assert under_way >= depth + 1 - together
+    assert taken == list(range(6 * depth))
+    assert set(actor.messages[depth + 1 :]) == {together}
+
+
+def test_batches_are_asked_for_one_by_one_while_they_are_large() -> None:
+    actor = Actor()
+    ahead = Ahead(actor.request, depth=4, together=2)
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    for turn in range(12):
+        actor.answer()
+        for answer in actor.sent:
+            answer.small = turn >= 6
+        assert ahead.next(timeout=0.0) == turn
+    later = actor.messages.index(2)
+    assert later >= 10
+    assert set(actor.messages[:later]) == {1}
+    assert set(actor.messages[later:]) == {2}
+
+
+def test_what_was_dropped_is_asked_for_anew_and_at_once() -> None:
+    """The whole depth of it; what was taken before comes as it would have."""
+    actor = Actor()
+    ahead = Ahead(actor.request, depth=4, together=2)
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    small(actor)
+    assert ahead.next() == 0
+    held = ahead.take()
+    ahead.drop()
+    before = len(actor.sent)
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    assert len(actor.sent) - before == 5
+    small(actor)
+    assert held.get() == 1
+    assert [ahead.next() for _ in range(3)] == [before, before + 1, before + 2]
+
+
+def test_one_error_of_a_message_leaves_its_other_batches() -> None:
+    actor = Actor()
+    ahead = Ahead(actor.request, depth=4, together=2)
+    with pytest.raises(TimeoutError):
+        ahead.next(timeout=0.0)
+    small(actor)
+    assert [ahead.next(timeout=0.0) for _ in range(3)] == [0, 1, 2]
+    assert actor.messages == [1] * 5 + [2]
+    actor.answer(ValueError("the first of two"))
+    assert [ahead.next(timeout=0.0) for _ in range(3)] == [3, 4, 6]
 
 
 class Interrupted(Answer):
@@ -134,7 +213,7 @@ class Interrupted(Answer):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError()], ids=repr)
 def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> None:
     answers: list[Any] = [Interrupted(error), *(Answer() for _ in range(5))]
-    ahead = Ahead(iter(answers).__next__, depth=2)
+    ahead = Ahead(lambda _: [answers.pop(0)], depth=2)
     with pytest.raises(type(error)):
         ahead.next(timeout=1.0)
     assert ahead.next() == "drawn"
@@ -207,9 +286,9 @@ def test_a_coroutine_gets_whatever_has_come(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("replaykit.remote.replies.ray_module", Some)
     sent: list[Ref] = []
 
-    def request() -> Reply:
+    def request(_: int) -> list[Reply]:
         sent.append(Ref())
-        return Reply(sent[-1])
+        return [Reply(sent[-1])]
 
     ahead = Ahead(request, depth=2, any_order=True)
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 
 import pytest
+import torch
 from tensordict import TensorDict
 
-from replaykit import ConsumingSampler, LazyTensorStorage, RandomSampler, RateLimiter
+from replaykit import (
+    ConsumingSampler,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    RateLimiter,
+)
 from replaykit.errors import RateLimiterTimeout
 from tests.conftest import make_rows
 from tests.remote.stand_in import Actor, client_of, stand_in
@@ -58,7 +67,84 @@ def test_a_handle_that_was_pickled_asks_the_actor_nothing() -> None:
     assert actor.called == []
     again.extend(make_rows(0, 8))
     assert again.sample().shape == (2,)
-    assert actor.called.count("sample") == 4
+    assert actor.called == ["call", "sample_1", "sample_1", "sample_1", "sample_1"]
+
+
+@pytest.mark.parametrize(("prefetch", "names"), [(3, set()), (4, {"sample_2"}), (9, {"sample_4"})])
+def test_batches_that_go_together_are_those_that_would_have_come(
+    prefetch: int, names: set[str]
+) -> None:
+    """The same draws in the same order; with a rate limiter, or large, each goes alone."""
+    drawn: list[list[int]] = []
+    for depth in (0, prefetch):
+        actor = Actor(
+            storage=LazyTensorStorage(50),
+            batch_size=4,
+            generator=torch.Generator().manual_seed(3),
+        )
+        handle = client_of(actor, prefetch=depth)
+        handle.extend(make_rows(0, 50))
+        drawn.append([n for _ in range(30) for n in handle.sample()["id"].tolist()])
+    assert drawn[0] == drawn[1]
+    assert set(actor.called) == {"check_ahead", "call", "sample_1"} | names
+    limited = Actor(
+        storage=LazyTensorStorage(50), batch_size=4, rate_limiter=RateLimiter.min_size(2)
+    )
+    large = Actor(storage=LazyTensorStorage(50), batch_size=4000)
+    for alone, paced in ((limited, True), (large, False)):
+        handle = client_of(alone, paced=paced, prefetch=prefetch)
+        handle.extend(make_rows(0, 50))
+        for _ in range(3 * prefetch):
+            handle.sample()
+        assert {name for name in alone.called if "sample" in name} == {"sample_1"}
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 4, 8, 13])
+def test_priorities_count_after_as_many_batches_as_are_under_way(prefetch: int) -> None:
+    """At most ``prefetch`` batches were drawn before; its own change of sampler drops them."""
+    actor = Actor(
+        storage=LazyTensorStorage(50), batch_size=4, sampler=PrioritizedSampler(alpha=1.0, beta=1.0)
+    )
+    plain, ahead = client_of(actor), client_of(actor, prefetch=prefetch)
+    plain.extend(make_rows(0, 50))
+    for number in range(2 * prefetch + 3):
+        ahead.sample()
+        only = torch.full((50,), 1e-30)
+        only[number % 50] = 1.0
+        plain.update_priority(torch.arange(50), only)
+        batches = [ahead.sample()["index"].unique().tolist() for _ in range(prefetch + 2)]
+        assert batches[prefetch:] == [[number % 50]] * 2
+    ahead.set_sampler(RandomSampler())
+    assert len(ahead.sample()["index"].unique()) > 1
+
+
+def test_an_error_among_batches_that_go_together_is_told_once() -> None:
+    """Where it was asked for before, it is passed over; where it is lasting, every call raises."""
+    actor = Actor(storage=LazyTensorStorage(50), batch_size=4)
+    handle = client_of(actor, prefetch=4)
+    handle.extend(make_rows(0, 50))
+    for _ in range(6):
+        handle.sample()
+    calls, lasting = iter(range(1000)), threading.Event()
+
+    def odd(rows: TensorDict) -> TensorDict:
+        if lasting.is_set() or next(calls) % 5 == 3:
+            raise OSError("lasting" if lasting.is_set() else "passing")
+        return rows
+
+    actor.buffer.append_transform(odd)
+    for _ in range(40):
+        assert handle.sample().shape == (4,)
+    lasting.set()
+    good = 0
+    with contextlib.suppress(OSError):
+        while good < 5:
+            good += len(handle.sample()) // 4
+    assert good <= 4
+    for _ in range(3):
+        with pytest.raises(OSError, match="lasting") as raised:
+            handle.sample()
+        assert raised.value.__cause__ is not None
 
 
 def test_a_sample_asked_for_ahead_that_does_not_come_is_a_timeout_of_the_limiter() -> None:
@@ -71,7 +157,7 @@ def test_a_sample_asked_for_ahead_that_does_not_come_is_a_timeout_of_the_limiter
     for _ in range(3):
         with pytest.raises(RateLimiterTimeout, match=r"waited 0\.01 s"):
             ahead.sample(timeout=0.01)
-    assert actor.called.count("sample") == 3
+    assert actor.called.count("sample_1") == 3
     with pytest.raises(TimeoutError) as raised:
         client_of(actor, prefetch=2, checked=True).sample(timeout=0.01)
     assert type(raised.value) is TimeoutError
@@ -85,7 +171,7 @@ def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
         handle.sample(timeout=-1)
     with pytest.raises(TypeError, match="timeout as a number"):
         handle.sample(timeout="soon")
-    assert "sample" not in actor.called
+    assert not [name for name in actor.called if "sample" in name]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -19,7 +19,15 @@ from replaykit.errors import SchemaError
 from replaykit.remote import host as module
 from replaykit.remote.host import Host
 from replaykit.remote.packing import pack, unpack
+from replaykit.remote.replies import unpack_reply
 from tests.conftest import make_rows
+
+
+class Untold(Exception):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
 
 
 def host_of(cls: type = ReplayBuffer, **arguments: Any) -> Host:
@@ -96,16 +104,46 @@ def test_what_is_known_of_passes_does_not_grow_with_the_handles(
     assert len(unpack(host.step("9", 1))) == 4
 
 
+def test_a_batch_that_fails_takes_no_other_of_its_message_along() -> None:
+    """It is told as if it had been asked for alone, with where it was raised."""
+    calls = iter(range(100))
+
+    def third_fails(rows: Any) -> Any:
+        if next(calls) == 2:
+            raise Untold(1, 2)
+        return rows
+
+    host = host_of(transform_factory=lambda: third_fails)
+    write(host, [50])
+    with pytest.raises(RuntimeError, match="Untold: 1 and 2") as raised:
+        [unpack_reply(answer) for answer in host.sample_4()[2:3]]
+    assert "third_fails" in str(raised.value.__cause__)
+    answers = host.sample_2() + host.sample_4()
+    assert [unpack_reply(answer).shape for answer in answers] == [(4,)] * 6
+    assert {type(answer) for answer in answers} == {bytes}
+
+
+def test_steps_of_a_message_end_with_the_pass() -> None:
+    host = host_of(sampler=SamplerWithoutReplacement())
+    write(host, [10])
+    found = [unpack(answer) for answer in host.step_4("one", 0, True)]
+    assert [None if batch is None else len(batch) for batch in found] == [4, 4, 2, None]
+    assert [unpack(answer) for answer in host.step_2("one", 0, True)] == [None, None]
+    assert [len(unpack(answer)) for answer in host.step_2("one", 1, True)] == [4, 4]
+
+
+def test_a_message_for_several_batches_draws_none_that_would_be_used_up() -> None:
+    host = host_of(consume_after_n_samples=1)
+    write(host, [10])
+    for answer in [*host.sample_2(), *host.step_2("one", 0, True)]:
+        with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
+            unpack_reply(answer)
+    assert len(host._buffer) == 10
+
+
 def write_twice(host: Host) -> None:
     for rows in (make_rows(0, 2), make_rows(0, 2).exclude("id")):
         host.call("extend", [pack(rows)], {})
-
-
-class Untold(Exception):
-    """An error that pickle cannot make again."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
 
 
 def test_an_error_that_does_not_travel_takes_no_result_along() -> None:
