@@ -46,7 +46,9 @@ def checked_state(state: object) -> dict[str, Any]:
 
 
 def _checked_table(state: dict[str, Any], name: str, fewest: int, most: int) -> torch.Tensor | None:
-    table = state.get(name)
+    if name not in state:
+        raise ValueError(f"expected the entry {name!r} in a ledger's state")
+    table = state[name]
     if table is None:
         return None
     if not isinstance(table, torch.Tensor) or table.dtype != torch.int64 or table.ndim != 1:

@@ -115,6 +115,7 @@ CRAFTED = [
     _set(*LEDGER, "positions", value=[1, 2]),
     _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),
     _set(*LEDGER, "generations", value="text"),
+    *[_drop(*LEDGER, name) for name in ("positions", "generations", "length")],
     _set("parts", "sampler", "_kind", value="random"),
     _set("parts", "sampler", "_length", value=-5),
     _set("parts", "sampler", "_length", value=2),
@@ -209,8 +210,10 @@ def test_any_manifest_gives_an_error_or_a_buffer_that_works(
     for _ in range(data.draw(st.integers(1, 2))):
         place = data.draw(st.sampled_from(places))
         value = data.draw(JUNK)
+        gone = value is None and data.draw(st.booleans())
         try:
-            forge(tmp_path, _set(*place, value=copy.deepcopy(value)))
+            change = _drop(*place) if gone else _set(*place, value=copy.deepcopy(value))
+            forge(tmp_path, change)
         except (KeyError, IndexError, TypeError):
             return  # the first change took the place of the second
     live = make(5, seed=3, start=70)
