@@ -184,7 +184,8 @@ class Drawing(BufferCore):
             size = self._size_of(None)
             try:
                 origin = Origin(storage, sampler, size, delivered)
-                entry.drawn = self._drawn(storage, size, None, origin)
+                entry.drawn = drawn = self._drawn(storage, size, None, origin)
+                drawn.late = self._chain.ordered
             finally:
                 show(sampler, delivered)
                 sampler._shown = None

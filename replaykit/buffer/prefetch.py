@@ -51,7 +51,7 @@ class Drawn:
     ``written``: the storage's next position at the draw. ``random``: the state of the buffer's
     generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
     rows were read for this draw alone, and go to who asked for them as they are. ``arrival``: the
-    batch is on its way to a device.
+    batch is on its way to a device. ``late``: the batch is made of the rows when it is delivered.
     """
 
     index: torch.Tensor
@@ -69,6 +69,7 @@ class Drawn:
     random: torch.Tensor | None = None
     fresh: bool = False
     arrival: Arrival | None = None
+    late: bool = False
 
     def kept(self) -> Drawn:
         """The draw alone, to be delivered later."""
@@ -144,7 +145,8 @@ class Prefetcher:
             return len(self._entries)
 
     def next(self) -> tuple[Drawn, Any]:
-        """Returns the oldest batch, with its draw, and tops up.
+        """Returns the oldest batch, with its draw, and tops up; None for one that is yet to be
+        made of a draw that is ``late``.
 
         Raises:
             Exception: whatever making that batch has raised.
@@ -310,7 +312,7 @@ def _run(
 
 def _make(source: _Source, drawn: Drawn, entry: _Entry) -> None:
     try:
-        result = source._finish(drawn)
+        result = None if drawn.late else source._finish(drawn)
     except BaseException as error:
         entry.outcome.set(None, error)
     else:

@@ -37,7 +37,8 @@ class EnsembleDrawn:
     """A draw of an ensemble: the members of its parts, and what each of them drew.
 
     ``rows``: that a member is asked for, a part. ``size``: the batch size asked for. ``lent``: it
-    is part of the batch of an ensemble above. ``ended``: who had ended a pass before it.
+    is part of the batch of an ensemble above. ``ended``: who had ended a pass before it. ``late``:
+    the batch is made when it is delivered.
     """
 
     members: list[int]
@@ -49,6 +50,7 @@ class EnsembleDrawn:
     ended: frozenset[int] = frozenset()
     was_out: bool = False
     random: Any = field(default=None)
+    late: bool = False
 
     def kept(self) -> EnsembleDrawn:
         """The draw alone, to be delivered later."""
@@ -250,7 +252,8 @@ class EnsembleDrawing(EnsembleCore):
             entry.written = self._written()
             delivered = sampler.ran_out
             try:
-                entry.drawn = self._drawn_together(self._size_of(None), None)
+                entry.drawn = drawn = self._drawn_together(self._size_of(None), None)
+                drawn.late = _is_ordered(self)
             finally:
                 show(sampler, delivered)
             return entry.drawn
@@ -374,3 +377,8 @@ class EnsembleDrawing(EnsembleCore):
         if collate is None:
             return stacked(pieces, places)
         return collate(sliced(pieces, places))
+
+
+def _is_ordered(buffer: Any) -> bool:
+    """Whether a transform of a buffer, or of a member, takes batches in the order of delivery."""
+    return buffer._chain.ordered or any(map(_is_ordered, getattr(buffer, "members", ())))

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 __all__ = ["Compose", "Transform"]
 
 
@@ -18,6 +20,10 @@ class Transform:
         stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
             "episode" (what edits whole episodes), "history" (what needs other rows of the
             episode), then "value" (what maps values on their own); None: anywhere.
+        ordered: whether batches have to pass it one after the other, as they are delivered. With
+            ``prefetch`` they are transformed then, and not by threads ahead. None: if it has a
+            ``state_dict``, unless it is a ``torch.nn.Module`` in evaluation mode, into which a
+            buffer puts it.
 
     Example:
         >>> import torch
@@ -34,6 +40,7 @@ class Transform:
     """
 
     stage: str | None = None
+    ordered: bool | None = None
 
     def forward(self, data: Any) -> Any:
         """Maps a batch on its way out; may edit it in place."""
@@ -176,6 +183,11 @@ class Compose(Transform):
         ]
 
     @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        """Whether batches have to pass any of them in the order in which they are delivered."""
+        return any(_is_ordered(entry.transform) for entry in self._entries)
+
+    @property
     def reads_around(self) -> bool:
         """Whether any of them reads other rows than those of the batch."""
         return bool(self._readers)
@@ -264,6 +276,15 @@ class Compose(Transform):
             f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self._entries
         )
         return f"Compose({inside})"
+
+
+def _is_ordered(transform: Any) -> bool:
+    ordered = getattr(transform, "ordered", None)
+    if isinstance(ordered, bool):
+        return ordered
+    # What a module keeps does not change where it only evaluates.
+    evaluates = isinstance(transform, torch.nn.Module) and not transform.training
+    return callable(getattr(transform, "state_dict", None)) and not evaluates
 
 
 def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:

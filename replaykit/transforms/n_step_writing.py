@@ -67,6 +67,8 @@ class NStepWriting(Transform):
         (tensor([1]), tensor([1.5000, 1.0000]))
     """
 
+    ordered = False  # what it holds back is of writes
+
     def __init__(
         self,
         n: int,

@@ -219,6 +219,17 @@ def test_transforms_go_on(sampler: str, transform: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", sampler=sampler, transform=transform, alone=False)
 
 
+@pytest.mark.parametrize("sampler", ["prioritized", "slices without replacement"])
+def test_a_state_counts_the_batches_that_were_delivered(sampler: str, tmp_path: Path) -> None:
+    """Those made ahead have not passed the transform yet."""
+    arguments = {"sampler": sampler, "transform": "one with state", "prefetch": 3}
+    rb = made(**arguments)
+    begin(rb)
+    assert [rb.sample()["call"].unique().tolist() for _ in range(4)] == [[1], [2], [3], [4]]
+    rb.shutdown()
+    check(tmp_path / "saved", alone=True, **arguments)
+
+
 @pytest.mark.parametrize(
     "sampler", ["random", "prioritized", "slices", "slices without replacement"]
 )

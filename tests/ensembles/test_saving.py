@@ -149,7 +149,9 @@ def test_relabelling_goes_on_with_the_generator(tmp_path: Path) -> None:
     ensemble.shutdown()
 
 
-def test_weights_and_transforms_are_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["ensemble", "member"])
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_weights_and_transforms_are_saved(prefetch: int | None, whose: str, tmp_path: Path) -> None:
     class Counting:
         seen = 0
 
@@ -165,7 +167,11 @@ def test_weights_and_transforms_are_saved(tmp_path: Path) -> None:
 
     def made(sizes: list[int]) -> Any:
         counting = Counting()
-        return make_ensemble(sizes, p=[1, 0], transform=counting, batch_size=4), counting
+        own = counting if whose == "ensemble" else None
+        ensemble = make_ensemble(sizes, p=[1, 0], transform=own, batch_size=4, prefetch=prefetch)
+        if whose == "member":
+            ensemble[0].append_transform(counting)
+        return ensemble, counting
 
     ensemble, counting = made([5, 5])
     LinearScheduler(ensemble, "p", [0, 1], 4).step()
@@ -175,6 +181,8 @@ def test_weights_and_transforms_are_saved(tmp_path: Path) -> None:
     other.loads(tmp_path)
     assert other.sampler.p.tolist() == [0.75, 0.25]
     assert again.seen == counting.seen == 1
+    for one in (ensemble, other):
+        one.shutdown()
 
 
 def test_members_and_ensembles_of_members(tmp_path: Path) -> None:

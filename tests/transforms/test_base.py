@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import Compose, LazyTensorStorage, ReplayBuffer, Transform
+from replaykit import Compose, LazyTensorStorage, NStep, ReplayBuffer, Transform
 
 
 class Says(Transform):
@@ -251,6 +251,25 @@ class Counts(Transform):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"].clone()
+
+
+def test_what_keeps_a_state_takes_batches_in_order() -> None:
+    class Counts(ForwardOnly):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Learns(Transform):
+        ordered = True
+
+    module = torch.nn.BatchNorm1d(3)
+    assert Compose(Counts()).ordered
+    assert Compose(Compose(ForwardOnly(), Counts())).ordered
+    assert Compose(Learns()).ordered
+    assert not Compose(ForwardOnly(), Compose(), lambda data: data, module).ordered
+    chain = Compose(module)
+    module.train()
+    assert chain.ordered
+    assert not Compose(NStep(2, 0.9, when="write")).ordered
 
 
 def test_states_are_found_by_position() -> None:
