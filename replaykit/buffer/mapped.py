@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import MappedRows
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from replaykit.storages.content import Content
+from replaykit.storages.mapped_rows import why_not_mapped
 from replaykit.ted import format_key
 
 __all__ = ["check_mappable", "check_mapped_rows"]
@@ -20,8 +20,6 @@ def check_mappable(storage: Storage) -> None:
         why = f"got a {kind}, whose rows lie elsewhere"
     elif storage.initialized:
         why = f"got one that was written to, with {len(storage)} rows"
-    elif storage.dedup_next:
-        why = "got dedup_next, with which rows are stored in another form"
     elif str(storage.device).partition(":")[0] not in ("auto", "cpu"):
         why = f"got one on {storage.device}"
     elif storage.load_hooks:
@@ -33,7 +31,9 @@ def check_mappable(storage: Storage) -> None:
     )
 
 
-def check_mapped_rows(content: Content, slots: int, rows: torch.Tensor | None) -> None:
+def check_mapped_rows(
+    storage: LazyTensorStorage, content: Content, slots: int, rows: torch.Tensor | None
+) -> None:
     """Raises ValueError where saved rows cannot be used as they lie.
 
     Args:
@@ -45,11 +45,13 @@ def check_mapped_rows(content: Content, slots: int, rows: torch.Tensor | None) -
             f"expected the capacity that was saved for mmap=True, got {slots} slots, in "
             f"which the {content.rows} rows would have to lie elsewhere; load without mmap"
         )
-    for group in content.groups:
-        packed = () if group.packed is None else group.packed.offsets
-        for path, column in group.leaves.items():
-            if path not in packed and not isinstance(column, MappedRows):
-                raise ValueError(
-                    f"expected rows that lie in files as they are for mmap=True, got "
-                    f"{format_key(path)}, which was stored once (dedup_next); load without mmap"
-                )
+    if not content.groups:
+        return
+    pairs = storage.pairs_for(content.single_group().schema)
+    found = why_not_mapped(content, pairs, slots, linked=storage.lane_key is not None)
+    if found is not None:
+        path, why = found
+        raise ValueError(
+            f"expected rows that lie in files as they are for mmap=True, got "
+            f"{format_key(path)}, {why}; load without mmap"
+        )

@@ -147,8 +147,9 @@ class Saving(BufferCore):
                 checkpoint of any size is open in milliseconds. The files are mapped copy-on-write:
                 what is written afterwards lies in memory, page by page, and never reaches them.
                 They may be replaced or removed meanwhile, but not cut or written to. For a
-                LazyTensorStorage on the CPU that was never written to, without ``dedup_next`` and
-                load hooks, of a capacity with which every row keeps its slot.
+                LazyTensorStorage on the CPU that was never written to, without load hooks, with the
+                ``dedup_next`` and ``lane_key`` that were saved, of a capacity with which every row
+                keeps its slot.
             verify: whether every file is read and its checksum compared. None: unless ``mmap``.
                 Sizes, and the manifest's own checksum, are always compared.
 

@@ -274,7 +274,7 @@ def _place(
     keeps_all = buffer._writer.keeps_all(slots, state.writer)
     rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
     if state.mapped:
-        check_mapped_rows(state.content, slots, rows)
+        check_mapped_rows(cast(LazyTensorStorage, storage), state.content, slots, rows)
     if rows is None:
         return target, None
     warn_left_out(state.content.rows - len(rows), stacklevel=stacklevel)

@@ -210,10 +210,12 @@ class Beside:
             self._map[elements] = (numbers + 1).to(self._map.dtype)
 
     def adopt(self, elements: torch.Tensor, table: Columns) -> None:
-        """Takes a table that is there: entry ``i`` is of element ``elements[i]``."""
+        """Takes a table that is there: entry ``i`` is of element ``elements[i]``, and those behind
+        them are free."""
+        used, entries = len(elements), table.slots
         self._table = table
-        self._stack, self._free = torch.zeros(len(elements), dtype=torch.int64), 0
-        self.assign(elements, torch.arange(len(elements)))
+        self._stack, self._free = arange(used, used + entries) % entries, entries - used
+        self.assign(elements, arange(used))
 
     @property
     def kind(self) -> Any:

@@ -146,11 +146,17 @@ class Links:
         followers = at + after[at]
         if len(at) and not 0 <= followers.min() <= followers.max() < self.slots:
             raise ValueError(f"expected links between {self.slots} slots, got others")
-        if len(np.unique(followers)) < len(followers):
-            raise ValueError("expected one row before each, got a slot that follows two")
         self._before.zero_()
-        self._before.numpy()[followers] = -after[at]
+        before, steps = self._before.numpy(), -after[at]
+        before[followers] = steps
+        if not np.array_equal(before[followers], steps):
+            raise ValueError("expected one row before each, got a slot that follows two")
         return int(max(at.max(), followers.max())) + 1 if len(at) else 0
+
+    def take(self, steps: torch.Tensor) -> None:
+        """Says how far away the next rows of the first ones are, ``[n]``; raises as ``reread``."""
+        self._after[: len(steps)] = steps
+        self.reread()
 
     def addresses(self) -> tuple[int, int]:
         """Where, for each slot, lies how far away the next row is, and the one before: int64 if

@@ -151,7 +151,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         except ValueError as error:
             raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
         lanes = torch.Size(found["lanes"])
-        pairs = self._pairs_of(schema) if self.dedup_next else None
+        pairs = self.pairs_for(schema)
         self.recovery.check_once(found, pairs)
         stored = schema if pairs is None else pairs.stored
         plan = RowFiles.of(folder, stored, self._slots_for(lanes), lanes)
@@ -210,7 +210,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _take_files_to_keep(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
         home = self.recovery.home
         home.check_process()
-        pairs = self._pairs_of(schema) if self.dedup_next else None
+        pairs = self.pairs_for(schema)
         stored, slots = schema if pairs is None else pairs.stored, self._slots_for(lanes)
         with self._folder() as folder:
             plan = RowFiles.of(folder, stored, slots, lanes)

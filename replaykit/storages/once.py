@@ -82,10 +82,18 @@ class OnceColumns(SettledRows):
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
 
-    def adopt(self, elements: torch.Tensor, table: Columns) -> None:
-        """Takes rows that are there, all of them: which have counterparts beside, and those."""
-        self._beside.adopt(elements, table)
-        self._stored = self.slots
+    def adopt(
+        self, elements: torch.Tensor, table: Columns | None, stored: int | None = None
+    ) -> None:
+        """Takes rows that are there: which have counterparts beside, and those.
+
+        Args:
+            table: of as many entries or more; None: there are no such rows.
+            stored: how many slots hold rows; None: all.
+        """
+        if table is not None:
+            self._beside.adopt(elements, table)
+        self._stored = self.slots if stored is None else stored
 
     def keep(self, kept: KeptOnce, *, there: bool) -> None:
         """Has what tells of the rows lie in files; ``there``: it does, and ``reread`` takes it.

@@ -379,6 +379,16 @@ class StreamColumns(OnceColumns):
         self._stored = len(order)  # what the tables know of
         self._coming = found, order
 
+    def link(self, steps: torch.Tensor) -> None:
+        """Takes rows that are there: how far away the next one of their stream lies, ``[n]``.
+
+        Those that come follow none of them: which are the newest would take a look at the keys.
+
+        Raises:
+            ValueError: two rows are followed by one.
+        """
+        self.links.take(steps)
+
     def fill(self, start: int, leaves: Mapping[Path, Any], kept: torch.Tensor | slice) -> None:
         """Writes rows ``kept`` of the leaves to the slots from ``start`` on, up to which rows are
         there already, as ``begin`` has announced them."""

@@ -18,6 +18,7 @@ from replaykit.storages.continuity import check_batch, check_newest, check_strea
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.links import chains
+from replaykit.storages.mapped_rows import adopt_mapped, mapped_rows
 from replaykit.storages.matching import MatchedRows
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_streams import StreamColumns
@@ -29,10 +30,9 @@ from replaykit.storages.pairs import (
     checked_mismatch,
     pairs_of,
 )
-from replaykit.storages.records import plan_records
 from replaykit.storages.restorable import RestorableStorage
 from replaykit.storages.shared import Sharing, memory_folder
-from replaykit.structure import Path, build
+from replaykit.structure import build
 from replaykit.ted import format_key
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]
@@ -297,22 +297,22 @@ class LazyTensorStorage(TensorStorage):
         if not content.groups:
             return
         group = content.single_group()
-        packed, layout, records = group.packed, None, None
-        tensors: dict[Path, torch.Tensor] = {}
-        if packed is not None:
-            records = packed.records.spanned(slots)
-            tensors = packed.fields(records, group.schema)
-            layout = plan_records(group.schema)
-            if not packed.lie_as(layout):  # columns then, though side by side
-                layout = records = None
-        tensors |= {
-            path: rows.spanned(slots) for path, rows in group.leaves.items() if path not in tensors
-        }
-        columns = Columns(
-            group.schema, tensors, self.ndim, layout=layout, records=records, mapped=True
-        )
+        pairs = self.pairs_for(group.schema)
+        rows = mapped_rows(group, group.schema if pairs is None else pairs.stored, slots, self.ndim)
+        columns: AnyColumns = rows
+        if pairs is not None:
+            columns = self._once(pairs, rows, self._grow(rows.device))
+            adopt_mapped(columns, group, content.rows)
         self._columns = columns
         self._adopt(columns)
+
+    def pairs_for(self, schema: Schema) -> Pairs | None:
+        """Which leaves of rows of a schema are stored once; None: all of them lie in every row.
+
+        Raises:
+            ValueError: as the first write does.
+        """
+        return self._pairs_of(schema) if self.dedup_next else None
 
     def check_order(self, rows: Any) -> None:
         if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):

@@ -328,7 +328,7 @@ def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: P
     used = make()
     used.extend(rows(0, 3))
     refused(used, "got one that was written to, with 3 rows")
-    refused(make(dedup_next=True), "got dedup_next")
+    refused(make(dedup_next=True), "dedup_next=True: expected a key")
     hooked = make()
     hooked.register_load_hook(lambda data: data)
     refused(hooked, "got load hooks")
