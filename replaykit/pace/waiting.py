@@ -100,7 +100,8 @@ class Pace:
             return self.limiter.may_insert(count, inserts + under_way, samples, size + under_way)
         return self.limiter.may_sample(count, inserts, samples + under_way, size)
 
-    def _tried(self, side: int, count: int, size: int) -> bool:
+    def attempt(self, side: int, count: int, size: int) -> bool:
+        """Admits ``count`` rows at once, where ``size`` rows are there, or not at all."""
         counts = self._here()
         with counts.lock:
             if not self._allowed(counts, side, count, size):
@@ -115,7 +116,7 @@ class Pace:
             RateLimiterTimeout: they may not yet. ValueError: they never will.
             RuntimeError: the buffer was shut down.
         """
-        if self._tried(side, count, size()):
+        if self.attempt(side, count, size()):
             return
         begun, looks = time.monotonic(), 0
         self._here()
@@ -127,9 +128,7 @@ class Pace:
         finally:
             with self._changed:
                 self._waiting -= 1
-            waited = time.monotonic() - begun
-            with self._counts.lock:
-                self._counts.waited(side, waited)
+            self.waited(side, time.monotonic() - begun)
 
     def _admitted(
         self,
@@ -149,31 +148,43 @@ class Pace:
                 raise RuntimeError("this buffer was shut down")
             if self._epoch != epoch:
                 return False
-            if self._tried(side, count, there):
+            if self.attempt(side, count, there):
                 return True
-            refusal = self.limiter.never(side, count, there)
-            if refusal is not None:
-                raise ValueError(f"{refusal}: {self.limiter!r}")
+            self.check(side, count, there)
             if left <= 0 or looks % _DEAD == _DEAD - 1:  # who never waits long asks too
                 with counts.lock:
                     if counts.forget_dead():
                         return False
             if left <= 0:
-                raise RateLimiterTimeout(self._why(side, count, there, timeout))
+                raise self.late(side, count, there, timeout)
             pause = _ALONE
             if self._folder is not None:
                 pause = _PAUSES[min(looks, len(_PAUSES) - 1)]
             self._changed.wait(min(left, pause))
         return False
 
-    def _why(self, side: int, count: int, size: int, timeout: float | None) -> str:
+    def check(self, side: int, count: int, size: int) -> None:
+        """Raises ValueError where ``count`` rows at once will always be too many."""
+        refusal = self.limiter.never(side, count, size)
+        if refusal is not None:
+            raise ValueError(f"{refusal}: {self.limiter!r}")
+
+    def late(self, side: int, count: int, size: int, timeout: float | None) -> RateLimiterTimeout:
+        """What a call raises that has waited for so long; says for what, and the counts."""
         state, (what, others) = self.state(), _WORDS[side]
         rows = "1 row" if count == 1 else f"{count} rows"
-        return (
-            f"{'an' if side == INSERT else 'a'} {what} of {rows} waited {timeout or 0:g} s for "
+        seconds = round(timeout or 0, 3)
+        return RateLimiterTimeout(
+            f"{'an' if side == INSERT else 'a'} {what} of {rows} waited {seconds:g} s for "
             f"{others}: {state['inserts']} inserted, {state['samples']} sampled, {size} there, "
             f"with {self.limiter!r}"
         )
+
+    def waited(self, side: int, seconds: float) -> None:
+        """Notes how long a call has waited."""
+        counts = self._here()
+        with counts.lock:
+            counts.waited(side, seconds)
 
     def end(self, side: int, count: int, done: int) -> None:
         """Notes that ``count`` rows that were under way are not any more, ``done`` of them (or
@@ -208,11 +219,11 @@ class Pace:
         """
         counts = self._here()
         with counts.lock:
-            before = (0, 0)
+            inserts, before = self.limiter.counted(size), (0, 0)
             if counting_on:
                 done, earlier = counts.done(), counts.before()
-                before = done[0] + earlier[0], done[1] + earlier[1]
-            counts.set((self.limiter.counted(size), 0), before)
+                before = max(0, done[0] + earlier[0] - inserts), done[1] + earlier[1]
+            counts.set((inserts, 0), before)
         self._tell()
 
     def stats(self) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import logging
 from typing import Any
 
 from replaykit._ray import actor_class, start_ray
+from replaykit.pace import RateLimiter
 from replaykit.sharding.errors import ShardDied, ShardSilent
 from replaykit.sharding.facts import ShardFacts, ShardLoss
 from replaykit.sharding.holder import ShardHolder
 from replaykit.sharding.losses import Losses
+from replaykit.sharding.pace_actor import MOST_CALLS, Paced, RayPace, answer_of
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.shards import WRITES, Reply, Restored, Shard
 from replaykit.sharding.wire import decoded, encoded
@@ -112,11 +114,13 @@ class RayShard:
         return _RayReply(ref, self.shard, self.incarnation)
 
 
-class _SupervisorActor:
+class _SupervisorActor(Paced):
     """Owns the shards: they end with it, and it with whoever made it."""
 
-    def __init__(self, recipe: ShardRecipe, config: dict[str, Any]) -> None:
-        self._recipe, self._config = recipe, config
+    def __init__(
+        self, recipe: ShardRecipe, config: dict[str, Any], limiter: RateLimiter | None = None
+    ) -> None:
+        self._recipe, self._config, self._limiter = recipe, config, limiter
         self._losses = Losses()
         self._root: Node | None = None
         self._shards: list[RayShard] = []
@@ -126,7 +130,9 @@ class _SupervisorActor:
         """Starts all shards; returns whether they are there, and they or the error."""
         try:
             self._shards = [self._made(shard, 0) for shard in range(self._recipe.num_shards)]
-            await asyncio.gather(*(self._facts(shard) for shard in self._shards))
+            facts = await asyncio.gather(*(self._facts(shard) for shard in self._shards))
+            if self._limiter is not None:
+                self._begin_pace(self._limiter, facts)
         except Exception as error:
             return False, error
         return True, self._shards
@@ -145,6 +151,7 @@ class _SupervisorActor:
     async def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         """Told of a death."""
         self._losses.died(shard, incarnation, written, rows)
+        self._pace_died(shard, incarnation, written)
         self._see_to(shard, incarnation)
 
     def _see_to(self, shard: int, incarnation: int) -> None:
@@ -172,6 +179,7 @@ class _SupervisorActor:
                     await asyncio.sleep(pause)
                     old, pause = new, min(2 * pause, _LONGEST_PAUSE_S)
             self._losses.came_back(number, died.incarnation, facts)
+            self._pace_came_back(number, new.incarnation, facts)
             self._shards[number] = new
         finally:
             del self._restarts[number]
@@ -215,8 +223,15 @@ class _SupervisorActor:
 class RaySupervisor:
     """The supervisor as clients see it; can be pickled."""
 
-    def __init__(self, actor: Any, shards: list[RayShard], timeout: float) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        shards: list[RayShard],
+        timeout: float,
+        limiter: RateLimiter | None = None,
+    ) -> None:
         self._actor, self._shards, self._timeout = actor, shards, timeout
+        self.pace = None if limiter is None else RayPace(actor, limiter, timeout)
 
     @classmethod
     def start(
@@ -225,6 +240,7 @@ class RaySupervisor:
         remote_config: dict[str, Any] | None,
         ray_init_config: dict[str, Any] | None,
         timeout: float,
+        limiter: RateLimiter | None = None,
     ) -> RaySupervisor:
         """Starts Ray where it is not running, the supervisor, and the shards.
 
@@ -233,7 +249,8 @@ class RaySupervisor:
         """
         ray = start_ray(ray_init_config)
         config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
-        actor = actor_class(_SupervisorActor, {"num_cpus": 0}).remote(recipe, config)
+        options = {"num_cpus": 0, "max_concurrency": MOST_CALLS}
+        actor = actor_class(_SupervisorActor, options).remote(recipe, config, limiter)
         try:
             went_well, shards = ray.get(actor.start.remote(), timeout=timeout or None)
             if not went_well:
@@ -241,7 +258,7 @@ class RaySupervisor:
         except BaseException:
             ray.kill(actor, no_restart=True)  # the shards that it has made end with it
             raise
-        return cls(actor, shards, timeout)
+        return cls(actor, shards, timeout, limiter)
 
     def members(self) -> list[tuple[Shard, int]]:
         """The shards, and which incarnation of each."""
@@ -267,25 +284,8 @@ class RaySupervisor:
         self._ask(self._actor.replace, root)
 
     def _ask(self, method: Any, *args: Any, besides: float = 0.0) -> Any:
-        """``besides``: seconds for which the supervisor itself may wait before it answers.
-
-        Raises:
-            TimeoutError: it does not answer. RuntimeError: it has ended.
-        """
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
-        within = self._timeout + besides
-        try:
-            return ray.get(method.remote(*args), timeout=None if within == float("inf") else within)
-        except GetTimeoutError:
-            raise TimeoutError(
-                f"the supervisor of the shards has not answered within {within:g} s"
-            ) from None
-        except RayActorError:
-            raise RuntimeError(
-                "the shards have ended: their buffer was closed, or its process has died"
-            ) from None
+        """``besides``: seconds for which the supervisor itself may wait before it answers."""
+        return answer_of(method.remote(*args), self._timeout + besides)
 
     def close(self) -> None:
         """Ends the shards and the supervisor. Ray goes on running: others may use it by now."""

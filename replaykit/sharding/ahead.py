@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replaykit.errors import RateLimiterTimeout
 from replaykit.sharding.draws import Draws, Pending
 from replaykit.sharding.errors import ShardSilent
 
 if TYPE_CHECKING:
     from replaykit.sharding.sampling import Sampled
 
-__all__ = ["Ahead", "ShardedResult"]
+__all__ = ["Ahead", "Asked", "ShardedResult"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class Ahead:
@@ -32,7 +35,7 @@ class Ahead:
     def __init__(self, client: Sampled, draws: Draws, depth: int) -> None:
         self._client, self._draws, self.depth = client, draws, depth
         self._lock = threading.Lock()
-        self._under_way: deque[_Asked] = deque()
+        self._under_way: deque[Asked] = deque()
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -41,13 +44,13 @@ class Ahead:
         """Returns the oldest batch under way, and asks for further ones."""
         return self._take(batch_size).pending
 
-    def _take(self, batch_size: int) -> _Asked:
+    def _take(self, batch_size: int) -> Asked:
         self._draws.refresh(batch_size)
         with self._lock:
             # Those for which there was nothing to draw from are tried again.
             self._under_way = deque(one for one in self._under_way if one.pending.was_sent)
             while len(self._under_way) <= self.depth:
-                self._under_way.append(self._asked(batch_size))
+                self._under_way.append(self.asked(batch_size))
             return self._under_way.popleft()
 
     def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
@@ -74,10 +77,12 @@ class Ahead:
                 if asked not in early:
                     raise
 
-    def _asked(self, batch_size: int) -> _Asked:
+    def asked(self, batch_size: int) -> Asked:
+        """A batch that the shards have been asked for, if their masses are known; it is not among
+        those that are handed out."""
         before = self._random().get_state()
         pending = self._draws.begun(batch_size, patient=False)
-        return _Asked(pending, before, self._random().get_state())
+        return Asked(pending, before, self._random().get_state())
 
     def _random(self) -> torch.Generator:
         generator = self._client.generator
@@ -92,14 +97,18 @@ class Ahead:
         """Forgets what is under way."""
         with self._lock:
             if self._under_way:
-                first, last = self._under_way[0].before, self._under_way[-1].after
-                random = self._random()
-                if torch.equal(random.get_state(), last):
-                    random.set_state(first)
+                self.undo(self._under_way[0], self._under_way[-1])
             self._under_way.clear()
 
+    def undo(self, first: Asked, last: Asked) -> None:
+        """Gives back the random numbers of batches that follow one another, if nobody has used
+        others since."""
+        random = self._random()
+        if torch.equal(random.get_state(), last.after):
+            random.set_state(first.before)
 
-class _Asked:
+
+class Asked:
     """A batch under way, and the states of the generator around its draw."""
 
     def __init__(self, pending: Pending, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -122,7 +131,9 @@ class ShardedResult:
         (tensor([0., 0., 0., 0.]), tensor([0., 0., 0., 0.]))
     """
 
-    def __init__(self, get: Callable[[float | None], Any], come: Callable[[], bool]) -> None:
+    def __init__(
+        self, get: Callable[[float | None, float | None], Any], come: Callable[[], bool]
+    ) -> None:
         self._get, self._come = get, come
         self._lock = threading.Lock()
         self._value: Any = None
@@ -137,17 +148,22 @@ class ShardedResult:
         """Returns what the call returned.
 
         Args:
-            timeout: seconds to wait for a shard; None: the ``timeout`` of the buffer.
+            timeout: seconds to wait for a shard, and for a rate limiter; None: the ``timeout`` of
+                the buffer, and for a rate limiter without end.
 
         Raises:
-            TimeoutError: a shard has not answered; may be asked for again. Otherwise whatever the
-                call raised.
+            TimeoutError: a shard has not answered, or a RateLimiterTimeout; may be asked for again.
+                Otherwise whatever the call raised.
         """
+        return self._result(timeout, timeout)
+
+    def _result(self, timeout: float | None, held_up: float | None) -> Any:
+        """``held_up``: seconds to wait for a rate limiter."""
         with self._lock:
             if not self._known:
                 try:
-                    self._value = self._get(timeout)
-                except ShardSilent:
+                    self._value = self._get(timeout, held_up)
+                except (ShardSilent, RateLimiterTimeout):
                     raise
                 except Exception as error:
                     self._error = error
@@ -157,4 +173,15 @@ class ShardedResult:
         return self._value
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.result).__await__()
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        """Holds no thread while a rate limiter holds it up: those of a loop are few, and what lets
+        it go on may need one too."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._result, None, 0.0)
+            except RateLimiterTimeout:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -79,7 +79,8 @@ class ShardedClient(Sampled):
         ``shards``: size of each, None while it is being restarted. ``rows_lost``: rows that were
         acknowledged and are gone. ``restarts``: how many shards have come back.
 
-        Cost: one message to each shard.
+        With a rate limiter ``inserts``, ``samples``, ``insert_blocked_s`` and ``sample_blocked_s``
+        are those of all clients. Cost: one message to each shard.
 
         Example:
             >>> import torch
@@ -107,6 +108,7 @@ class ShardedClient(Sampled):
             ],
             "rows_lost": sum(loss.rows for loss in losses),
             "restarts": len(losses),
+            **({} if self._tickets.keeper is None else self._tickets.keeper.stats()),
         }
 
     def __repr__(self) -> str:

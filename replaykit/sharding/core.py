@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from replaykit.buffer.pacing import checked_limiter
+from replaykit.errors import RateLimiterTimeout
+from replaykit.pace import RateLimiter
 from replaykit.remote.client import checked_count
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.sharding.client import ShardedClient
@@ -19,6 +23,9 @@ from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.shards import LocalSupervisor
 
 __all__ = ["ShardedReplayBuffer"]
+
+_SETTLING_S = 10.0
+"""How long writes that a rate limiter holds up are waited for at the end."""
 
 
 class ShardedReplayBuffer(ShardedClient):
@@ -58,6 +65,9 @@ class ShardedReplayBuffer(ShardedClient):
             draws as without, each of what the shards held when it was asked for, so at most that
             many calls ago: writes and updates in between act on later ones. ``empty``, ``loads``
             and ``set_rng`` drop what is under way. 0: none.
+        rate_limiter: which of writing and sampling waits so that neither gets ahead of the other by
+            more than it allows; rows written and sampled by all clients count together. See
+            ``RateLimiter`` and ``docs/pace.md``.
         ray_init_config: options of ``ray.init``, which is called if Ray is not running yet. Ray
             then goes on running until the program ends, or ``ray.shutdown()``.
 
@@ -99,6 +109,7 @@ class ShardedReplayBuffer(ShardedClient):
         max_age: float = 1.0,
         timeout: float = 60.0,
         prefetch: int = 0,
+        rate_limiter: RateLimiter | None = None,
         backend: str = "ray",
         remote_config: dict[str, Any] | None = None,
         ray_init_config: dict[str, Any] | None = None,
@@ -125,6 +136,7 @@ class ShardedReplayBuffer(ShardedClient):
             if not seconds >= 0:
                 raise ValueError(f"expected {name} of at least 0 seconds, got {seconds}")
         prefetch = checked_count("prefetch", prefetch)
+        limiter = checked_limiter(rate_limiter)
         like = RandomSampler() if sampler is None else sampler()
         law = law_of(like)
         recipe = ShardRecipe(
@@ -142,7 +154,10 @@ class ShardedReplayBuffer(ShardedClient):
         )
         trial = recipe.make()  # refuses what does not go together before any actor is started
         tracked = trial.writer.tracks_generations
+        capacity = num_shards * trial.storage.max_size
         trial.shutdown()
+        if limiter is not None:
+            limiter.check_capacity(capacity)
         settings = ClientSettings(
             num_shards=num_shards,
             sampler=copy.deepcopy(like),
@@ -154,7 +169,7 @@ class ShardedReplayBuffer(ShardedClient):
             transformed=transform_factory is not None,
             tracked=tracked,
         )
-        self._host = _host(backend, recipe, remote_config, ray_init_config, timeout)
+        self._host = _host(backend, recipe, remote_config, ray_init_config, timeout, limiter)
         try:
             members = Members(self._host.members(), self._host, on_loss, float(timeout))
             super().__init__(settings, members, generator, prefetch)
@@ -172,12 +187,18 @@ class ShardedReplayBuffer(ShardedClient):
         May be called again.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for.
+            Exception: what a write has raised whose result nobody has asked for. RuntimeError:
+                writes are lost that a rate limiter still held up after 10 seconds.
         """
         if not self._closed:
             self._closed = True
+            paced = self._tickets.keeper is not None
             try:
-                self._outbox.settle()
+                self._outbox.settle(time.monotonic() + _SETTLING_S if paced else None)
+            except RateLimiterTimeout:
+                raise RuntimeError(
+                    "writes still had to wait for samples when the buffer was closed: they are lost"
+                ) from None
             finally:
                 self._host.close()
 
@@ -196,9 +217,16 @@ class ShardedReplayBuffer(ShardedClient):
         )
 
 
-def _host(backend: str, recipe: ShardRecipe, remote: Any, init: Any, timeout: float) -> Any:
+def _host(
+    backend: str,
+    recipe: ShardRecipe,
+    remote: Any,
+    init: Any,
+    timeout: float,
+    limiter: RateLimiter | None,
+) -> Any:
     if backend == "local":
-        return LocalSupervisor(recipe)
+        return LocalSupervisor(recipe, limiter)
     from replaykit.sharding.actors import RaySupervisor
 
-    return RaySupervisor.start(recipe, remote, init, timeout)
+    return RaySupervisor.start(recipe, remote, init, timeout, limiter)

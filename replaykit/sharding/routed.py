@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 from replaykit.buffer.priorities import written_priorities
+from replaykit.errors import RateLimiterTimeout
+from replaykit.pace import INSERT
 from replaykit.samplers import Sampler
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.sharding.ahead import ShardedResult
@@ -19,10 +20,13 @@ from replaykit.sharding.membership import Members
 from replaykit.sharding.naming import Names
 from replaykit.sharding.outbox import Outbox
 from replaykit.sharding.routing import ByKey, InTurn, Router
+from replaykit.sharding.tickets import Tickets
 from replaykit.sharding.writes import Writes
 from replaykit.ted import unravel
 
 __all__ = ["ClientSettings", "Routed"]
+
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Routed:
         self._sampler: Any = copy.deepcopy(settings.sampler)
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
+        self._tickets = Tickets(members)
         self._outbox = Outbox()
         self._schema: Schema | None = None
         self._stored: Schema | None = None
@@ -77,9 +82,13 @@ class Routed:
             raise RuntimeError("this buffer was shut down")
 
     def _before_a_write(self) -> None:
-        """Waits for writes that were not waited for: before rows are dealt, or looked for."""
+        """Waits for writes that were not waited for: before rows are looked for, or let go.
+
+        Not for those that a rate limiter holds up: their rows are not there yet, and what holds
+        them up may be what this caller does next.
+        """
         self._check_open()
-        self._outbox.settle()
+        self._outbox.settle(held_up=False)
 
     def _rows_of(self, shard: int) -> int:
         facts = self._members.table.facts(shard)
@@ -87,20 +96,27 @@ class Routed:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def add(self, data: Any) -> int | None:
+    def add(self, data: Any, *, timeout: float | None = None) -> int | None:
         """Stores one row; returns its index, None where an inverse transform swallows it.
 
-        Raises: as ``extend``.
+        Args and errors: as ``extend``.
         """
-        index = self._write(data, single=True, update_priority=None)
-        return int(index[0]) if len(index) else None
+        return _one(self._write(data, single=True, timeout=timeout))
 
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        data: Any,
+        *,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
         """Stores a batch, as ``ReplayBuffer.extend`` does.
 
         Args:
             data: rows along dimension 0, or a list of rows.
             update_priority: ``False`` ignores priorities that the data carries.
+            timeout: seconds to wait where the rate limiter has no room for the rows, or for this
+                handle's writes before that it holds up; 0: none at all, None: without end.
 
         Returns:
             The index of each row, int64 ``[B]``; of rows that an inverse transform has made others
@@ -111,13 +127,16 @@ class Routed:
                 also where a transform would make them alike; a ValueError.
             ValueError: priorities that are NaN, negative or infinite.
             KeyError, TypeError: there is no column of integers under ``shard_key``.
+            RateLimiterTimeout: samples lag behind; a TimeoutError. RuntimeError: the buffer was
+                shut down meanwhile.
             TimeoutError: the shard of a key has died, and has not come back.
 
-        Nothing has changed if it raises one of the first three. Readers see all of a shard's rows
+        Nothing has changed if it raises one of the first five. Readers see all of a shard's rows
         of the batch or none, and those of different shards one after the other. When it returns,
         the rows count as committed: they are there until they are overwritten, or named as lost.
 
-        Cost: one message to each shard, all in flight at once.
+        Cost: one message to each shard, all in flight at once; with a rate limiter one more before
+        them, and one that nobody waits for.
 
         Example:
             >>> import torch
@@ -130,7 +149,7 @@ class Routed:
             tensor([0, 1, 2, 3, 4])
             tensor(30)
         """
-        return self._write(data, single=False, update_priority=update_priority)
+        return self._write(data, update_priority=update_priority, timeout=timeout)
 
     def extend_async(self, data: Any, *, update_priority: bool | None = None) -> ShardedResult:
         """Sends a batch to be stored, and does not wait: the result is awaited, or asked for.
@@ -150,6 +169,9 @@ class Routed:
         does not wait. Where more than 16 are under way the oldest is waited for. Those that are
         under way when the process ends may be lost: ``flush`` waits for them.
 
+        With a rate limiter they wait for samples in their order, without end; what is not a write
+        does not wait for those that are held up.
+
         Example:
             >>> import torch
             >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
@@ -159,32 +181,99 @@ class Routed:
             ...     [index.result().tolist() for index in under_way], len(rb)
             ([[0, 1], [2, 3]], 4)
         """
+        return self._sent(data, update_priority=update_priority)
+
+    def add_async(self, data: Any) -> ShardedResult:
+        """Sends one row to be stored, and does not wait; as ``extend_async``.
+
+        Returns:
+            What ``add`` will return, or raise.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     [rb.add_async(torch.tensor(row)) for row in (5, 6, 7)][-1].result(), rb[:]
+            (2, tensor([5, 7, 6]))
+        """
+        return self._sent(data, single=True)
+
+    def _sent(
+        self, data: Any, *, single: bool = False, update_priority: bool | None = None
+    ) -> ShardedResult:
         self._check_open()
         self._outbox.check()  # before any row is dealt
-        deliver = self._prepared(data, single=False, update_priority=update_priority)
-        return self._outbox.put(functools.partial(deliver, self._writes))
+        made = _one if single else _all
+        rows, priorities = self._checked(data, single=single, update_priority=update_priority)
+        if not len(rows):
+            return self._outbox.put(lambda: made(_NOTHING))
+        keeper, tickets, outbox = self._tickets.keeper, self._tickets, self._outbox
+        if keeper is None:
+            self._agree(rows)
+            written, writes = self._dealt(rows, priorities), self._writes
+            return outbox.put(lambda: made(written(writes)))
+        refusal = keeper.limiter.never(INSERT, len(rows), 0)
+        if refusal is not None:
+            raise ValueError(f"{refusal}: {keeper.limiter!r}")
+        self._agree(rows)
+        leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
+        copied = Rows(rows.root, leaves, rows.batch)
+        given = None if priorities is None else priorities.clone()
 
-    def _write(self, data: Any, *, single: bool, update_priority: bool | None) -> torch.Tensor:
-        self._before_a_write()
-        deliver = self._prepared(data, single=single, update_priority=update_priority)
-        return deliver(self._writes)
+        def deliver() -> Any:
+            with tickets.insert(None) as ticket:
+                assert ticket is not None
+                try:
+                    ticket.admit(len(copied), 0.0)
+                except RateLimiterTimeout:
+                    with outbox.held_up():
+                        ticket.admit(len(copied))
+                return made(self._dealt(copied, given)(self._writes))
 
-    def _prepared(
+        return outbox.put(deliver, paced=True)
+
+    def _write(
+        self,
+        data: Any,
+        *,
+        single: bool = False,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        self._check_open()
+        with self._tickets.insert(timeout) as ticket:
+            self._outbox.settle(None if ticket is None else ticket.until)
+            rows, priorities = self._checked(data, single=single, update_priority=update_priority)
+            if not len(rows):
+                return _NOTHING
+            if ticket is not None:
+                ticket.admit(len(rows))
+            self._agree(rows)
+            return self._dealt(rows, priorities)(self._writes)
+
+    def _checked(
         self, data: Any, *, single: bool, update_priority: bool | None
-    ) -> Callable[[Callable[..., dict[int, Any]]], torch.Tensor]:
-        """Checks and deals rows; returns what writes copies of them, by ``Writes``."""
+    ) -> tuple[Rows, torch.Tensor | None]:
+        """Rows that nothing here can refuse any more but ``_agree``, and their priorities."""
         optional = (self._priority_key,)
         known = self._known_schema()
         rows = take_apart(data, 1, single=single, optional=optional, schema=known)
         if not len(rows):
-            return lambda writes: torch.empty(0, dtype=torch.int64, device="cpu")
+            return rows, None
         key, sampler = self._priority_key, self._sampler
         priorities = written_priorities(
             data, key, sampler, len(rows), wanted=update_priority, single=single
         )
         self._router.check(rows.leaves)
-        self._agree(rows, known)
-        # The last that can refuse is over: a row that is dealt is written.
+        if known is not None:
+            known.check(rows.root)
+        return rows, priorities
+
+    def _dealt(
+        self, rows: Rows, priorities: torch.Tensor | None
+    ) -> Callable[[Callable[..., dict[int, Any]]], torch.Tensor]:
+        """Deals rows, which will be written; returns what writes copies of them, by ``Writes``."""
         shards = self._router.route(rows.leaves, len(rows), self._members.present())
         chosen = {
             int(shard): torch.from_numpy((shards == shard).nonzero()[0])
@@ -220,8 +309,10 @@ class Routed:
             self._schema = None if root is None else Schema(root)
         return self._schema
 
-    def _agree(self, rows: Rows, known: Schema | None) -> None:
-        """Refuses rows that look other than the first ones of all clients."""
+    def _agree(self, rows: Rows) -> None:
+        """Refuses rows that look other than the first ones of all clients. The last that can: a row
+        that is dealt is written."""
+        known = self._schema
         if known is None:
             root = self._members.supervisor.agree(rows.root)
             assert root is not None
@@ -229,7 +320,12 @@ class Routed:
         known.check(rows.root)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows; keys, shapes and memory stay."""
+        """Forgets all rows; keys, shapes and memory stay. The law of a rate limiter begins anew.
+
+        Args:
+            empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
+                limiter in ``stats``.
+        """
         self._before_a_write()
         members = self._members
 
@@ -237,5 +333,14 @@ class Routed:
             return members.send(shard, "empty", stamp, empty_write_count)
 
         self._writes(list(range(self._settings.num_shards)), send)
+        self._tickets.emptied(counting_on=not empty_write_count)
         if isinstance(self._router, InTurn):
             self._router.dealt = 0
+
+
+def _one(index: torch.Tensor) -> int | None:
+    return int(index[0]) if len(index) else None
+
+
+def _all(index: torch.Tensor) -> torch.Tensor:
+    return index

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from replaykit.buffer.core import checked_batch_size
+from replaykit.pace import RateLimiter
 from replaykit.sharding.ahead import Ahead, ShardedResult
 from replaykit.sharding.batches import finished
-from replaykit.sharding.draws import Draws
+from replaykit.sharding.draws import Draws, Pending
 from replaykit.sharding.membership import Members
 from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.streams import Streamed
+from replaykit.sharding.tickets import Ticket
 
 __all__ = ["Sampled"]
 
@@ -33,7 +36,13 @@ class Sampled(Streamed):
         self._ahead = Ahead(self, self._draws, prefetch)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows, and batches under way; keys, shapes and memory stay."""
+        """Forgets all rows, and batches under way; keys, shapes and memory stay. The law of a rate
+        limiter begins anew.
+
+        Args:
+            empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
+                limiter in ``stats``.
+        """
         super().empty(empty_write_count)
         self._ahead.drop()
 
@@ -57,19 +66,29 @@ class Sampled(Streamed):
         self._ahead.drop()
         self._generator = generator
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
         """Draws a batch, as one big buffer with all the rows does.
 
         Args:
             batch_size: number of rows; None: that of the constructor.
             return_info: also return what is known of the draw.
+            timeout: seconds to wait where the rate limiter holds samples back; 0: none at all,
+                None: without end. Without a rate limiter nothing waits.
 
         Returns:
             As ``ReplayBuffer.sample``; ``index`` names rows of any shard.
 
         Raises:
             RuntimeError: no batch size anywhere, or nothing that can be drawn.
-            ValueError: a batch size that is not an int of at least 1.
+            ValueError: a batch size that is not an int of at least 1, or for which the rate limiter
+                never has room.
+            RateLimiterTimeout: writes lag behind; a TimeoutError. Nothing has changed then.
             TimeoutError: all shards have died, and none has come back.
 
         Exact where nobody else writes or updates meanwhile: P(i) and ``priority_weight`` are those
@@ -78,7 +97,8 @@ class Sampled(Streamed):
         rows then had. With ``prefetch`` batches of the default size have been asked for by calls
         before: see there.
 
-        Cost: one message to each shard, all in flight at once, and one copy of the batch.
+        Cost: one message to each shard, all in flight at once, and one copy of the batch; with a
+        rate limiter one message beside them, and one that nobody waits for.
 
         Example:
             >>> import torch
@@ -96,9 +116,33 @@ class Sampled(Streamed):
         """
         self._check_open()
         size = self._size_of(batch_size)
-        ahead = self._ahead.depth > 0 and size == self.batch_size
-        drawn = self._ahead.next(size) if ahead else self._draws.next(size)
-        return self._made(drawn, return_info)
+        with self._tickets.sample(timeout) as ticket:
+            ahead = self._ahead.depth > 0 and size == self.batch_size
+            early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
+            if early is not None:
+                drawn = early.get()
+            else:
+                drawn = self._ahead.next(size) if ahead else self._draws.next(size)
+            return self._made(drawn, return_info, size, ticket)
+
+    def _admitted(self, ticket: Ticket, size: int, *, alone: bool) -> Pending | None:
+        """Waits for the right to a sample; returns what was drawn meanwhile, if it is a batch of
+        the instant at which the right was given.
+
+        Where that takes a message the shards are asked beside it. If the right was not there at
+        once nothing was drawn: rows have come since.
+        """
+        asked = None
+        if alone and ticket.keeper.far and self._enough(ticket.keeper.limiter):
+            self._draws.refresh(size)
+            asked = self._ahead.asked(size)
+        at_once = False
+        try:
+            at_once = ticket.admit(size)
+        finally:
+            if asked is not None and not at_once:
+                self._ahead.undo(asked, asked)
+        return asked.pending if at_once and asked is not None and asked.pending.was_sent else None
 
     def sample_async(
         self, batch_size: int | None = None, return_info: bool = False
@@ -111,7 +155,9 @@ class Sampled(Streamed):
         Returns:
             What ``sample`` will return, or raise. With ``prefetch`` the oldest batch under way.
 
-        Waits for the shards' masses where those known are older than ``max_age``.
+        Waits for the shards' masses where those known are older than ``max_age``. With a rate
+        limiter who asks for the result waits for that too, ``result(timeout)`` so long at most; a
+        batch counts when it is delivered, and is asked for as soon as enough rows are known here.
 
         Example:
             >>> import torch
@@ -125,24 +171,38 @@ class Sampled(Streamed):
         """
         self._check_open()
         size = self._size_of(batch_size)
-        if self._ahead.depth and size == self.batch_size:
-            pending = self._ahead.take(size)
-        else:
-            self._draws.refresh(size)
-            pending = self._draws.begun(size, patient=False)
-        return ShardedResult(
-            lambda within: self._made(pending.get(within), return_info), pending.has_come
-        )
+        asked = _Sooner(self, size)
+        if self._tickets.keeper is None or self._enough(self._tickets.keeper.limiter):
+            asked.pending()
 
-    def _made(self, drawn: tuple[Any, dict[Any, Any]], return_info: bool) -> Any:
+        def made(within: float | None, held_up: float | None) -> Any:
+            with self._tickets.sample(held_up) as ticket:
+                if ticket is not None:
+                    ticket.admit(size)
+                return self._made(asked.pending().get(within), return_info, size, ticket)
+
+        return ShardedResult(made, asked.has_come)
+
+    def _enough(self, limiter: RateLimiter) -> bool:
+        """Whether so many rows are known here that a batch is one that samples may be of."""
+        return sum(map(self._rows_of, self._members.table.there())) >= limiter.min_size_to_sample
+
+    def _made(
+        self, drawn: tuple[Any, dict[Any, Any]], return_info: bool, size: int, ticket: Ticket | None
+    ) -> Any:
         data, info = drawn
+        count = len(info["index"])
         data = finished(data, info, self._sampler)
+        if ticket is not None:
+            ticket.sampled(min(size, count))
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now. Draws nothing. Cost: one message to each shard."""
+        """Whether ``sample`` would succeed now. Draws nothing. Cost: one message to each shard, and
+        to who counts for a rate limiter."""
         self._check_open()
-        return self._draws.possible(self._size_of(batch_size))
+        size = self._size_of(batch_size)
+        return self._tickets.may_sample(size) and self._draws.possible(size)
 
     def _size_of(self, batch_size: int | None) -> int:
         if batch_size is not None:
@@ -154,7 +214,11 @@ class Sampled(Streamed):
         return self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields batches for ever; RuntimeError where the buffer has no batch size."""
+        """Yields batches for ever, and waits for a rate limiter without end.
+
+        Raises:
+            RuntimeError: the buffer has no batch size.
+        """
         if self.batch_size is None:
             raise RuntimeError("iteration needs the buffer to have a batch_size")
         return self._batches()
@@ -166,3 +230,28 @@ class Sampled(Streamed):
     def next(self) -> Any:
         """Returns the next batch of an iteration, which has no end: draws are with replacement."""
         return self.sample()
+
+
+class _Sooner:
+    """A batch that is asked for when somebody wants it, if not before. Thread-safe."""
+
+    def __init__(self, client: Sampled, size: int) -> None:
+        self._client, self._size = client, size
+        self._lock = threading.Lock()
+        self._pending: Pending | None = None
+
+    def pending(self) -> Pending:
+        """Asks for it, unless that was done."""
+        client, size = self._client, self._size
+        with self._lock:
+            if self._pending is None:
+                if client._ahead.depth and size == client.batch_size:
+                    self._pending = client._ahead.take(size)
+                else:
+                    client._draws.refresh(size)
+                    self._pending = client._draws.begun(size, patient=False)
+            return self._pending
+
+    def has_come(self) -> bool:
+        """Whether it is there, and may be delivered; asks for it if it may."""
+        return self._client._tickets.may_sample(self._size) and self.pending().has_come()

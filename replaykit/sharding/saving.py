@@ -17,6 +17,7 @@ from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.manifests import MANIFEST
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
+from replaykit.pace import Pace
 from replaykit.sharding.barrier import missing_parts
 from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardSilent
 from replaykit.sharding.routing import InTurn
@@ -57,6 +58,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
     try:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
+            pace = _pace(client)
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
@@ -72,6 +74,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
             "rows": [one.rows for one in facts],
             "layout": None if layout is None else layout.to_json(),
         }
+        head.update(pace)
         save_checkpoint(folder, {"sharded": head}, {"components": {"buffer": "sharded"}})
     except BaseException:
         _whatever_it_says(client, "finish_save", token)  # nobody writes there any more
@@ -99,6 +102,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
             raise CheckpointError(f"{folder} is the checkpoint of a buffer without shards")
         head = saved.part("sharded")
     layout = head.get("layout")
+    Pace.check_state(head.get("pace"))
     count = head["num_shards"]
     own = folder / "shards" / head["save"]
     sources = [str(own / _name(shard)) for shard in range(count)]
@@ -133,6 +137,8 @@ def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: in
     """All shards let go of what they hold for what they have prepared."""
     with _held(client, token):
         _all(client, "commit_load", [(token,)] * client.num_shards)
+        if client._tickets.keeper is not None:
+            client._tickets.keeper.load(head.get("pace"), client._members.table.told())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
     client._ahead.drop()
@@ -150,6 +156,8 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
     token = uuid.uuid4().hex
     with _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
+        client._members.refresh(None, 0.0)
+        pace = _pace(client)
     layout = client._members.supervisor.agree(None)
     generator = None if client.generator is None else client._ahead.state()
     values = (
@@ -160,7 +168,14 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
         None if layout is None else layout.to_json(),
         shards,
     )
-    return dict(zip(_STATE, values, strict=True))
+    return {**dict(zip(_STATE, values, strict=True)), **pace}
+
+
+def _pace(client: ShardedClient) -> dict[str, Any]:
+    """The counts of a rate limiter, of what this client has just been told of all shards, while no
+    write is let in."""
+    keeper = client._tickets.keeper
+    return {} if keeper is None else {"pace": keeper.state(client._members.table.told())}
 
 
 def take_state(client: ShardedClient, state: Any) -> None:
@@ -176,6 +191,7 @@ def take_state(client: ShardedClient, state: Any) -> None:
                 f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps "
                 "and loads go from one to the other"
             )
+    Pace.check_state(state.get("pace"))
     shards = state["shards"]
     if len(shards) != client.num_shards:
         raise ValueError(f"expected the states of {client.num_shards} shards, got {len(shards)}")

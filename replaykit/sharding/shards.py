@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from replaykit.pace import RateLimiter
 from replaykit.sharding.errors import ShardDied
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.holder import ShardHolder
 from replaykit.sharding.losses import Losses
+from replaykit.sharding.pacing import LocalPace, PaceKeeper
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.structure import Node
 
@@ -50,6 +52,10 @@ class Restored(NamedTuple):
 
 class Supervisor(Protocol):
     """Who restarts shards; one for all clients."""
+
+    @property
+    def pace(self) -> PaceKeeper | None:
+        """Who counts for the rate limiter; None without one."""
 
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         """Told that a shard has died, and how many rows it is known to have had written, and how
@@ -124,12 +130,16 @@ class LocalShard:
 class LocalSupervisor:
     """Restarts shards of this process, when their successors are first asked for. Thread-safe."""
 
-    def __init__(self, recipe: ShardRecipe) -> None:
+    def __init__(self, recipe: ShardRecipe, limiter: RateLimiter | None = None) -> None:
         self._recipe = recipe
         self._lock = threading.RLock()
         self._root: Node | None = None
         self._losses = Losses()
         self.shards = [self._made(shard, 0) for shard in range(recipe.num_shards)]
+        self.pace: LocalPace | None = None
+        if limiter is not None:
+            facts = [shard.call("facts").result() for shard in self.shards]
+            self.pace = LocalPace(limiter, facts)
 
     def _made(self, shard: int, incarnation: int) -> LocalShard:
         return LocalShard(lambda: ShardHolder(self._recipe, shard, incarnation), shard, incarnation)
@@ -137,6 +147,8 @@ class LocalSupervisor:
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         with self._lock:
             self._losses.died(shard, incarnation, written, rows)
+            if self.pace is not None:
+                self.pace.died(shard, incarnation, written)
 
     def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
         with self._lock:
@@ -145,6 +157,8 @@ class LocalSupervisor:
                 current = self.shards[shard] = self._made(shard, incarnation + 1)
                 facts = current.call("facts").result()
                 self._losses.came_back(shard, incarnation, facts)
+                if self.pace is not None:
+                    self.pace.came_back(shard, incarnation + 1, facts)
             return Restored(current, current.incarnation, self._losses.newest(shard))
 
     def losses(self) -> list[ShardLoss]:
@@ -166,7 +180,9 @@ class LocalSupervisor:
         return [(shard, shard.incarnation) for shard in self.shards]
 
     def close(self) -> None:
-        """Ends all shards."""
+        """Ends all shards; who waits for a rate limiter gets a RuntimeError."""
+        if self.pace is not None:
+            self.pace.close()
         for shard in self.shards:
             if shard.holder is not None:
                 shard.holder.close()

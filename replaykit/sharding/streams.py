@@ -27,7 +27,8 @@ class Streamed(Patched):
         Raises:
             TimeoutError: a shard has died and not come back, or does not answer.
 
-        Cost: one message to each shard.
+        It does not wait for a rate limiter, which counts the rows, but for this handle's writes
+        that one holds up. Cost: one message to each shard.
 
         Example:
             >>> import torch
@@ -37,13 +38,15 @@ class Streamed(Patched):
             ...     rb.flush()
             tensor([], dtype=torch.int64)
         """
-        self._before_a_write()
+        self._check_open()
+        self._outbox.settle()
         members, names = self._members, self._names
 
         def send(shard: int, stamp: Any) -> Any:
             return members.send(shard, "flush", stamp)
 
         answers = self._writes(list(range(names.num_shards)), send)
+        self._tickets.told()
         return torch.cat([names.join(shard, answers[shard][0]) for shard in sorted(answers)])
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
@@ -78,7 +81,8 @@ class Streamed(Patched):
             >>> starts.unique()
             tensor([0, 2])
         """
-        self._before_a_write()
+        self._check_open()
+        self._outbox.settle()
         members = self._members
         where: dict[int, torch.Tensor | None] = dict.fromkeys(range(self._names.num_shards))
         if lane is not None:
@@ -88,6 +92,7 @@ class Streamed(Patched):
             return members.send(shard, "cut", stamp, where[shard])
 
         self._writes(list(where), send)
+        self._tickets.told()
 
     def _shards_of(self, lanes: torch.Tensor) -> dict[int, torch.Tensor | None]:
         """The shards that have rows of streams, with the keys of these.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.sharding.facts import ShardFacts, Terms
+from replaykit.sharding.pacing import Told
 
 __all__ = ["ShardTable", "choose"]
 
@@ -103,6 +104,16 @@ class ShardTable:
                     return None
                 found.append(facts.mass if there and facts is not None else 0)
         return found
+
+    def told(self) -> list[Told]:
+        """What is known of the rows of every shard that is there."""
+        with self._lock:
+            known = zip(self._facts, self._there, self.incarnations, strict=True)
+            return [
+                Told(shard, incarnation, facts.version, facts.written, facts.rows)
+                for shard, (facts, there, incarnation) in enumerate(known)
+                if there and facts is not None
+            ]
 
     def most(self) -> float:
         """The largest raw priority ever set, at least 1: what new rows get."""

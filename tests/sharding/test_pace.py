@@ -1,0 +1,419 @@
+"""Sharded buffers with a rate limiter: all clients count together, by the law of one big buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    NStep,
+    PrioritizedSampler,
+    RateLimiter,
+    ReplayBuffer,
+    SliceSampler,
+)
+from replaykit.errors import RateLimiterTimeout, SchemaError
+from replaykit.pace import INSERT
+from replaykit.sharding import core
+from replaykit.sharding.pacing import LocalPace
+
+
+def numbers(first: int, count: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def counts(rb: Any) -> tuple[int, int]:
+    stats = rb.stats()
+    return stats["inserts"], stats["samples"]
+
+
+def started(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def waiting(rb: Any, count: int) -> None:
+    """Returns once so many calls wait."""
+    until = time.monotonic() + 20
+    while rb._tickets.keeper.pace._waiting < count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def went(call: Callable[..., Any], *args: Any, timeout: float = 0.0) -> bool:
+    """Whether a call went through in time."""
+    try:
+        call(*args, timeout=timeout)
+    except RateLimiterTimeout:
+        return False
+    return True
+
+
+@pytest.fixture(params=[False, True])
+def far(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts here, or elsewhere: then shards are asked beside them."""
+    monkeypatch.setattr(LocalPace, "far", request.param)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_all_clients_go_on_as_in_one_big_buffer(
+    sharded: Any, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    limiter = RateLimiter(*[(1, 5, 12), (3, 10, 30), (0.5, 8, 20), (4, 1, 40)][seed])
+    one = ReplayBuffer(storage=LazyTensorStorage(3000), rate_limiter=limiter, batch_size=4)
+    rb = sharded(3, rate_limiter=limiter, batch_size=4)
+    handles, refused = [rb, rb.client(), rb.client(prefetch=2)], 0
+    for step in range(150):
+        handle, n, kind = chance.choice(handles), chance.randint(1, 8), chance.random()
+        if kind < 0.45:
+            rows = numbers(step, n)
+            expected = went(one.extend, rows)
+            assert went(handle.extend, rows) is expected
+        elif kind < 0.9:
+            expected = one.can_sample(n)
+            assert handle.can_sample(n) is expected
+            assert went(one.sample, n) is expected
+            assert went(handle.sample, n) is expected
+        elif kind < 0.93:
+            kept = chance.random() < 0.5
+            one.empty(empty_write_count=kept)
+            handle.empty(empty_write_count=kept)
+        else:
+            expected = went(one.sample)
+            assert went(handle.sample_async().result) is expected
+        refused += not expected
+        assert counts(handle) == counts(one)
+        assert len(rb) == len(one)
+    assert refused > 15
+    rb.dumps(tmp_path / "saved")
+    other, same = sharded(2, rate_limiter=limiter), sharded(3, rate_limiter=limiter)
+    other.loads(tmp_path / "saved")
+    same.load_state_dict(rb.state_dict())
+    for again in (other, same):
+        assert again._tickets.keeper.state([]) == one._pace.state()  # type: ignore[union-attr]
+        assert counts(again) == counts(one)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize(("ratio", "least", "error"), [(1.0, 10, 20.0), (4.0, 6, 40.0)])
+def test_many_clients_never_break_the_law(
+    sharded: Any, ratio: float, least: int, error: float
+) -> None:
+    """Whenever counts are looked at; and who is refused has changed nothing."""
+    limiter = RateLimiter(ratio, least, error)
+    rb = sharded(3, rate_limiter=limiter, batch_size=5)
+    total, seen, failed = 240, [], []
+
+    def write(handle: Any, first: int) -> None:
+        step = 0
+        while step < total // 2:
+            rows = numbers(first + step, min(3, total // 2 - step))
+            if went(handle.extend, rows, timeout=0.02):
+                step += len(rows)
+
+    def sample(handle: Any, count: int) -> None:
+        for _ in range(count):
+            while not went(handle.sample, timeout=0.02):
+                pass
+            seen.append(count)
+
+    def guarded(work: Callable[..., None], *args: Any) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work(*args)
+            except Exception as error:
+                failed.append(error)
+
+        return run
+
+    batches = int((total * ratio - (ratio * least)) / 5 / 2)
+    works = [
+        *(guarded(write, rb.client(), first) for first in (0, 1000)),
+        *(guarded(sample, rb.client(torch.Generator().manual_seed(i)), batches) for i in range(2)),
+    ]
+    threads = [started(work) for work in works]
+    until = time.monotonic() + 60
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < until:
+        state = rb._tickets.keeper.stats()
+        diff = state["inserts"] * ratio - state["samples"]
+        assert state["inserts"] <= least or diff <= limiter.max_diff + 1e-6
+        assert not state["samples"] or diff >= limiter.min_diff - 1e-6
+        time.sleep(0.001)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
+    assert counts(rb) == (total, 5 * len(seen))
+    stored = [*range(total // 2), *range(1000, 1000 + total // 2)]
+    assert sorted(rb[:]["number"].tolist()) == stored
+
+
+@pytest.mark.usefixtures("far")
+def test_a_call_that_waited_in_vain_has_changed_nothing(sharded: Any) -> None:
+    one, other = (sharded(2, rate_limiter=RateLimiter.queue(3), batch_size=2) for _ in range(2))
+    with pytest.raises(RateLimiterTimeout):
+        one.sample(timeout=0)
+    for rb in (one, other):
+        rb.extend(numbers(0, 3))
+    begun = time.monotonic()
+    with pytest.raises(RateLimiterTimeout, match=r"insert of 1 row waited 0.2 s .* 3 inserted"):
+        one.add(numbers(3, 1)[0], timeout=0.2)
+    assert 0.2 <= time.monotonic() - begun < 5
+    assert 0.19 < one.stats()["insert_blocked_s"] < 5
+    assert torch.equal(one.sample()["number"], other.sample()["number"])
+    with pytest.raises(RateLimiterTimeout, match="sample of 2 rows waited 0 s for inserts"):
+        one.sample(timeout=0)
+    for rb in (one, other):
+        rb.extend(numbers(3, 1))
+    assert torch.equal(one.sample()["number"], other.sample()["number"])
+    assert torch.equal(one[:]["number"], other[:]["number"])  # dealt as if nothing had been
+    for refused in (lambda: one.extend(numbers(0, 4)), lambda: one.extend_async(numbers(0, 4))):
+        with pytest.raises(ValueError, match="at most 3 rows at once, got 4"):
+            refused()
+    with pytest.raises(ValueError, match="at most 3 rows at once, got 4"):
+        one.sample(4)
+    with pytest.raises(ValueError, match="at least 0 seconds"):
+        one.sample(timeout=-1)
+
+
+def test_bad_rows_are_refused_before_anything_waits(sharded: Any) -> None:
+    rb = sharded(2, rate_limiter=RateLimiter.queue(2))
+    rb.extend(numbers(0, 2))
+    with pytest.raises(RateLimiterTimeout):
+        rb.add(numbers(0, 1)[0], timeout=0)
+    with pytest.raises(SchemaError):
+        rb.extend(TensorDict({"other": torch.zeros(1)}, [1]))  # would wait without end
+
+
+def test_a_write_that_timed_out_has_not_fixed_how_rows_look(sharded: Any) -> None:
+    rb = sharded(2, rate_limiter=RateLimiter.queue(4))
+    keeper = rb._tickets.keeper
+    keeper.admit(INSERT, 4, None)  # somebody else has the room
+    with pytest.raises(RateLimiterTimeout):
+        rb.extend(numbers(0, 2), timeout=0)
+    keeper.end(None, INSERT, 4, 0, [])
+    rb.extend(torch.zeros(2))
+
+
+def test_what_cannot_be_paced_is_refused(sharded: Any) -> None:
+    with pytest.raises(TypeError, match="rate_limiter as a RateLimiter, got int"):
+        sharded(2, rate_limiter=3)
+    with pytest.raises(ValueError, match="capacity of 20"):
+        sharded(2, 10, rate_limiter=RateLimiter.min_size(21))
+    assert "inserts" not in sharded(2).stats()
+    with pytest.raises(ValueError, match="timeout"):
+        sharded(2).extend(numbers(0, 1), timeout=-1)
+
+
+def test_rows_that_are_there_to_begin_with_count(tmp_path: Path, sharded: Any) -> None:
+    plain = sharded(2)
+    plain.extend(numbers(0, 40))
+    plain.dumps(tmp_path / "saved")
+    rb = sharded(3, rate_limiter=RateLimiter(2, 4, 20))
+    rb.loads(tmp_path / "saved")
+    assert counts(rb) == (14, 0)
+    bad = {**rb.state_dict(), "pace": {"inserts": -1, "samples": 0}}
+    with pytest.raises(ValueError, match="rate limiter"):
+        rb.load_state_dict(bad)
+    assert (counts(rb), len(rb)) == ((14, 0), 40)
+    plain.load_state_dict(sharded(2, rate_limiter=RateLimiter.queue(4)).state_dict())
+    assert len(plain) == 0
+
+
+def test_slices_count_rows_and_batches_ahead_when_they_are_delivered(sharded: Any) -> None:
+    rb = sharded(
+        2,
+        rate_limiter=RateLimiter(1, 8, 60),
+        sampler=lambda: SliceSampler(slice_len=4),
+        shard_key="episode",
+        batch_size=8,
+        prefetch=3,
+    )
+    rb.extend(TensorDict({"episode": torch.arange(40) // 4, "t": torch.arange(40)}, [40]))
+    rb.sample()
+    assert counts(rb) == (40, 8)
+    assert rb.stats()["prefetch_queue_size"] == 3
+    rb.sample(4)
+    assert counts(rb) == (40, 12)
+
+
+def test_what_transforms_hold_back_counts_when_it_is_stored(sharded: Any) -> None:
+    rb = sharded(
+        2,
+        rate_limiter=RateLimiter.queue(10),
+        transform_factory=lambda: NStep(3, when="write"),
+        shard_key="episode",
+    )
+    done = torch.zeros(6, 1, dtype=torch.bool)
+    rows = TensorDict(
+        {
+            "episode": torch.zeros(6, dtype=torch.int64),
+            "obs": torch.arange(6.0),
+            "next": {
+                "obs": torch.arange(1.0, 7.0),
+                "reward": torch.ones(6, 1),
+                "done": done,
+                "terminated": done,
+            },
+        },
+        [6],
+    )
+    rb.extend(rows, timeout=0)
+    assert counts(rb) == (len(rb), 0) == (4, 0)
+    rb.flush()
+    assert counts(rb) == (len(rb), 0) == (6, 0)
+
+
+# -- what is not waited for -----------------------------------------------------------------------
+
+
+def test_nothing_but_writes_waits_for_writes_that_are_held_up(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = sharded(
+        2,
+        rate_limiter=RateLimiter.queue(4),
+        sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0),
+        batch_size=2,
+    )
+    index = rb.extend(numbers(0, 4))
+    first, second = rb.extend_async(numbers(4, 2)), rb.add_async(numbers(6, 1)[0])
+    rb.update_priority(index, torch.ones(4))
+    rb.dumps(tmp_path / "saved")
+    assert (len(rb), first.done(), second.done()) == (4, False, False)
+    with pytest.raises(RateLimiterTimeout, match="given before wait for samples"):
+        rb.add(numbers(7, 1)[0], timeout=0.05)
+    with pytest.raises(RateLimiterTimeout):
+        second.result(0.05)
+    rb.sample()
+    assert first.result(20).tolist() == [4, 5]
+    with pytest.raises(RateLimiterTimeout):
+        second.result(0.05)
+    rb.sample()
+    assert second.result(20) == 6
+    assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    lost = rb.extend_async(numbers(7, 3))
+    monkeypatch.setattr(core, "_SETTLING_S", 0.05)
+    with pytest.raises(RuntimeError, match="still had to wait for samples when the buffer was clo"):
+        rb.close()
+    with pytest.raises(RuntimeError, match="shut down"):
+        lost.result(20)
+
+
+def test_an_event_loop_goes_on_while_many_wait(sharded: Any) -> None:
+    """More than the loop has threads: they would wait for each other."""
+    rb = sharded(2, rate_limiter=RateLimiter.queue(8), batch_size=2)
+
+    async def all_of_them() -> Any:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        handles = [rb.client() for _ in range(4)]
+        samples = [asyncio.ensure_future(_of(rb.client().sample_async())) for _ in range(16)]
+        await asyncio.sleep(0.02)
+        writes = [asyncio.ensure_future(_of(h.extend_async(numbers(0, 8)))) for h in handles]
+        return await asyncio.wait_for(asyncio.gather(*samples, *writes), 30)
+
+    async def _of(result: Any) -> Any:
+        return await result
+
+    found = asyncio.run(all_of_them())
+    assert counts(rb) == (32, 32)
+    assert len(found) == 20
+
+
+@pytest.mark.usefixtures("far")
+def test_a_sample_that_had_to_wait_is_of_what_let_it_go_on(sharded: Any) -> None:
+    one, other = (sharded(2, rate_limiter=RateLimiter.queue(9), batch_size=8) for _ in range(2))
+    for rb in (one, other):
+        rb.extend(numbers(0, 4))
+    drawn: list[Any] = []
+    thread = started(lambda: drawn.append(one.sample()["number"].tolist()))
+    waiting(one, 1)
+    for rb in (one, other):
+        rb.extend(numbers(4, 5))
+    thread.join(20)
+    assert drawn == [other.sample()["number"].tolist()]
+    assert max(drawn[0]) > 3
+
+
+def test_a_result_that_is_asked_for_too_early_draws_from_enough_rows(sharded: Any) -> None:
+    rb = sharded(2, rate_limiter=RateLimiter.min_size(100), batch_size=64)
+    rb.extend(numbers(0, 50))
+    early = rb.sample_async()
+    assert not early.done()
+    rb.extend(numbers(50, 50))
+    assert early.done()
+    assert int((early.result()["number"] >= 50).sum()) > 10
+
+
+def test_closing_wakes_all_who_wait(sharded: Any) -> None:
+    rb, said = sharded(2, rate_limiter=RateLimiter.queue(3), batch_size=2), []
+
+    def wait(handle: Any) -> None:
+        try:
+            handle.sample()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    threads = [started(functools.partial(wait, handle)) for handle in (rb, rb.client())]
+    waiting(rb, 2)
+    rb.close()
+    for thread in threads:
+        thread.join(20)
+    assert said == ["this buffer was shut down"] * 2
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+def test_a_limiter_goes_on_after_rows_were_lost(sharded: Any) -> None:
+    """With the counts of before a write would wait for samples, and these for rows."""
+    rb = sharded(2, rate_limiter=RateLimiter(1, 10, 2), batch_size=1, on_loss=lambda loss: None)
+    rb.extend(numbers(0, 10))
+    rb.extend(numbers(10, 2))
+    rb._members.shards[0].kill()
+    rb._members.ask_all("stats")
+    assert not rb.can_sample()  # of those that are left, and of the one that is back
+    assert len(rb) == 6
+    rb.extend(numbers(12, 4), timeout=0)
+    rb.extend(numbers(16, 2), timeout=0)
+    rb.sample(timeout=0)
+    assert counts(rb) == (18, 1)
+
+
+def test_a_write_that_was_lost_half_way_counts_what_is_stored(sharded: Any, tmp_path: Path) -> None:
+    """Its answer is lost with the shard, whose successor has its rows."""
+    rb = sharded(
+        2,
+        rate_limiter=RateLimiter.queue(50),
+        checkpoint_dir=tmp_path,
+        checkpoint_interval=0.0,
+        on_loss=lambda loss: None,
+    )
+    rb.extend(numbers(0, 4))
+    shard = rb._members.shards[1]
+    call = shard.call
+
+    def dies(verb: str, *args: Any) -> Any:
+        reply = call(verb, *args)
+        if verb == "extend":
+            shard.kill()
+            return call(verb, *args)
+        return reply
+
+    shard.call = dies
+    rb.extend(numbers(4, 4))
+    assert sorted(rb[:]["number"].tolist()) == list(range(8))
+    assert counts(rb) == (8, 0)
