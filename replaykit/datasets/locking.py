@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ def target_lock(target: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        # Where no file can be made this fails, and says so; the lock would be tried for ever.
+        os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o666))
         _LOGGER.warning("%s is being prepared by another process; waiting for it", target)
         lock.acquire()
     try:

@@ -22,9 +22,10 @@ from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
 from replaykit.mapping import map_private
 from replaykit.ted import Key
 
-__all__ = ["Published", "open_directory", "verify_directory"]
+__all__ = ["FORCE", "Published", "open_directory", "verify_directory"]
 
-_REMEDY: Final = 'remove it, or replace it with download="force"'
+FORCE: Final = 'download="force" (force=True of convert, --force of the command)'
+_REMEDY: Final = f"remove it, or replace it with {FORCE}"
 _RETRIES: Final = 10
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from replaykit.datasets.locking import target_lock, target_lock_if_free
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
-from replaykit.datasets.opened import Published, open_directory, verify_directory
+from replaykit.datasets.opened import FORCE, Published, open_directory, verify_directory
 from replaykit.filesystem import (
     disk_errors,
     exchange,
@@ -224,7 +224,7 @@ def _check_identity(found: Published, identity: Mapping[str, Any] | None) -> Non
         if there != wanted:
             raise RuntimeError(
                 f"{found.path} holds a data set whose {name} is {there!r}, but {wanted!r} was "
-                'asked for; choose another root, or replace it with download="force"'
+                f"asked for; choose another place, or replace it with {FORCE}"
             )
 
 

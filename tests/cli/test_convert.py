@@ -213,6 +213,7 @@ def test_what_is_there_stays_unless_forced(command, demos, write_demos, tmp_path
     done = command("convert", other, "--to", target)
     assert done.code == 3
     assert "asked for" in done.err
+    assert "--force" in done.err
     assert len(replaykit.datasets.open(target)) == 12
     assert command("convert", other, "--to", target, "--force").code == 0
     assert len(replaykit.datasets.open(target)) == 9

@@ -352,6 +352,24 @@ def test_same_files_layout_and_policies_are_converted_once(tmp_path):
     assert len(convert(path, ARM, tmp_path / "data", force=True)) == 5
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_source_files_are_never_replaced_by_what_is_made_of_them(tmp_path, force):
+    """D10: with force, whatever is at the place of the data set goes."""
+    (tmp_path / "in/deep").mkdir(parents=True)
+    path = write(tmp_path / "in/deep/a.h5", 3)
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / "in", target_is_directory=True)
+    for dest in (tmp_path / "in", tmp_path / "in/deep", path, tmp_path / "link"):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            convert(path, ARM, dest, force=force)
+        if force:
+            assert str(caught.value).startswith(f"{dest}: expected a place for the data set apart")
+            assert f"{path} lies there" in str(caught.value)
+        assert path.read_bytes() == before
+        assert [each.name for each in dest.parent.glob("*tmp-*")] == []
+    assert len(convert(path, ARM, tmp_path / "in/deep/data", force=force)) == 3
+
+
 def test_folder_is_searched_and_an_empty_one_is_refused(tmp_path):
     (tmp_path / "in/deep").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"no file below it ends in \.h5"):

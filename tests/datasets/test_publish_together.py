@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,14 @@ def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(
 def test_lock_excludes_and_names_its_target(tmp_path, names):
     with target_lock(tmp_path / "new" / "data"):
         assert names(tmp_path / "new") == [".data.lock"]
+
+
+def test_lock_that_cannot_be_made_is_an_error_and_no_wait():
+    """There files cannot be made, and are missing where others look for them."""
+    if not Path("/proc/self").exists():
+        pytest.skip("this system has no /proc")
+    with (
+        pytest.raises(OSError, match=r"\.replaykit\.lock"),
+        target_lock(Path("/proc/replaykit")),
+    ):
+        pytest.fail("a lock was made")

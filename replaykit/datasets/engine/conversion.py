@@ -7,6 +7,7 @@ one leaf and some 100 bytes for each episode, whatever the size of the corpus.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ def ensure_dataset(
     Raises:
         CorpusError: a source file breaks a rule of its corpus; names file, episode and key.
         OSError: a file cannot be read, or there is no room; names the file and what to do.
+        ValueError: a source file lies at the path or below it, where it would be replaced.
         RuntimeError: without ``force``, what is at the path is not a complete data set, or one of
             another identity or converter.
         ImportError: h5py is needed and not installed.
@@ -145,17 +147,33 @@ def ensure_dataset(
             told.append(text)
         return manifest
 
+    def prepare() -> None:
+        found.append(get_sources())
+        _check_apart(target, found[-1])
+
     published = ensure_published(
         target,
         build,
         force=force,
         identity={**named, **FLAT_FORM},
-        prepare=lambda: found.append(get_sources()),
+        prepare=prepare,
         goes_on=True,
     )
     for text in told:
         warn_caller(f"{published.path}: {text}")
     return published
+
+
+def _check_apart(target: str | Path, sources: Sources) -> None:
+    """Checks that replacing what is at a path takes no source file away."""
+    home = Path(os.path.realpath(target))
+    for file in sources.files:
+        path = Path(os.path.realpath(file.path))
+        if path == home or home in path.parents:
+            raise ValueError(
+                f"{target}: expected a place for the data set apart from its source files, but "
+                f"{file.path} lies there and would be replaced with it"
+            )
 
 
 def full_identity(layout: Layout, identity: Mapping[str, Any] | None) -> dict[str, Any]:
