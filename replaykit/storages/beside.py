@@ -209,6 +209,7 @@ class Beside:
         else:
             self._map[elements] = (numbers + 1).to(self._map.dtype)
 
+    @torch.inference_mode(False)
     def adopt(self, elements: torch.Tensor, table: Columns) -> None:
         """Takes a table that is there: entry ``i`` is of element ``elements[i]``, and those behind
         them are free."""
@@ -222,10 +223,12 @@ class Beside:
         """The map is of this dtype."""
         return np.int64 if self._map.dtype is torch.int64 else np.int32
 
+    @torch.inference_mode(False)
     def keep_in(self, memory: np.ndarray[Any, Any]) -> None:
         """Has the map lie elsewhere, as it is there; on the CPU."""
         self._map = torch.from_numpy(memory)
 
+    @torch.inference_mode(False)
     def reread(self, table: Columns | None = None) -> int:
         """Takes a table that is there, or the one it has, and works out from the map which entries
         are free; returns how many elements, from 0 on, may have one.

@@ -105,10 +105,7 @@ class Content:
 
     def copied(self) -> Content:
         """The same rows in memory of their own; of column storages."""
-        groups = tuple(
-            Group(group.schema, tuple(column.clone() for column in group.columns))
-            for group in self.groups
-        )
+        groups = tuple(Group(group.schema, _copies(group.columns)) for group in self.groups)
         return replace(self, groups=groups)
 
     def single_group(self) -> Group:
@@ -223,6 +220,16 @@ class Content:
         if content._plain_rows() != list(plain):
             raise ValueError(f"expected plain rows {content._plain_rows()}, got {list(plain)}")
         return content
+
+
+def _copies(columns: tuple[Any, ...]) -> tuple[Any, ...]:
+    made = {id(c): c.clone() for c in columns if not isinstance(c, FollowedColumn)}
+    return tuple(
+        column.over(made[id(column.source)])
+        if isinstance(column, FollowedColumn)
+        else made[id(column)]
+        for column in columns
+    )
 
 
 def _group_from_state(record: object, lanes: torch.Size) -> Group:

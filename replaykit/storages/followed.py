@@ -62,6 +62,11 @@ class FollowedColumn:
                 f"column {list(self.shape)}, got {values.dtype} {list(values.shape)}"
             )
 
+    def over(self, source: Column) -> FollowedColumn:
+        """The same over another column, or a copy of the one that it has."""
+        lanes = self.shape[1 : len(self.shape) - len(self._feature)]
+        return FollowedColumn(source, self.elements, self.values, lanes, self.steps)
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -131,6 +131,7 @@ class Links:
         """How far away the next row lies is said in this dtype."""
         return np.int64 if self.wide else np.int32
 
+    @torch.inference_mode(False)
     def keep_in(self, memory: Array) -> None:
         """Has the table of next rows lie elsewhere, as it is there; on the CPU."""
         self._after = torch.from_numpy(memory)

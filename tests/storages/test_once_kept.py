@@ -381,3 +381,20 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     before = rb[:].clone()
     del rb
     assert bool((kept(tmp_path, size=200)[:] == before).all())
+
+
+@pytest.mark.parametrize("kind", ["ring", "streams"])
+def test_what_inference_mode_made_goes_on_outside(kind: str, tmp_path: Path) -> None:
+    env = None if kind == "ring" else 0
+    with torch.inference_mode():
+        rb = kept(tmp_path, kind)
+        rb.extend(episode(0, 3, env))
+    rb.extend(episode(3, 3, env))
+    rb.storage.edit_columns({("x",): torch.tensor([7])}, torch.tensor([1]))
+    del rb
+    with torch.inference_mode():
+        rb = kept(tmp_path, kind)
+    rb.extend(episode(63, 3, env))
+    rb.empty()
+    rb.extend(episode(0, 3, env))
+    assert rb["next", "x"].tolist() == [1, 2, 3]

@@ -241,6 +241,28 @@ def test_copies_go_their_own_way(make: Any, transitions: Any, same_rows: Any) ->
         assert other.storage.kept_beside == copies[0].storage.kept_beside
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
+def test_what_was_there_before_a_load_comes_back(
+    make: Any, lanes: tuple[int, ...], transitions: Any, same_rows: Any
+) -> None:
+    """An ensemble puts its members back so, where a later one cannot be loaded."""
+    cells, stream = torch.Size(lanes).numel(), transitions(0, lanes)
+    rb = _buffer(make(10 * cells, ndim=1 + len(lanes)))
+    for count in (7, 6, 5):
+        rows = stream.steps(count)
+        rb.extend(rows.transpose(0, 1) if lanes else rows)
+    before = rb[:].clone()
+    back = rb.storage.undo_content()
+    other = stream.steps(10)
+    rb.storage.edit_columns(
+        {("observation",): other["observation"], ("pixels",): other["pixels"]}, time_dim=0
+    )
+    assert not same_rows(rb[:], before)
+    back()
+    assert same_rows(rb[:], before)
+
+
 def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
     from replaykit.storages.content import Content
 
