@@ -28,6 +28,7 @@ __all__ = [
     "require_room",
     "reserve",
     "reserve_blocks",
+    "reserve_opened",
     "siblings",
     "sync_directory",
     "sync_tree",
@@ -180,11 +181,16 @@ def reserve(path: Path, nbytes: int) -> None:
     """
     descriptor = os.open(path, os.O_RDWR)
     try:
-        with disk_errors(path, nbytes):
-            reserve_blocks(descriptor, nbytes)
-            os.ftruncate(descriptor, nbytes)
+        reserve_opened(descriptor, path, nbytes)
     finally:
         os.close(descriptor)
+
+
+def reserve_opened(descriptor: int, path: Path, nbytes: int) -> None:
+    """Does what `reserve` does with a file that is open for writing."""
+    with disk_errors(path, nbytes):
+        reserve_blocks(descriptor, nbytes)
+        os.ftruncate(descriptor, nbytes)
 
 
 def reserve_blocks(descriptor: int, nbytes: int) -> None:
@@ -249,9 +255,10 @@ def sync_tree(directory: Path) -> None:
         directories.append(Path(root))
         files.extend(Path(root, name) for name in names)
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        list(pool.map(_sync_file, files))
-    for path in reversed(directories):
-        sync_directory(path)
+        under_way = [pool.submit(_sync_file, path) for path in files]
+        under_way += [pool.submit(sync_directory, path) for path in directories]
+    for sync in under_way:
+        sync.result()
 
 
 def _sync_file(path: Path) -> None:

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 
 from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
 from replaykit.datasets.manifest import Array
-from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve
+from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve_opened
 from replaykit.ted import Key, format_key
 
 __all__ = [
@@ -375,15 +375,15 @@ def _create(column: ColumnFile, path: Path, seen: dict[tuple[int, int], ColumnFi
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         status = os.fstat(descriptor)
+        other = seen.setdefault((status.st_dev, status.st_ino), column)
+        if other is not column:
+            raise ValueError(
+                f"columns {format_key(other.spec.key)} and {format_key(column.spec.key)} have one "
+                f"file name on this file system: {path}"
+            )
+        reserve_opened(descriptor, path, column.nbytes)
     finally:
         os.close(descriptor)
-    other = seen.setdefault((status.st_dev, status.st_ino), column)
-    if other is not column:
-        raise ValueError(
-            f"columns {format_key(other.spec.key)} and {format_key(column.spec.key)} have one "
-            f"file name on this file system: {path}"
-        )
-    reserve(path, column.nbytes)
     column.path = path
 
 

@@ -85,8 +85,12 @@ class Sources:
         for path, _ in named:
             if checked:
                 check_signature(path)
-        with ThreadPoolExecutor(threads) as pool:
-            digests = list(pool.map(sha256_of, [path for path, _ in named]))
+        each = [path for path, _ in named]
+        if threads < 2 or len(each) < 2:
+            digests = [sha256_of(path) for path in each]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                digests = list(pool.map(sha256_of, each))
         files = [
             SourceFile(path, name, path.stat().st_size, sha256)
             for (path, name), sha256 in zip(named, digests, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,16 @@ from replaykit.native.lanes import MOST
 
 __all__ = ["Statistics"]
 
+_SCALE: Final = 64
+"""Numbers are taken ``2 ** -64`` times as large where their sum would overflow."""
+
 
 @dataclass
 class Statistics:
     """Smallest, largest, mean and standard deviation of all numbers of a column, and its NaNs.
 
-    NaNs count apart; infinities are numbers here. The mean is kept with the sum of squared
+    NaNs count apart; infinities are numbers here. Of complex numbers only the NaNs are counted.
+    The mean is kept with the sum of squared
     distances from it, block by block, so that neither overflows nor loses digits where the values
     are far from zero. The result depends on the blocks in its last digits only, and blocks do not
     depend on the number of workers.
@@ -42,11 +46,13 @@ class Statistics:
 
     def add(self, block: npt.NDArray[Any]) -> None:
         """Adds the numbers of a block; O(values), in less than 2 MiB of memory."""
-        if block.dtype.kind == "c":
-            return
         flat = block.reshape(-1)
         for start in range(0, flat.size, MOST):
-            self._add(flat[start : start + MOST])
+            part = flat[start : start + MOST]
+            if part.dtype.kind == "c":
+                self.nan += int(np.count_nonzero(np.isnan(part)))
+            else:
+                self._add(part)
 
     def _add(self, block: npt.NDArray[Any]) -> None:
         if block.dtype.kind == "b":
@@ -59,7 +65,7 @@ class Statistics:
         count, *found = moments(block)
         self.nan += block.size - count
         if count:
-            self.merge(Statistics(count, 0, *found))
+            self.merge(Statistics(count, 0, *(found if _is_known(*found) else _scaled(block))))
 
     def merge(self, other: Statistics) -> None:
         """Adds what another one has seen after this one."""
@@ -70,7 +76,10 @@ class Statistics:
         self.largest = other.largest if self.largest is None else max(self.largest, other.largest)
         total = self.count + other.count
         apart = other.mean - self.mean
-        self.mean += apart * other.count / total
+        if math.isfinite(apart * other.count):
+            self.mean += apart * other.count / total
+        else:
+            self.mean = self.mean * (self.count / total) + other.mean * (other.count / total)
         self.squares += other.squares + apart * apart * self.count * other.count / total
         self.count = total
 
@@ -84,6 +93,22 @@ class Statistics:
             "std": _finite(math.sqrt(self.squares / self.count)) if known else None,
             "nan": self.nan,
         }
+
+
+def _is_known(least: Any, largest: Any, mean: float, squares: float) -> bool:
+    """Whether the mean is a number, or cannot be, since infinities are among the numbers."""
+    return math.isfinite(mean) or not (math.isfinite(least) and math.isfinite(largest))
+
+
+def _scaled(block: npt.NDArray[Any]) -> tuple[Any, Any, float, float]:
+    """Returns the moments of numbers whose sum is beyond the largest float."""
+    _, least, largest, mean, squares = moments(np.ldexp(block, -_SCALE))
+    return (
+        math.ldexp(least, _SCALE),
+        math.ldexp(largest, _SCALE),
+        math.ldexp(mean, _SCALE),
+        squares * 4.0**_SCALE,
+    )
 
 
 def _finite(value: Any) -> Any:
