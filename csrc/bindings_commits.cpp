@@ -10,6 +10,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "changed_elements.h"
 #include "commits.h"
 
 namespace nb = nanobind;
@@ -20,6 +21,13 @@ namespace {
 
 // Up to so many bytes the work is shorter than handing the interpreter lock over and back.
 constexpr std::int64_t kBytesKept = 1 << 15;
+
+template <typename Work>
+auto unlocked(std::int64_t bytes, const Work& work) {
+  if (bytes <= kBytesKept) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
 
 class HeldCommits {
  public:
@@ -77,16 +85,32 @@ void replaykit::bind_commits(nb::module_& m) {
       .def("note",
            [](HeldCommits& self, std::int64_t first, std::int64_t until) {
              Commits& commits = *self;
-             if (commits.size(first, until) <= kBytesKept) return commits.note(first, until);
-             nb::gil_scoped_release release;
-             return commits.note(first, until);
+             return unlocked(commits.size(first, until), [&] { return commits.note(first, until); });
            },
            nb::arg("first"), nb::arg("until"),
            "Notes rows as they are; False, and nothing has changed, where there is too little room.")
+      .def("put",
+           [](HeldCommits& self, std::int64_t table, nb::handle cells, nb::handle at,
+              nb::handle values) {
+             const Array of(cells, "cells", Array::kInt64, 1, true);
+             const Array elements(at, "at", Array::kInt64, 1);
+             const Array given(values, "values", Array::kInt64, 1);
+             check_length("values", given.size(), elements.size());
+             const std::int64_t count = elements.size();
+             return unlocked(16 * count, [&] {
+               return (*self).put(table, of.out(), of.size(), elements.numbers(), given.numbers(),
+                                  count);
+             });
+           },
+           nb::arg("table"), nb::arg("cells"), nb::arg("at"), nb::arg("values"),
+           "Notes elements of a table, then stores others in their place, as int64 each; False, and "
+           "nothing has changed, where there is too little room.")
       .def("commit",
            [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
              const Array values(numbers, "numbers", Array::kInt64, 1);
-             if (values.numbers().stride != 8) throw nb::value_error("expected contiguous numbers");
+             if (values.size() > 1 && values.numbers().stride != 8) {
+               throw nb::value_error("expected contiguous numbers");
+             }
              return (*self).commit(reinterpret_cast<const std::int64_t*>(values.bytes()),
                                    values.size(), more.data(),
                                    static_cast<std::int64_t>(more.size()));
@@ -94,4 +118,40 @@ void replaykit::bind_commits(nb::module_& m) {
            nb::arg("numbers"), nb::arg("more"),
            "Has int64 numbers be the state, and others behind them; returns its number, 0 for none, "
            "where there is too little room.");
+
+  m.def("take_rising",
+        [](nb::handle at, nb::handle elements, nb::handle out) {
+          const Array index(at, "at", Array::kInt64, 1);
+          const Array numbers(elements, "elements", Array::kNumbers, 1);
+          const Array found(out, "out", Array::kDouble, 1, true);
+          check_length("out", found.size(), index.size());
+          auto* to = reinterpret_cast<double*>(found.bytes_out());
+          const std::int64_t count = index.size(), length = numbers.size();
+          return unlocked(16 * count, [&] {
+            if (numbers.item() == 8) {
+              return take_rising(index.numbers(), count, numbers.doubles(), length, to);
+            }
+            const auto* singles = reinterpret_cast<const float*>(numbers.bytes());
+            return take_rising(index.numbers(), count, singles, length, to);
+          });
+        },
+        nb::arg("at"), nb::arg("elements"), nb::arg("out"),
+        "Writes float32 or float64 elements at rising positions; False where they do not rise, or "
+        "one is beyond them.");
+
+  m.def("log_elements",
+        [](nb::handle ring, std::int64_t first, nb::handle at, std::int64_t table) {
+          const Array numbers(ring, "ring", Array::kInt64, 1, true);
+          const Array elements(at, "at", Array::kInt64, 1);
+          if (first < 0 || elements.size() > numbers.size()) {
+            throw nb::value_error("expected at most as many elements as there are numbers");
+          }
+          if (elements.size() == 0) return;
+          unlocked(8 * elements.size(), [&] {
+            log_elements(numbers.out(), numbers.size(), first, elements.numbers(), elements.size(),
+                         table);
+          });
+        },
+        nb::arg("ring"), nb::arg("first"), nb::arg("at"), nb::arg("table"),
+        "Writes elements into a ring of numbers, from number `first` on, with the bits of a table.");
 }

@@ -1,6 +1,6 @@
 // A write of a few rows that counts all at once: what it overwrites is noted in a journal, then
 // numbers are stored that tell how much counts. The bytes are those of `replaykit/recovery`, whose
-// classes do the same at any size: `Journal.save_run` and `States.commit`. What is written lies in
+// classes do the same at any size: `Journal.save_run`, `Home.set` and `States.commit`. What is written lies in
 // files that are mapped, so that it stays if the process is killed between two stores: their order
 // is what others rely on. The caller holds the lock of who writes.
 #pragma once
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "crc32_table.h"
+#include "numbers.h"
 
 namespace replaykit {
 
@@ -74,13 +75,7 @@ class Commits {
       end += 8 * kEntry + padded((until - first) * of.width);
       if (end > journal_.size) return false;
     }
-    std::int64_t* head = journal();
-    if (head[kOwner] != number) {
-      // In this order: what was noted for another state never counts for this one.
-      store(head[kUsed], 0);
-      store(head[kChecked], 0);
-      store(head[kOwner], number);
-    }
+    own(number);
     std::uint8_t* to = journal_.base + kJournalHead + before;
     for (const Rows& of : rows_) {
       const std::int64_t bytes = (until - first) * of.width;
@@ -89,7 +84,34 @@ class Commits {
       std::memcpy(to + sizeof entry, of.base + first * of.width, static_cast<std::size_t>(bytes));
       to += 8 * kEntry + padded(bytes);
     }
-    store(head[kUsed], to - journal_.base - kJournalHead);
+    store(journal()[kUsed], to - journal_.base - kJournalHead);
+    return true;
+  }
+
+  // Notes elements of a table of 8 bytes each, then stores others in their place. False, and nothing
+  // has changed: the journal is too short, or the table.
+  bool put(std::int64_t table, std::int64_t* cells, std::int64_t length, Numbers at, Numbers values,
+           std::int64_t count) {
+    const std::int64_t number = latest() + 1, before = used(number);
+    if (before < 0 || before > journal_.size - kJournalHead) return false;
+    const std::int64_t room = journal_.size - kJournalHead - before - 8 * kEntry;
+    if (room < 0 || count > room / 16) return false;
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (at[i] < 0) throw std::out_of_range("expected elements of a table");
+      if (at[i] >= length) return false;
+    }
+    own(number);
+    std::uint8_t* to = journal_.base + kJournalHead + before;
+    const std::int64_t entry[kEntry] = {table, 8, count, -1, 16 * count, 0};
+    std::memcpy(to, entry, sizeof entry);
+    to += sizeof entry;
+    auto* known = reinterpret_cast<std::int64_t*>(to);
+    for (std::int64_t i = 0; i < count; ++i) {
+      known[i] = at[i];
+      known[count + i] = cells[at[i]];
+    }
+    store(journal()[kUsed], before + 8 * kEntry + 16 * count);
+    for (std::int64_t i = 0; i < count; ++i) cells[at[i]] = values[i];
     return true;
   }
 
@@ -127,6 +149,15 @@ class Commits {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     __atomic_store_n(&to, number, __ATOMIC_RELEASE);
     std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+
+  // In this order: what was noted for another state never counts for this one.
+  void own(std::int64_t number) {
+    std::int64_t* head = journal();
+    if (head[kOwner] == number) return;
+    store(head[kUsed], 0);
+    store(head[kChecked], 0);
+    store(head[kOwner], number);
   }
 
   std::int64_t* journal() const { return reinterpret_cast<std::int64_t*>(journal_.base); }

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from replaykit import native
+
 __all__ = ["ChangeLog"]
+
+_core = native.core()
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +57,9 @@ class ChangeLog:
             found = np.array([_EVERYTHING]) if at is None else at
             first = count % len(self._numbers)
             until = first + len(found)
-            if until <= len(self._numbers):
+            if _core is not None:
+                _core.log_elements(self._numbers, count, found, table << _BITS)
+            elif until <= len(self._numbers):
                 np.bitwise_or(found, table << _BITS, out=self._numbers[first:until])
             else:
                 places = np.arange(first, until) % len(self._numbers)

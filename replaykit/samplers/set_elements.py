@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaykit import native
 from replaykit.storages.kept_parts import Changed
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FollowedTable", "SetElements", "Watches"]
 
+
+_core = native.core()
+
+_PLAIN = (torch.float32, torch.float64)
 
 _NONE = np.zeros(0, np.int64)
 
@@ -120,6 +125,10 @@ class FollowedTable:
             return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
         if len(index) == 1 and index[0].ndim == 1:
             at = index[0].numpy()
+            if _core is not None and raw.dtype in _PLAIN:
+                values = np.empty(len(at))
+                if _core.take_rising(at, raw.numpy(), values):
+                    return Changed(at, values, *numbers)
             if not (at[1:] > at[:-1]).all():
                 at = np.unique(at)
         else:

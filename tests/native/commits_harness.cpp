@@ -1,7 +1,8 @@
 // Drives csrc/commits.h alone, to be built with sanitizers: writes, commits and programs that end in
-// between, against plain copies. Exits with 0 if all agree. `--break` notes rows of memory that is
+// between, against plain copies, and elements that are taken and logged. Exits with 0 if all agree. `--break` notes rows of memory that is
 // shorter than it was said to be: it must end the program, or the sanitizers are not on.
-#include "commits.h"  // first, so that it has to include what it uses
+#include "changed_elements.h"  // first, so that they have to include what they use
+#include "commits.h"
 #include "harness.h"
 
 #include <algorithm>
@@ -41,6 +42,7 @@ std::uint32_t plain_crc(const Numbers& numbers, std::uint32_t sum) {
 struct Files {
   Numbers journal, even, odd;
   Bytes records, column;
+  Numbers table;
   std::int64_t rows;
 
   Files(Random& random, std::int64_t count)
@@ -48,7 +50,7 @@ struct Files {
         even(static_cast<std::size_t>(4 + below(random, 12))),
         odd(static_cast<std::size_t>(4 + below(random, 12))),
         records(static_cast<std::size_t>(count * 13)), column(static_cast<std::size_t>(count * 8)),
-        rows(count) {}
+        table(static_cast<std::size_t>(1 + below(random, 9))), rows(count) {}
 
   Commits opened() {
     return {view(journal), view(even), view(odd),
@@ -70,11 +72,22 @@ void undo(Files& files) {
   REQUIRE(at == end);
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
     const std::int64_t* head = &files.journal[*entry];
+    if (head[0] == 8) {
+      REQUIRE(head[1] == 8 && head[3] == -1);
+      for (std::int64_t i = head[2] - 1; i >= 0; --i) {
+        files.table[static_cast<std::size_t>(head[6 + i])] = head[6 + head[2] + i];
+      }
+      continue;
+    }
     Bytes& rows = head[0] == 1000 ? files.records : files.column;
     REQUIRE(head[0] == 1000 || head[0] == 1001);
     REQUIRE(head[1] == (head[0] == 1000 ? 13 : 8));
     std::memcpy(rows.data() + head[3] * head[1], head + 6, static_cast<std::size_t>(head[1] * head[2]));
   }
+}
+
+replaykit::Numbers strided(const Numbers& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), 8};
 }
 
 void require_state(Files& files, std::int64_t number, const Numbers& expected) {
@@ -91,6 +104,7 @@ void random_programs() {
     const std::int64_t rows = 1 + below(random, 12);
     Files files(random, rows);
     Bytes records = files.records, column = files.column;  // as they were committed
+    Numbers table = files.table;
     auto commits = std::make_unique<Commits>(files.opened());
     std::int64_t number = 0;
     Numbers last;
@@ -98,7 +112,7 @@ void random_programs() {
       REQUIRE(commits->latest() == number);
       const std::int64_t first = below(random, rows);
       const std::int64_t until = first + 1 + below(random, rows - first);
-      const std::int64_t kind = below(random, 6);
+      const std::int64_t kind = below(random, 8);
       if (kind < 3) {
         const std::int64_t used = commits->used(number + 1);
         if (!commits->note(first, until)) {
@@ -109,6 +123,21 @@ void random_programs() {
         for (std::int64_t byte = 13 * first; byte < 13 * until; ++byte) ++files.records[byte];
         for (std::int64_t byte = 8 * first; byte < 8 * until; ++byte) --files.column[byte];
       } else if (kind < 5) {
+        const auto length = static_cast<std::int64_t>(files.table.size());
+        Numbers at(static_cast<std::size_t>(below(random, 6))), values(at.size());
+        for (std::int64_t& one : at) one = below(random, length + (below(random, 8) == 0));
+        for (std::int64_t& one : values) one = static_cast<std::int64_t>(random());
+        Numbers expected = files.table;
+        const std::int64_t used = commits->used(number + 1);
+        const bool done = commits->put(8, files.table.data(), length, strided(at), strided(values),
+                                       static_cast<std::int64_t>(at.size()));
+        if (done) {
+          for (std::size_t i = 0; i < at.size(); ++i) expected[static_cast<std::size_t>(at[i])] = values[i];
+        } else {
+          REQUIRE(commits->used(number + 1) == used);
+        }
+        REQUIRE(files.table == expected);
+      } else if (kind < 7) {
         Numbers own(static_cast<std::size_t>(below(random, 8))), more(static_cast<std::size_t>(below(random, 8)));
         for (std::int64_t& one : own) one = static_cast<std::int64_t>(random());
         for (std::int64_t& one : more) one = static_cast<std::int64_t>(random());
@@ -126,14 +155,45 @@ void random_programs() {
         require_state(files, number, last);
         records = files.records;
         column = files.column;
+        table = files.table;
       } else {  // the program ends here; another one opens the files
         undo(files);
-        REQUIRE(files.records == records && files.column == column);
+        REQUIRE(files.records == records && files.column == column && files.table == table);
         files.journal[1] = 0;
         commits = std::make_unique<Commits>(files.opened());
         if (number) require_state(files, number, last);
       }
     }
+  }
+}
+
+void changed_elements() {
+  Random random(3);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<float> raw(static_cast<std::size_t>(1 + below(random, 9)));
+    for (float& one : raw) one = static_cast<float>(random() % 100);
+    const auto length = static_cast<std::int64_t>(raw.size());
+    Numbers at(static_cast<std::size_t>(below(random, 5)));
+    for (std::int64_t& one : at) one = below(random, length + 2) - 1;
+    bool expected = true;
+    for (std::size_t i = 0; i < at.size(); ++i) {
+      expected = expected && at[i] >= 0 && at[i] < length && (i == 0 || at[i] > at[i - 1]);
+    }
+    std::vector<double> out(at.size());
+    const auto count = static_cast<std::int64_t>(at.size());
+    REQUIRE(replaykit::take_rising(strided(at), count, raw.data(), length, out.data()) == expected);
+    for (std::size_t i = 0; expected && i < at.size(); ++i) {
+      REQUIRE(out[i] == static_cast<double>(raw[static_cast<std::size_t>(at[i])]));
+    }
+    Numbers ring(at.size() + static_cast<std::size_t>(1 + below(random, 3))), plain = ring;
+    const std::int64_t first = below(random, 40);
+    for (std::size_t i = 0; i < at.size(); ++i) {
+      at[i] = below(random, 100);
+      plain[(static_cast<std::size_t>(first) + i) % plain.size()] = at[i] | (std::int64_t{8} << 48);
+    }
+    replaykit::log_elements(ring.data(), static_cast<std::int64_t>(ring.size()), first, strided(at),
+                            count, std::int64_t{8} << 48);
+    REQUIRE(ring == plain);
   }
 }
 
@@ -156,6 +216,8 @@ void what_does_not_fit() {
   REQUIRE(refused([&] { commits.note(-1, 2); }) && refused([&] { commits.note(2, 2); }));
   REQUIRE(refused([&] { commits.note(0, 5); }) && refused([&] { commits.size(least, most); }));
   REQUIRE(refused([&] { commits.size(0, most); }));
+  const Numbers wrong = {-1};
+  REQUIRE(refused([&] { commits.put(8, files.table.data(), 1, strided(wrong), strided(wrong), 1); }));
   REQUIRE(commits.used(1) == 0 && commits.latest() == 0);
   Numbers shorter(7), state(3);
   REQUIRE(refused([&] { Commits(view(shorter), view(files.even), view(files.odd), {}); }));
@@ -183,6 +245,7 @@ int main(int count, char** arguments) {
     return 3;
   }
   random_programs();
+  changed_elements();
   what_does_not_fit();
   std::puts("all agree");
   return 0;

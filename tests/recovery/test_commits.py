@@ -47,6 +47,12 @@ class Opened:
             cells[first:until] = value
         return noted
 
+    def put(self, at: Array, values: Array) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.compiled:
+                patch.setattr(native, "core", lambda: None)
+            self.home.set(8, values, at)
+
     def commit(self, numbers: Array, more: list[int]) -> int:
         with pytest.MonkeyPatch.context() as patch:
             if not self.compiled:
@@ -57,7 +63,8 @@ class Opened:
         folder = self.home.folder
         return {
             name: (folder / name).read_bytes()
-            for name in ("journal.bin", "state-0.bin", "state-1.bin")
+            for name in ("journal.bin", "state-0.bin", "state-1.bin", "table-8-8.bin")
+            if (folder / name).exists()
         }
 
 
@@ -73,6 +80,8 @@ change = st.one_of(
     st.tuples(st.just("commit"), numbers, numbers),
     st.tuples(st.just("large"), st.integers(300, 700)),
     st.tuples(st.just("back")),
+    st.tuples(st.just("put"), st.lists(st.integers(0, 700), max_size=9), st.floats()),
+    st.tuples(st.just("many"), st.integers(200, 3000), st.floats()),
 )
 
 
@@ -93,6 +102,15 @@ def test_the_core_leaves_the_same_bytes(
             elif kind == "commit":
                 own, more = arguments
                 answers.append(opened.commit(np.array(own, np.int64), more))
+            elif kind == "put":
+                at = np.array(arguments[0], np.int64)
+                opened.put(at, np.full(len(at), arguments[1]) + np.arange(len(at)))
+                answers.append(None)
+            elif kind == "many":
+                opened.put(
+                    np.arange(arguments[0])[::2], np.full(-(-arguments[0] // 2), arguments[1])
+                )
+                answers.append(None)
             elif kind == "large":
                 answers.append(opened.commit(np.arange(arguments[0]), [number]))
             else:
@@ -158,6 +176,16 @@ def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
     for first, until in ((-1, 2), (3, 3), (5, 4), (0, ROWS + 1), (ROWS, ROWS + 1)):
         with pytest.raises(IndexError, match="rows of the storage"):
             opened.home._commits.note(first, until)
+    opened.put(np.array([3]), np.array([1.0]))
+    before = opened.files()
+    cells = np.zeros(4, np.int64)
+    with pytest.raises(IndexError, match="elements of a table"):
+        opened.home._commits.put(8, cells, np.array([1, -1]), cells[:2])
+    with pytest.raises(ValueError, match="values"):
+        opened.home._commits.put(8, cells, np.array([1, 2]), cells[:1])
+    with pytest.raises(TypeError, match="at"):
+        opened.home._commits.put(8, cells, np.array([1.0]), cells[:1])
+    assert not opened.home._commits.put(8, cells, np.array([1, 4]), cells[:2])
     assert opened.files() == before
     core, place = native.core(), np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="journal"):
@@ -183,3 +211,28 @@ def test_a_damaged_journal_is_left_to_who_tells(tmp_path: Path) -> None:
     for used in (-8, len(opened.home.journal.memory)):
         head[1] = used
         assert not opened.home._commits.note(0, 1)
+
+
+@needs_core
+@given(st.lists(st.integers(-1, 20), max_size=6), st.booleans())
+def test_elements_that_rise_are_taken(at: list[int], wide: bool) -> None:
+    elements = np.arange(20, dtype=np.float64 if wide else np.float32) / 3
+    out = np.full(len(at), -1.0)
+    rise = all(0 <= one < 20 for one in at) and at == sorted(set(at))
+    assert native.core().take_rising(np.array(at, np.int64), elements, out) == rise
+    if rise:
+        assert out.tolist() == elements[at].astype(np.float64).tolist()
+
+
+@needs_core
+@given(st.integers(0, 50), st.lists(st.integers(0, 2**40), max_size=16))
+def test_elements_are_logged_round_the_ring(first: int, at: list[int]) -> None:
+    ring, expected = np.full(16, -1), np.full(16, -1)
+    native.core().log_elements(ring, first, np.array(at, np.int64), 9 << 48)
+    for place, one in enumerate(at, first):
+        expected[place % 16] = one | 9 << 48
+    assert ring.tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="at most"):
+        native.core().log_elements(ring, 0, np.zeros(17, np.int64), 0)
+    with pytest.raises(ValueError, match="at most"):
+        native.core().log_elements(ring, -1, np.zeros(1, np.int64), 0)
