@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,6 +12,7 @@ from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.membership import Members
 from replaykit.sharding.reading import rows_at
+from replaykit.sharding.refused import REFUSED, refuse
 from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.sampling import Sampled
 from replaykit.sharding.saving import load_all, save_all, state_of, take_state
@@ -62,6 +63,11 @@ class ShardedClient(Sampled):
         self._check_open()
         self._members.refresh(None, 0.0)
         return sum(self._rows_of(shard) for shard in self._members.table.there())
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the parts of all shards have been made: they are before a handle is there."""
+        return True
 
     @property
     def write_count(self) -> int:
@@ -146,6 +152,36 @@ class ShardedClient(Sampled):
         self._before_a_write()
         self._updates.tensordict(data)
 
+    def mark_update(self, index: Any) -> None:
+        """Gives rows the sampler's default priority, the largest ever set in any shard; without
+        priorities: nothing.
+
+        Args:
+            index: of rows, an int or int64 ``[K]``; -1 is ignored.
+
+        Raises:
+            IndexError: an index that is not stored; nothing has changed then.
+
+        Cost: one message to each shard, and one more to those that are meant.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(10), backend="local",
+            ...     sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
+            ... ) as rb:
+            ...     index = rb.extend(torch.arange(2))
+            ...     rb.update_priority(index, 0.0)
+            ...     rb.mark_update(1)
+            ...     rb.sample(3)
+            tensor([1, 1, 1])
+        """
+        self._before_a_write()
+        if self._law.prioritized:
+            self._members.refresh(None, 0.0)
+            self._updates.priority(index, self._members.table.most())
+
     @property
     def dropped_updates(self) -> int:
         """Entries of this client's updates that were left out: rows written since, or lost."""
@@ -176,6 +212,27 @@ class ShardedClient(Sampled):
                 f"{list(index.shape)}"
             )
         return rows_at(self, index.to(torch.int64))
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """Returns all stored rows, or the first ``end``, in the order of their indices:
+        ``rb[:end]``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(5))
+            ...     rb.read_all_in_order(), rb.read_all_in_order(end=2)
+            (tensor([0, 1, 2, 3, 4]), tensor([0, 1]))
+        """
+        return self[:end]
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(f"rows of a {type(self).__name__} cannot be set: {REFUSED['set_at_']}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(type(self), name)
 
     # -- saving -------------------------------------------------------------------------------
 

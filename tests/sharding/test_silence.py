@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from replaykit import RateLimiter
+from replaykit.pace import INSERT
 from replaykit.sharding import ShardSilent
 
 
@@ -98,10 +100,18 @@ def test_a_silent_supervisor_is_not_waited_for_without_end(monkeypatch: pytest.M
 
     class Actor:
         def __getattr__(self, name: str) -> Any:
-            return types.SimpleNamespace(remote=lambda *args: name)
+            return types.SimpleNamespace(remote=lambda *args: sent.append((name, *args)))
 
-    supervisor = RaySupervisor(Actor(), [], 2.0)
+    sent: list[Any] = []
+    supervisor = RaySupervisor(Actor(), [], 2.0, RateLimiter.queue(3))
     for ask in (supervisor.losses, lambda: supervisor.restored(0, 0, 1.0)):
         with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
             ask()
     assert waited == [2.0, 3.0]
+    assert supervisor.pace is not None
+    with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
+        supervisor.pace.admit(INSERT, 2, None)  # longer than the limiter waits there at a time
+    asked, back = sent[-2:]
+    assert (asked[0], back[0]) == ("pace_admit", "pace_end")
+    assert asked[1:3] == back[1]  # it may still be given
+    assert waited[-1] == 7.0
