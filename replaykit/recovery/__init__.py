@@ -14,12 +14,13 @@ from replaykit.recovery.exclusive import Exclusive, let_go_in_children
 from replaykit.recovery.files import MappedFile
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
-from replaykit.recovery.members import Members
+from replaykit.recovery.members import MEMBERS, Members, give_up_rows
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
 
 __all__ = [
+    "MEMBERS",
     "ChangeLog",
     "CommitLock",
     "Exclusive",
@@ -32,6 +33,7 @@ __all__ = [
     "States",
     "check_file",
     "check_flock",
+    "give_up_rows",
     "is_held",
     "let_go_in_children",
     "open_to_lock",

@@ -24,16 +24,16 @@ from replaykit.recovery.files import MappedFile
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.states import States
 
-__all__ = ["FORMAT", "Home", "check_file"]
+__all__ = ["FORMAT", "KEPT", "LOCK", "MAKING", "MANIFEST", "SHARED", "Home", "check_file"]
 
 Array = np.ndarray[Any, Any]
 
 FORMAT = "replaykit-recovery"
 FORMAT_VERSION = 2
 
-_NAME, _SHARED = "%recovery", "%shared"
-_MANIFEST = "manifest.json"
-_LOCK = "lock"
+KEPT, SHARED = "%recovery", "%shared"
+MANIFEST, MAKING = "manifest.json", "making"
+LOCK = "lock"
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
@@ -59,18 +59,18 @@ class Home:
     """
 
     def __init__(self, scratch_dir: Path, *, durable: bool = False, shared: bool = False) -> None:
-        self.folder = scratch_dir / (_SHARED if shared else _NAME)
+        self.folder = scratch_dir / (SHARED if shared else KEPT)
         self.durable, self.shared = durable, shared
         make_directory(self.folder)
         try:
-            self._lock = None if shared else Exclusive(self.folder / _LOCK)
+            self._lock = None if shared else Exclusive(self.folder / LOCK)
         except BlockingIOError:
             raise RuntimeError(
                 f"{scratch_dir} is in use by another process, or by another storage of this one; "
                 "one at a time can recover it"
             ) from None
         self.process = os.getpid()
-        self._manifest = str(self.folder / _MANIFEST)
+        self._manifest = str(self.folder / MANIFEST)
         self._targets: dict[int, Array] = {}
         self._tables: dict[int, tuple[MappedFile, Array]] = {}
         self._found: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Home:
         Raises:
             CheckpointError: it is damaged, or of a newer version; names the file.
         """
-        file = self.folder / _MANIFEST
+        file = self.folder / MANIFEST
         try:
             text = file.read_text("utf-8")
             record = json.loads(text)
@@ -131,12 +131,12 @@ class Home:
             self._sync_rows()
             for folder in {above for path in self._more for above in self._folders_of(path)}:
                 sync_directory(folder)
-        draft = self.folder / f".{_MANIFEST}"
+        draft = self.folder / f".{MANIFEST}"
         with open(draft, "w", encoding="utf-8") as file:
             json.dump(record, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, self.folder / _MANIFEST)
+        os.replace(draft, self.folder / MANIFEST)
         sync_directory(self.folder)
 
     @property
@@ -147,15 +147,15 @@ class Home:
     @property
     def half_made(self) -> bool:
         """Whether somebody began to make a storage here and did not come to publish it."""
-        return (self.folder / "making").exists()
+        return (self.folder / MAKING).exists()
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """While the files are made of which the manifest will tell: what they hold is nobody's."""
         # It stays if that fails: the files are there, and are made anew the next time.
-        mark = self.folder / "making"
+        mark = self.folder / MAKING
         mark.touch()
-        (self.folder / _MANIFEST).unlink(missing_ok=True)  # published by an attempt that failed
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # published by an attempt that failed
         sync_directory(self.folder)
         yield
         mark.unlink()

@@ -1,13 +1,18 @@
-"""Which processes have a folder open."""
+"""Which processes have a folder open, and what they count on in it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from replaykit.filesystem import sync_directory
+from replaykit.recovery.exclusive import Exclusive
+from replaykit.recovery.home import KEPT, LOCK, MAKING, MANIFEST, SHARED
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 
-__all__ = ["Members"]
+__all__ = ["MEMBERS", "Members", "give_up_rows"]
+
+MEMBERS = "members"
 
 
 class Members(OpenFile):
@@ -45,3 +50,46 @@ class Members(OpenFile):
             return not is_held(path)
         except OSError:
             return False
+
+
+def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
+    """Has nobody count on the rows in the files of a folder, which will be overwritten.
+
+    A storage that could be recovered from them is none from now on.
+
+    Args:
+        own: the folder beside the files that is the caller's.
+
+    Raises:
+        RuntimeError: somebody shares or recovers them just now. Nothing has changed then.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.recovery import Home, give_up_rows
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     home = Home(Path(folder))
+        ...     home.publish({"slots": 3})
+        ...     del home
+        ...     give_up_rows(Path(folder))
+        ...     print(Home(Path(folder)).manifest())
+        None
+    """
+    shared, kept = scratch_dir / SHARED, scratch_dir / KEPT
+    if shared != own and (shared / MEMBERS).exists() and not Members.nobody(shared / MEMBERS):
+        raise RuntimeError(f"{scratch_dir} is in use by processes that share its rows")
+    if kept == own or not kept.is_dir():
+        return
+    try:
+        held = Exclusive(kept / LOCK)
+    except BlockingIOError:
+        raise RuntimeError(
+            f"{scratch_dir} is in use by another process, or by another storage of this one, which "
+            "recovers its rows"
+        ) from None
+    try:
+        for name in (MANIFEST, MAKING):
+            (kept / name).unlink(missing_ok=True)
+        sync_directory(kept)  # before a row is overwritten
+    finally:
+        held.let_go()

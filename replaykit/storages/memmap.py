@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from replaykit.errors import CheckpointError
-from replaykit.recovery import Home, check_file
+from replaykit.recovery import Home, check_file, give_up_rows
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import as_device
 from replaykit.storages.beside import Grow
@@ -60,7 +60,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         device: cpu.
         ndim: number of leading dimensions that count as rows: time, then lanes.
         existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
-            is never visible.
+            is never visible, nor can it be recovered any more.
         dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
             in the folder ``%beside``.
         lane_key: as for LazyTensorStorage.
@@ -79,7 +79,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         CheckpointError: with ``recover`` a file is damaged, missing or of another size.
         RuntimeError: with ``recover`` another process, or another storage, has it open.
         KeyError: at the first write, where the data has no column ``lane_key``.
-        RuntimeError: at the first write, where the files exist and ``existsok`` is false.
+        RuntimeError: at the first write, where the files exist and ``existsok`` is false, or others
+            recover or share rows in them just now.
         OSError: at the first write, where the disk has too little room.
 
     Example:
@@ -201,6 +202,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             return super()._take_memory(schema, lanes, rows)
         with self._folder() as folder:
             taken = sorted((folder / _BESIDE).rglob("*.memmap")) if self.dedup_next else []
+            files = RowFiles.of(folder, schema, slots, lanes).files.values()
+            if self.existsok and (taken or any(file.exists() for file in files)):
+                give_up_rows(folder)
             columns = columns_in_files(
                 folder, schema, slots, lanes, existsok=self.existsok, taken=taken, ndim=self.ndim
             )
@@ -219,6 +223,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                 present |= set((folder / _BESIDE).rglob("*.memmap"))
             if not home.half_made:  # from now on they are taken for its own
                 refuse_taken(present, existsok=self.existsok)
+                if present:
+                    give_up_rows(folder, home.folder)
             with home.making():
                 rows = columns_in_files(
                     folder, stored, slots, lanes, existsok=True, taken=[], ndim=self.ndim

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.recovery import ChangeLog, Home, Members, SharedLock, check_file, check_flock
+from replaykit.recovery import (
+    MEMBERS,
+    ChangeLog,
+    Home,
+    Members,
+    SharedLock,
+    check_file,
+    check_flock,
+    give_up_rows,
+)
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.following import ANEW, ANNOUNCED, IRREGULAR, SIGNS, Following
@@ -36,7 +45,7 @@ lock."""
 
 _LOG_LENGTH = 1 << 17
 _PREFIX = "replaykit-shared-"
-_MEMBERS, _LOCK = "members", "lock"
+_LOCK = "lock"
 _YOUNG = 60.0
 """Seconds for which a folder is left alone although nobody seems to use it: it may be in the
 making."""
@@ -86,7 +95,7 @@ class Sharing(Following):
         self._folder, self._private, self._mapped = folder, private, mapped
         self._existsok = existsok
         if not join:
-            if (home.folder / _MEMBERS).exists() and not Members.nobody(home.folder / _MEMBERS):
+            if (home.folder / MEMBERS).exists() and not Members.nobody(home.folder / MEMBERS):
                 raise RuntimeError(f"{folder} is in use by other processes, which share it")
             shutil.rmtree(home.folder)
             home.folder.mkdir()
@@ -96,7 +105,7 @@ class Sharing(Following):
     def _become_member(self) -> None:
         self._process = self.home.process = os.getpid()
         inherited = self._members
-        self._members = Members(self.home.folder / _MEMBERS)
+        self._members = Members(self.home.folder / MEMBERS)
         if inherited is not None:
             inherited.let_go()
         # It is run in processes that multiprocessing has started too, which `atexit` is not. Below
@@ -133,6 +142,8 @@ class Sharing(Following):
         present = {file for file in plan.files.values() if file.exists()}
         if not home.half_made:
             refuse_taken(present, existsok=self._existsok)
+            if present:
+                give_up_rows(self._folder, home.folder)
         with home.making():
             columns = columns_in_files(
                 self._folder,
@@ -305,7 +316,7 @@ def memory_folder() -> FilePath:
             old = time.time() - other.stat().st_mtime > _YOUNG
         except OSError:
             continue
-        if old and other != made and Members.nobody(other / "%shared" / _MEMBERS):
+        if old and other != made and Members.nobody(other / "%shared" / MEMBERS):
             shutil.rmtree(other, ignore_errors=True)
     return made
 
@@ -313,5 +324,5 @@ def memory_folder() -> FilePath:
 def _leave(members: Members, folder: FilePath, private: bool) -> None:
     """Removes a private folder, if this process was the last one to use it."""
     members.let_go()
-    if private and Members.nobody(folder / "%shared" / _MEMBERS):
+    if private and Members.nobody(folder / "%shared" / MEMBERS):
         shutil.rmtree(folder, ignore_errors=True)

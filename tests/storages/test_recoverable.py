@@ -197,6 +197,35 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     assert other["number"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_takes_the_files_as_space_leaves_nothing_to_recover(
+    shared: bool, tmp_path: Path
+) -> None:
+    def other() -> ReplayBuffer:
+        storage = LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)
+        return ReplayBuffer(storage=storage, shared=shared)
+
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 7))
+    with pytest.raises(RuntimeError, match="recovers its rows"):
+        other().extend(rows(90, 2))  # while somebody counts on them
+    assert rb["number"].tolist() == list(range(7))
+    del rb
+    gc.collect()
+    taking = other()
+    taking.extend(rows(90, 2))
+    if shared:
+        with pytest.raises(RuntimeError, match="share its rows"):
+            opened(tmp_path, existsok=True).extend(rows(0, 1))
+    taking.extend(rows(92, 1))
+    assert taking["number"].tolist() == [90, 91, 92]
+    del taking
+    rb = opened(tmp_path)
+    assert len(rb) == 0
+    with pytest.raises(RuntimeError, match=r"records\.memmap"):
+        rb.extend(rows(0, 1))
+
+
 @pytest.mark.parametrize(
     "change",
     [
