@@ -178,10 +178,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         kept = KeptOnce(self.recovery, folder / _BESIDE)
         columns = self._columns = self._once(pairs, rows, kept.grow)
         self._adopt(columns)
-        table = kept.opened(pairs.beside, rows.slots * rows.lanes.numel())
+        kept.open(pairs.beside, rows.slots * rows.lanes.numel())
         self.recovery.resume(rows, [*files, *kept.files])
         columns.keep(kept, there=True)
-        kept.check(pairs.beside)
+        table = kept.table(pairs.beside)
         try:
             columns.reread(self.ledger, table)
         except ValueError as error:

@@ -60,8 +60,8 @@ class KeptOnce:
         self._take(grown)
         return grown
 
-    def opened(self, schema: Schema, elements: int) -> Columns | None:
-        """The entries that are there, as many as every file has; None: there are no files.
+    def open(self, schema: Schema, elements: int) -> None:
+        """Maps what is there, for the journal to put back what it has of it.
 
         Raises:
             CheckpointError: a file is no plain one; names it.
@@ -69,23 +69,31 @@ class KeptOnce:
         plan = RowFiles.of(self._folder, schema, 1, torch.Size())
         entries = elements
         for path, file in plan.files.items():
-            if not _there(file):
-                return None
+            if not file.exists() and not file.is_symlink():
+                return
             check_file(file, 0, exactly=False)
             if plan.nbytes(path):
                 entries = min(entries, file.stat().st_size // plan.nbytes(path))
-        if not entries:
+        if entries:
+            self._take(RowFiles.of(self._folder, schema, entries, torch.Size()).opened(1))
+
+    def table(self, schema: Schema) -> Columns | None:
+        """The entries up to the last one that the map tells of; None: it tells of none.
+
+        Of those behind it nobody knows whether the disk has room for them.
+
+        Raises:
+            CheckpointError: a file has fewer, or is not there; names it.
+        """
+        entries = int(self._map.max(initial=0))
+        if entries < 1:
             return None
-        found = RowFiles.of(self._folder, schema, entries, torch.Size()).opened(1)
+        plan = RowFiles.of(self._folder, schema, entries, torch.Size())
+        for path, file in plan.files.items():
+            check_file(file, plan.nbytes(path), exactly=False)
+        found = plan.opened(1)
         self._take(found)
         return found
-
-    def check(self, schema: Schema) -> None:
-        """Raises CheckpointError where a file has fewer entries than the map says; names it."""
-        if entries := int(self._map.max(initial=0)):
-            plan = RowFiles.of(self._folder, schema, entries, torch.Size())
-            for path, file in plan.files.items():
-                check_file(file, plan.nbytes(path), exactly=False)
 
     def _take(self, table: Columns) -> None:
         cells = rows_as_bytes(table)
@@ -168,7 +176,3 @@ class KeptOnce:
             at = range(int(numbers[0]), int(numbers[0]) + 1)
         for target in self._entries:
             home.note(target, at)
-
-
-def _there(file: FilePath) -> bool:
-    return file.exists() or file.is_symlink()
