@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,18 @@ _NATIVE = (type(None), bool, int, float, str)
 _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor: dtype, shape, strides, the byte in its piece that it begins with, number of the piece
 (-1: it has no values)."""
+
+_Lying = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]
+"""The same before it is cut out: the value in its memory that it begins with, and which of them."""
+
+
+class _Order(NamedTuple):
+    """Of each piece the buffer that it is in and the byte there; bytes of that for small ones."""
+
+    numbers: tuple[int, ...]
+    shifts: tuple[int, ...]
+    together: int
+
 
 _Views = tuple[tuple[int, torch.dtype], ...]
 """Pieces to be looked at as values of a kind."""
@@ -155,51 +167,66 @@ def _build(tree: tuple[Any, ...], leaves: Iterator[torch.Tensor]) -> TensorDict:
 def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]] | None:
     """Where plain CPU tensors lie, and the pieces of memory; None where one is no such tensor.
 
-    One loop in Python over the leaves, some microseconds each: it is on the way of every batch.
+    One loop in Python over the leaves, a microsecond each: it is on the way of every batch. What
+    follows from how they lie is kept, since batches of one buffer lie alike.
     """
     # Two arrays may begin at one address and be two memories to torch, one of them longer: what is
     # sent of both is read from the one of them that is needed to the farthest byte.
-    memories: dict[int, list[Any]] = {}
-    found: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int | None]] = []
+    memories: dict[int, int] = {}
+    lying: list[_Lying] = []
     for leaf in leaves:
         if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return None
-        dtype, shape, stride = leaf.dtype, leaf.shape, leaf.stride()
-        itemsize, used, extent = _extent(dtype, shape, stride)
-        if not used:
-            found.append((dtype, shape, stride, 0, None))
-            continue
-        offset = int(leaf.storage_offset()) * itemsize
-        begin = leaf.data_ptr() - offset
-        memory = memories.get(begin)
-        if memory is None:
-            memories[begin] = [offset, offset + extent, used, leaf]
-        else:
-            memory[0] = min(memory[0], offset)
-            if offset + extent > memory[1]:
-                memory[1], memory[3] = offset + extent, leaf
-            memory[2] += used
-        found.append((dtype, shape, stride, offset, begin))
-    pieces: list[torch.Tensor] = []
-    at: dict[int, tuple[int, int]] = {}
-    for begin, (first, last, used, leaf) in memories.items():
-        first -= first % _ALIGNMENT
-        if used * 2 < last - first:
-            return _located_apart(leaves)
-        at[begin] = (len(pieces), first)
-        pieces.append(bytes_of(leaf, first, last))
-    numbers, shifts, blocks = _joined(pieces)
-    places: list[_Place] = []
-    for dtype, sizes, stride, offset, memory_begin in found:
-        if memory_begin is None:
-            places.append((dtype, sizes, stride, 0, -1))
-            continue
-        piece, start = at[memory_begin]
-        places.append((dtype, sizes, stride, offset - start + shifts[piece], numbers[piece]))
-    return tuple(places), blocks
+        dtype, offset = leaf.dtype, int(leaf.storage_offset())
+        begin = leaf.data_ptr() - offset * dtype.itemsize
+        memory = memories.setdefault(begin, len(memories))
+        lying.append((dtype, leaf.shape, leaf.stride(), offset, memory))
+    found = _cut(tuple(lying))
+    if found is None:
+        return _located_apart(leaves)
+    places, cuts, order = found
+    return places, _blocks([bytes_of(leaves[at], low, high) for at, low, high in cuts], order)
 
 
 @lru_cache(maxsize=512)
+def _cut(
+    lying: tuple[_Lying, ...],
+) -> tuple[tuple[_Place, ...], tuple[tuple[int, int, int], ...], _Order] | None:
+    """The pieces that tensors are cut out with: of each the tensor to whose memory it belongs, its
+    first byte there and the one after its last; None where they are a small part of a piece."""
+    memories: dict[int, list[int]] = {}
+    for number, (dtype, shape, stride, start, at) in enumerate(lying):
+        itemsize, used, extent = _extent(dtype, shape, stride)
+        if not used:
+            continue
+        offset = start * itemsize
+        memory = memories.get(at)
+        if memory is None:
+            memories[at] = [offset, offset + extent, used, number]
+            continue
+        memory[0] = min(memory[0], offset)
+        if offset + extent > memory[1]:
+            memory[1], memory[3] = offset + extent, number
+        memory[2] += used
+    cuts: dict[int, tuple[int, int, int]] = {}
+    for at, (first, last, used, number) in memories.items():
+        first -= first % _ALIGNMENT
+        if used * 2 < last - first:
+            return None
+        cuts[at] = (number, first, last)
+    order = _order([last - first for _, first, last in cuts.values()])
+    pieces = {at: (piece, cuts[at][1]) for piece, at in enumerate(cuts)}
+    places: list[_Place] = []
+    for dtype, shape, stride, start, at in lying:
+        if not shape.numel():
+            places.append((dtype, tuple(shape), stride, 0, -1))
+            continue
+        piece, first = pieces[at]
+        begin = start * dtype.itemsize - first + order.shifts[piece]
+        places.append((dtype, tuple(shape), stride, begin, order.numbers[piece]))
+    return tuple(places), tuple(cuts.values()), order
+
+
 def _extent(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int]:
     """Bytes of a value, of all values, and from the first of them to the end of the last."""
     size = dtype.itemsize
@@ -211,12 +238,13 @@ def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list
     """The same where some tensors are a small part of their memory: these are copied alone."""
     full = [leaf.detach() for leaf in leaves if leaf.numel()]
     pieces = pieces_of(full)
-    numbers, shifts, blocks = _joined([raw.cpu() for raw, _, _ in pieces])
+    raws = [raw.cpu() for raw, _, _ in pieces]
+    order = _order([len(raw) for raw in raws])
     where: dict[int, tuple[int, int]] = {}
     for piece, (_, inside, first) in enumerate(pieces):
         for place in inside:
             begin = int(full[place].storage_offset()) * full[place].itemsize
-            where[place] = (begin - first + shifts[piece], numbers[piece])
+            where[place] = (begin - first + order.shifts[piece], order.numbers[piece])
     places, place = [], 0
     for leaf in leaves:
         shape = tuple(leaf.shape)
@@ -225,31 +253,36 @@ def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list
             continue
         places.append((leaf.dtype, shape, full[place].stride(), *where[place]))
         place += 1
-    return tuple(places), blocks
+    return tuple(places), _blocks(raws, order)
 
 
-def _joined(pieces: list[torch.Tensor]) -> tuple[list[int], list[int], list[Any]]:
-    """Where each piece begins among the buffers that are sent, and these: small ones together."""
-    small = [number for number, raw in enumerate(pieces) if len(raw) < _TOGETHER_BYTES]
-    numbers, shifts = [0] * len(pieces), [0] * len(pieces)
-    blocks: list[Any] = []
-    if len(small) > 1:
-        size = 0
-        for number in small:
-            shifts[number] = size
-            size += -(-len(pieces[number]) // _ALIGNMENT) * _ALIGNMENT
-        stage = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for number in small:
-            raw = pieces[number]
-            stage[shifts[number] : shifts[number] + len(raw)] = raw
-        blocks.append(_buffer(stage))
-        alone = [number for number in range(len(pieces)) if number not in set(small)]
-    else:
-        alone = list(range(len(pieces)))
-    for number in alone:
-        numbers[number] = len(blocks)
-        blocks.append(_buffer(pieces[number]))
-    return numbers, shifts, blocks
+def _order(sizes: list[int]) -> _Order:
+    """Which pieces are put together: small ones, where there are several."""
+    small = [number for number, size in enumerate(sizes) if size < _TOGETHER_BYTES]
+    if len(small) < 2:
+        return _Order(tuple(range(len(sizes))), (0,) * len(sizes), 0)
+    numbers, shifts, end = [0] * len(sizes), [0] * len(sizes), 0
+    for number in small:
+        shifts[number] = end
+        end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
+    alone = sorted(set(range(len(sizes))) - set(small))
+    for block, number in enumerate(alone, 1):
+        numbers[number] = block
+    return _Order(tuple(numbers), tuple(shifts), end)
+
+
+def _blocks(pieces: list[torch.Tensor], order: _Order) -> list[Any]:
+    """The buffers that are sent of pieces."""
+    if not order.together:
+        return [_buffer(raw) for raw in pieces]
+    stage = torch.empty(order.together, dtype=torch.uint8, device="cpu")
+    blocks = [_buffer(stage)]
+    for raw, number, shift in zip(pieces, order.numbers, order.shifts, strict=True):
+        if number:
+            blocks.append(_buffer(raw))
+        else:
+            stage[shift : shift + len(raw)] = raw
+    return blocks
 
 
 def _buffer(raw: torch.Tensor) -> pickle.PickleBuffer:

@@ -143,6 +143,18 @@ def test_two_memories_that_begin_at_one_address_are_one() -> None:
         check(travelled(given), given)
 
 
+def test_tensors_that_look_alike_may_lie_otherwise() -> None:
+    """Shapes, strides and offsets are the same; whose memory it is, and where, is not."""
+    for turn in range(3):
+        table = torch.arange(120.0).view(30, 4) + turn
+        other = -table
+        for left, right in ((table, table), (table, other), (other, table), (other, other)):
+            nothing = torch.empty(30, 0)
+            given = TensorDict({"x": left[:, :2], "none": nothing, "y": right[:, 2:]}, [30])
+            check(travelled(given), given)
+            assert len(pack(given)[2:]) == 1
+
+
 def test_few_rows_of_much_memory_travel_alone() -> None:
     rows = torch.arange(10**6)
     message = pack(TensorDict({"x": rows[5:8], "y": rows[10:13]}, [3]))
