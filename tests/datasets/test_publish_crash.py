@@ -178,7 +178,8 @@ print(tally["died"], tally["finished"])
 
 @pytest.mark.pitfall("DS3")
 @pytest.mark.parametrize(
-    ("dense", "random_kills"), [(2, 6), pytest.param(40, 200, marks=pytest.mark.long)]
+    ("dense", "random_kills"),
+    [(2, 6), pytest.param(40, 200, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
 )
 def test_killed_conversion_is_redone_never_taken_for_complete(
     tmp_path, dense, random_kills, write_source

@@ -291,7 +291,8 @@ def robomimic_rows(file: h5py.File, names: list[str]) -> Rows:
                         lambda node=node, rows=rows: held(native(node)[1:], native(node), rows),
                     )
             elif root == "next_obs":
-                found.take(("next", "observation", *rest), path, node, 0, rows)
+                if has_next:  # else it is reported as left out
+                    found.take(("next", "observation", *rest), path, node, 0, rows)
             elif path in ("actions", "states"):
                 total = steps if path == "states" else None
                 found.take((path.removesuffix("s"),), path, node, 0, rows, total=total)
