@@ -37,6 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 6
-    from replaykit.cli.running import run
-
+    except KeyboardInterrupt:
+        return _interrupted()
+    try:
+        from replaykit.cli.running import run
+    except KeyboardInterrupt:
+        return _interrupted()
     return run(given)
+
+
+def _interrupted() -> int:
+    """What is imported takes a second: who goes away meanwhile need not see of what."""
+    print("replaykit: interrupted: nothing was begun", file=sys.stderr)
+    return 130

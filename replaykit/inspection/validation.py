@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from replaykit.checkpoint import Checkpoint, checkpoint_versions
 from replaykit.checkpoint.files import open_file
@@ -22,6 +23,7 @@ from replaykit.native import crc32
 __all__ = ["validate"]
 
 _BLOCK_BYTES: Final = 1 << 22
+_META_NAME: Final = "meta.json"
 
 Advance = Callable[[int], object]
 
@@ -79,6 +81,7 @@ def _corpus(path: Path, advance: Advance) -> list[Finding]:
     manifest = published.manifest
     found = [Finding("manifest and sizes", True, f"{len(list(manifest.files()))} files")]
     found += _files(published, advance)
+    found.append(_descriptions(published))
     found += ted_findings(published, advance)
     return found
 
@@ -102,6 +105,40 @@ def _files(published: Published, advance: Advance) -> list[Finding]:
                 )
             )
     return bad or [Finding("checksums", True, f"{count} files")]
+
+
+def _descriptions(published: Published) -> Finding:
+    """Checks what `TensorDict.load_memmap` would go by, which no checksum covers.
+
+    It is not called: where a shape is larger than a file, it changes the file.
+    """
+    manifest = published.manifest
+    said: dict[Path, dict[str, Any]] = {}
+    arrays = [each for each in (*manifest.arrays, *manifest.episode_arrays) if each.file]
+    for array in arrays:
+        folder = (published.path / str(array.file)).parent
+        for _ in array.key:
+            if folder not in said:
+                try:
+                    said[folder] = dict(json.loads((folder / _META_NAME).read_bytes()))
+                except (OSError, ValueError, TypeError) as error:
+                    text = f"{folder / _META_NAME} is damaged: {error}"
+                    return Finding("descriptions", False, text)
+            folder = folder.parent
+        folder = (published.path / str(array.file)).parent
+        found = said[folder].get(array.key[-1])
+        wanted = {"shape": list(array.shape), "dtype": str(array.dtype), "is_nested": False}
+        has = found if isinstance(found, dict) else {}
+        if any(has.get(name) != value for name, value in wanted.items()):
+            return Finding(
+                "descriptions",
+                False,
+                f"{folder / _META_NAME} says {found!r:.200} of {array.key[-1]!r}, expected "
+                f"{wanted['dtype']} of shape {wanted['shape']}",
+            )
+    return Finding(
+        "descriptions", True, f"{len(said)} folders as TensorDict.load_memmap reads them"
+    )
 
 
 # -- checkpoints -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import os
@@ -220,6 +221,21 @@ def test_download_errors(command, hub, tmp_path):
 
 
 # -- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["rich", "replaykit.cli.running"])
+def test_an_interrupt_while_it_loads_is_one_sentence(command, monkeypatch, module):
+    real = builtins.__import__
+
+    def load(name: str, *rest: object) -> object:
+        if name == module:
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", load)
+    done = command("datasets")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "replaykit: interrupted: nothing was begun\n"
 
 
 @pytest.mark.long  # the interrupted ones run it too

@@ -28,8 +28,8 @@ def test_a_whole_corpus_is_right(corpus, tmp_path):
     findings = validate(corpus, seen.append)
     assert all(found.ok for found in findings)
     assert [found.check for found in findings] == [
-        "manifest and sizes", "checksums", "episode table", "flags", "flags before", "ids",
-        "returns", "successors", "numbers", "duplicates",
+        "manifest and sizes", "checksums", "descriptions", "episode table", "flags",
+        "flags before", "ids", "returns", "successors", "numbers", "duplicates",
     ]  # fmt: skip
     assert sum(seen) > sum((corpus / name).stat().st_size for name in files_of(corpus))
     split = ensure_split(corpus, tmp_path / "split", progress=False).path
@@ -47,6 +47,28 @@ def test_a_flipped_bit_of_any_file_names_the_file(corpus):
         assert len(found) == 1, name
         assert found[0].startswith(f"{name} ("), name
         file.write_bytes(content)
+    assert wrong(corpus) == []
+
+
+@pytest.mark.parametrize("name", ["meta.json", "next/observation/meta.json", "episodes/meta.json"])
+def test_descriptions_that_do_not_fit_are_found(corpus, name):
+    """No checksum covers what tensordict reads."""
+    file = corpus / name
+    content = file.read_bytes()
+    dtype = b"torch.int64" if name.startswith("episodes") else b"torch.float64"
+    for damaged in (
+        content[: len(content) // 2],
+        content.replace(dtype, dtype[:-1] + b"5"),
+        content.replace(b'"shape":[', b'"shape":[1', 1),
+        content.replace(b'"is_nested":false', b'"is_nested":true '),
+    ):
+        if damaged != content:
+            file.write_bytes(damaged)
+            (found,) = wrong(corpus)
+            assert found.startswith(f"{file} ")
+    file.unlink()
+    assert f"{file} is damaged" in wrong(corpus)[0]
+    file.write_bytes(content)
     assert wrong(corpus) == []
 
 
