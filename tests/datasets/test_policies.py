@@ -63,13 +63,15 @@ def test_casts_are_to_the_nearest_value_and_noted(tmp_path):
     assert "source_dtype" not in facts["action",]
 
 
-@pytest.mark.parametrize(("value", "target"), [(1e300, "float32"), (300, "uint8"), (0.5, "int32")])
+@pytest.mark.parametrize(
+    ("value", "target"), [(1e300, "float32"), (300, "uint8"), (0.5, "int32"), (0.5, "bool")]
+)
 def test_value_that_does_not_fit_is_an_error(tmp_path, value, target):
     path = write(tmp_path / "a.h5", 4, 3)
     with h5py.File(path, "a") as file:
         file["run1/joints"][2, 1] = value
         source = file["run1/joints"].dtype.name
-        if target == "uint8":
+        if target in ("uint8", "bool"):
             file["run0/joints"][...] = 0
             file["run1/joints"][...] = 0
             file["run1/joints"][2, 1] = value

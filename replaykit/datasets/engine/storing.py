@@ -20,6 +20,8 @@ from replaykit.ted import Key
 
 __all__ = ["Storing"]
 
+_ENDS: Final = ("terminated", "truncated")
+"""What is set by any number but zero; other values are 0 or 1, or no flags."""
 _LEAST_COMMON: Final = 1 << 16
 """Bytes from which on numbers that several columns take are counted once."""
 
@@ -108,7 +110,7 @@ class Storing:
     def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if leaf.stored == block.dtype:
             return block
-        if leaf.stored.kind == "b":
+        if leaf.stored.kind == "b" and leaf.role in _ENDS:
             return block != 0
         real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
         with np.errstate(over="ignore", invalid="ignore"):
@@ -127,6 +129,8 @@ def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.b
     found, made = block.dtype.kind, values.dtype.kind
     if found not in "biufc":
         return np.zeros(block.shape, bool)
+    if made == "b":
+        return np.asarray(values.astype(block.dtype) != block)
     if made in "iu":
         # A number that only changes its sign comes back as it was.
         with np.errstate(over="ignore", invalid="ignore"):
