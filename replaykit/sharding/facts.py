@@ -34,6 +34,8 @@ class ShardFacts:
         smallest: the smallest positive ``v`` of a stored row; infinite without priorities.
         most: the largest raw priority ever set, which new rows get; at least 1.
         version: grows with every change of the shard.
+        loads: how often other rows have taken the place of all that there were; what was loaded
+            counts as written.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class ShardFacts:
     smallest: float
     most: float
     version: int
+    loads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,8 +305,8 @@ class RayPace:
         self.__init__(*state)  # type: ignore[misc]
 
 
-def _counted(facts: ShardFacts) -> tuple[int, int, int]:
-    return facts.version, facts.written, facts.rows
+def _counted(facts: ShardFacts) -> tuple[int, int, int, int]:
+    return facts.version, facts.written, facts.rows, facts.loads
 
 
 def _leave(actor: Any, client: str) -> None:

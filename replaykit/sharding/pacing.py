@@ -20,6 +20,7 @@ class Told(NamedTuple):
     version: int
     written: int
     rows: int
+    loads: int = 0
 
 
 class PaceKeeper(Protocol):
@@ -68,7 +69,7 @@ class _Counted:
 
     def __init__(self, incarnation: int, facts: ShardFacts) -> None:
         self.incarnation, self.version = incarnation, facts.version
-        self.written, self.rows = facts.written, facts.rows
+        self.written, self.rows, self.loads = facts.written, facts.rows, facts.loads
         self.is_there = True
 
 
@@ -130,12 +131,14 @@ class ShardsPace:
     def _learned(self, told: Iterable[Told]) -> int:
         """Takes over what is new, and returns how many rows were written that nobody knew of."""
         found = 0
-        for shard, incarnation, version, written, rows in told:
+        for shard, incarnation, version, written, rows, loads in told:
             now = self._shards[shard]
             if incarnation == now.incarnation:
                 if version > now.version:
-                    found += max(0, written - now.written)
+                    if loads == now.loads:  # else ``load`` says what counts
+                        found += max(0, written - now.written)
                     now.version, now.written, now.rows = version, written, rows
+                    now.loads = loads
             else:
                 found += self._of_dead(shard, incarnation, written)
         return found

@@ -44,7 +44,7 @@ class SavedShard:
             )
         self._install(recipe.make())
         self.barrier = Barrier(recipe.timeout)
-        self._version = 0
+        self._version = self._loads = 0
         self._terms = recipe.terms
         self._before = 0  # rows written before the positions of the ledger began
         self._loaded: tuple[str, ReplayBuffer] | None = None
@@ -83,6 +83,7 @@ class SavedShard:
                 smallest,
                 most,
                 self._version,
+                self._loads,
             )
 
     # -- its own checkpoint -------------------------------------------------------------------
@@ -252,6 +253,7 @@ class SavedShard:
             self._before = written - buffer.storage.ledger.next_position + len(buffer)
             self._loaded = None
             self._version += 1
+            self._loads += 1
             self.barrier.load([])
         old.shutdown()
         self.save_own()

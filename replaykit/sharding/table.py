@@ -110,7 +110,7 @@ class ShardTable:
         with self._lock:
             known = zip(self._facts, self._there, self.incarnations, strict=True)
             return [
-                Told(shard, incarnation, facts.version, facts.written, facts.rows)
+                Told(shard, incarnation, facts.version, facts.written, facts.rows, facts.loads)
                 for shard, (facts, there, incarnation) in enumerate(known)
                 if there and facts is not None
             ]

@@ -169,10 +169,10 @@ def test_a_call_that_waited_in_vain_has_changed_nothing(sharded: Any) -> None:
     for rb in (one, other):
         rb.extend(numbers(0, 3))
     begun = time.monotonic()
-    with pytest.raises(RateLimiterTimeout, match=r"insert of 1 row waited 0.2 s .* 3 inserted"):
+    with pytest.raises(RateLimiterTimeout, match=r"insert of 1 row waited 0[.]\d+ s .* 3 inserted"):
         one.add(numbers(3, 1)[0], timeout=0.2)
-    assert 0.2 <= time.monotonic() - begun < 5
-    assert 0.19 < one.stats()["insert_blocked_s"] < 5
+    assert 0.19 < time.monotonic() - begun < 5
+    assert 0.01 < one.stats()["insert_blocked_s"] < 5
     assert torch.equal(one.sample()["number"], other.sample()["number"])
     with pytest.raises(RateLimiterTimeout, match="sample of 2 rows waited 0 s for inserts"):
         one.sample(timeout=0)
@@ -231,6 +231,30 @@ def test_rows_that_are_there_to_begin_with_count(tmp_path: Path, sharded: Any) -
     assert (counts(rb), len(rb)) == ((14, 0), 40)
     plain.load_state_dict(sharded(2, rate_limiter=RateLimiter.queue(4)).state_dict())
     assert len(plain) == 0
+
+
+def test_what_others_tell_of_rows_that_are_being_loaded_counts_for_nothing(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment at which shards have them and that at which the counts are theirs."""
+    rb = sharded(2, rate_limiter=RateLimiter(1, 4, 30), batch_size=2)
+    rb.extend(numbers(0, 20))
+    rb.sample()
+    other, keeper, seen = rb.client(), rb._tickets.keeper, []
+    state, load = rb.state_dict(), keeper.load
+
+    def later(*args: Any) -> None:
+        other.sample()
+        seen.append(keeper.stats()["inserts"])
+        load(*args)
+
+    monkeypatch.setattr(keeper, "load", later)
+    rb.extend(numbers(20, 4))
+    rb.load_state_dict(state)
+    assert seen == [24]
+    assert counts(rb) == (20, 2)
+    other.extend(numbers(20, 3))
+    assert counts(rb) == (23, 2)
 
 
 def test_slices_count_rows_and_batches_ahead_when_they_are_delivered(sharded: Any) -> None:
