@@ -32,7 +32,9 @@ class Policies:
         missing: keys that some episodes lack. ``"layout"``: as the layout says: an error where
             the key is required, else left out and reported. ``"error"``: always one. ``"drop"``:
             left out and reported, unless it is the action, the reward or an end. ``"pad"``:
-            zeros, with a bool ``[N]`` below ``"present"`` that tells them from values.
+            zeros, with a bool ``[N]`` below ``"present"`` that tells them from values. An
+            observation whose next one no file has, or the other way round, is an error as well;
+            with ``"drop"`` and ``"pad"`` it stays and is reported.
         extra: datasets that the layout has no field for: ``"drop"`` reports them, ``"error"``
             refuses the file.
         casts: NumPy dtype of the source -> dtype to store, such as ``{"float64": "float32"}``.

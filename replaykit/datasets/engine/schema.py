@@ -13,6 +13,7 @@ from replaykit.datasets.columns import torch_dtype, unstorable
 from replaykit.datasets.engine.fields import Field
 from replaykit.datasets.engine.h5 import Leaf
 from replaykit.datasets.engine.layout import Bounds, Layout
+from replaykit.datasets.engine.pairs import require_pairs
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
@@ -284,12 +285,13 @@ class SchemaUnion:
 
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
         """Checks that successors have the shape and dtype of the states (rule V10)."""
+        first = next(iter(self._signatures.values())).first
+        require_pairs(self.layout.fields, leaves, self._policies, self._notes, first)
         states = {target.key: leaf for leaf in leaves for target in leaf.targets}
         for leaf in leaves:
             for target in leaf.targets if leaf.is_successor else ():
                 state = states.get(target.key[1:], leaf)
                 if (state.shape, state.stored) != (leaf.shape, leaf.stored):
-                    first = next(iter(self._signatures.values())).first
                     raise first.at(key=leaf.path).error(
                         f"has shape {list(leaf.shape)} and dtype {leaf.stored}, but {state.path} "
                         f"has {list(state.shape)} and {state.stored}",

@@ -194,6 +194,23 @@ def test_key_that_some_demonstrations_lack(tmp_path, quietly, missing, keys):
         assert "missing from 1 of 2 episodes" in left_out["obs/image"]
 
 
+@pytest.mark.parametrize("lone", ["obs/force", "next_obs/force"])
+def test_observation_without_the_next_one_is_named(tmp_path, quietly, lone):
+    """Rows would start from a key that they never arrive at, or the other way round."""
+    path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, **{lone: np.ones((3, 1))})})
+    other = {"obs/force": "next_obs/force", "next_obs/force": "obs/force"}[lone]
+    said = f"data/demo_0/{other}: the key is missing, but {lone} is there"
+    with pytest.raises(CorpusError, match=rf"a\.hdf5: {said} \[V12\]"):
+        quietly(path, ROBOMIMIC)
+    data = quietly(path, ROBOMIMIC, policies=Policies(missing="drop"))
+    (note,) = data.published.manifest.report["warnings"]
+    assert (note["rule"], note["count"]) == ("V12", 1)
+    there = ("observation", "force") if lone == "obs/force" else ("next", "observation", "force")
+    for k, exclude in enumerate([[there], ["observation", ("next", "observation")]]):
+        data = quietly(path, ROBOMIMIC, f"data{k}", policies=Policies(exclude=exclude))
+        assert data.published.manifest.report["warnings"] == []
+
+
 def test_key_that_only_a_later_demonstration_has(tmp_path, quietly):
     lacking = {"obs/image": None, "next_obs/image": None}
     path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, **lacking), "demo_1": demo(4, seed=1)})
