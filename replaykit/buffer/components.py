@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 
+from replaykit._compat import arange
 from replaykit.buffer.core import BufferCore, check_order
 from replaykit.buffer.shared import refuse_exchange
+from replaykit.buffer.state import saved_sampler
 from replaykit.samplers import Sampler
+from replaykit.samplers.priority_state import SavedPriorities
 from replaykit.storages import Storage
+from replaykit.storages.content import Content
 from replaykit.writers import Writer
 
-__all__ = ["Components"]
+__all__ = ["Components", "begun_anew", "of_another_kind"]
 
 
 class Components(BufferCore):
@@ -204,3 +210,41 @@ class Components(BufferCore):
 def _check_type(name: str, given: object, kind: type) -> None:
     if not isinstance(given, kind):
         raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")
+
+
+def of_another_kind(saved: Any, sampler: Sampler) -> bool:
+    """Whether a saved state is that of a sampler of another kind."""
+    kind = saved.get("_kind") if isinstance(saved, Mapping) else None
+    return isinstance(kind, str) and kind != sampler.kind
+
+
+def begun_anew(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> dict[str, Any]:
+    """The state of a sampler that knows of rows which a sampler of another kind has drawn from;
+    says what it keeps of the other one's.
+
+    Raises:
+        ValueError: priorities that are none.
+    """
+    fresh = copy.deepcopy(sampler)
+    fresh.empty()
+    state, count = saved_sampler(fresh), content.rows * content.lanes.numel()
+    how = "which begins anew"
+    if sampler.prioritized and "_priorities" in state:
+        raw = torch.ones(count, dtype=torch.float64, device="cpu")
+        most, how = 1.0, "which gives each row priority 1"
+        if "_priorities" in saved:
+            other = SavedPriorities.from_state(dict(saved), torch.float64)
+            most, raw = other.max_priority, other.priorities
+            how = "which keeps the priorities and its own exponents"
+        law = state["_alpha"], state["_beta"], state["_eps"]
+        state |= SavedPriorities(*law, most, 0, raw).to_state()
+    elif sampler.consumes:
+        fresh.extend(arange(content.rows))
+        state = saved_sampler(fresh)
+    warnings.warn(
+        f"the state of a {saved['_kind']!r} sampler is left out: this buffer has a "
+        f"{sampler.kind!r} one, {how}",
+        UserWarning,
+        stacklevel=3,
+    )
+    return state

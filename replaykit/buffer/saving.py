@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from replaykit.buffer.components import begun_anew, of_another_kind
 from replaykit.buffer.consuming import uses_of
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.mapped import check_mappable
@@ -130,8 +131,10 @@ class Saving(BufferCore):
     ) -> None:
         """Takes over a buffer that ``dumps`` saved; afterwards both draw the same batches.
 
-        Sampler and writer are of the kinds that were saved; the storage may be of another kind and
-        capacity. With equal capacity every row keeps its slot. With another one the rows lie in
+        The writer is of the kind that was saved; the storage may be of another kind and capacity.
+        So may the sampler, without ``mmap``: it begins anew over the rows, a prioritized one with
+        the priorities that were saved, or 1 each; a UserWarning says which, and batches drawn ahead
+        are left out. With equal capacity every row keeps its slot. With another one the rows lie in
         write order from 0; of a smaller one the newest (for a TensorDictMaxValueWriter: the
         largest) are kept, and a UserWarning says how many were left out. Where episodes began stays
         known, as in a ring that has overwritten their first rows.
@@ -156,9 +159,9 @@ class Saving(BufferCore):
         Raises:
             FileNotFoundError: there is no checkpoint, or not of that version. CheckpointError: it
                 is damaged, or of a newer format; names the file. ValueError: other keys, shapes,
-                dtypes, lanes, or kinds of sampler or writer, or with ``mmap`` a storage that cannot
-                have its rows in these files. NotImplementedError: ``mmap`` elsewhere than on a
-                64-bit POSIX system. OSError: the system does not map the files.
+                dtypes, lanes, or kind of writer, or with ``mmap`` of sampler, or a storage that
+                cannot have its rows in these files. NotImplementedError: ``mmap`` elsewhere than on
+                a 64-bit POSIX system. OSError: the system does not map the files.
 
         Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
         are not used afterwards. With it, priorities are read at the first draw or update, and the
@@ -204,16 +207,21 @@ class Saving(BufferCore):
                         content = replace(content, check=saved.verify)
                     else:
                         saved.verify()
+                content = content_after_load(storage, content)
+                writer, sampler = saved.part("writer"), saved.part("sampler", mapped=late)
+                prepared = saved.part("prepared")
+                if not mmap and of_another_kind(sampler, self._sampler):
+                    sampler, prepared = begun_anew(self._sampler, sampler, content), []
                 apply_state(
                     self,
                     BufferState(
-                        content_after_load(storage, content),
+                        content,
                         None,
-                        saved.part("writer"),
-                        saved.part("sampler", mapped=late),
+                        writer,
+                        sampler,
                         saved.part("transforms"),
                         saved.part("generator"),
-                        saved.part("prepared"),
+                        prepared,
                         mapped=mmap,
                         pace=saved.part("pace") if "pace" in saved else None,
                     ),

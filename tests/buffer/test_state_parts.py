@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
+    ConsumingSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
     Sampler,
     SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     Storage,
     TensorDictMaxValueWriter,
 )
@@ -158,11 +166,10 @@ def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
 def test_other_components_or_rows_are_refused_before_anything_changes(
     buffer_of: Any, rows: Any, unchanged: Any, tmp_path: Path
 ):
-    """CK10, C6: another kind of sampler or writer, other keys, shapes or dtypes."""
+    """CK10, C6: another kind of writer, other keys, shapes or dtypes."""
     buffer_of("tensor", filled=6, sampler="without").dumps(tmp_path)
     good = {"sampler": "without", "filled": 3, "seed": 0}
     for options, match in [
-        ({**good, "sampler": "random"}, "'random' sampler, got 'without_replacement'"),
         ({**good, "writer": TensorDictMaxValueWriter("id")}, "'max_value' writer, got 'round"),
     ]:
         buffer = buffer_of("tensor", **options)
@@ -187,3 +194,72 @@ def test_other_components_or_rows_are_refused_before_anything_changes(
     texts.dumps(tmp_path / "texts")
     empty = buffer_of("tensor", sampler="without")
     unchanged(empty, ValueError, lambda: empty.loads(tmp_path / "texts"), "layout")
+
+
+PRIORITIZED = ("prioritized", "prioritized slices")
+SAMPLERS: dict[str, Any] = {
+    "random": RandomSampler,
+    "without": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices without": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.9, beta=0.4, slice_len=2),
+    "consuming": lambda: ConsumingSampler(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "capacity"),
+    [
+        (*pair, capacity)
+        for pair, capacity in zip(
+            itertools.permutations(SAMPLERS, 2), itertools.cycle([20, 10, 40]), strict=False
+        )
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*rows.*left out")
+def test_a_sampler_of_another_kind_begins_anew_and_says_so(
+    saved: str, own: str, capacity: int, tmp_path: Path
+) -> None:
+    def made(sampler: str, size: int) -> ReplayBuffer:
+        storage = LazyTensorStorage(size)
+        return ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=4)
+
+    def steps(first: int, count: int) -> TensorDict:
+        number = torch.arange(first, first + count)
+        return TensorDict({"x": number, "next": {"done": number % 5 == 4}}, [count])
+
+    source, buffer = made(saved, 20), made(own, capacity)
+    source.extend(steps(0, 27))
+    if saved in PRIORITIZED:
+        source.update_priority(torch.arange(20), torch.arange(20.0) + 1)
+    source.sample()
+    source.dumps(tmp_path)
+    buffer.extend(steps(500, 7))
+    buffer.sample()
+    how = "begins anew"
+    if own in PRIORITIZED:
+        how = "keeps the priorities" if saved in PRIORITIZED else "gives each row priority 1"
+    with pytest.warns(UserWarning, match=f"sampler is left out: this buffer has .*{how}"):
+        buffer.loads(tmp_path)
+    stored = buffer.storage[:]["x"].tolist()
+    assert sorted(stored) == list(range(27 - min(capacity, 20), 27))
+    if own in PRIORITIZED:
+        priorities = dict.fromkeys(range(27), 1.0)
+        if saved in PRIORITIZED:
+            slots = source.storage[:]["x"].tolist()
+            priorities = {x: 1.0 + slot for slot, x in enumerate(slots)}
+        sampler: Any = buffer.sampler
+        assert sampler.alpha == SAMPLERS[own]().alpha
+        found = sampler.state_dict()["_priorities"].tolist()
+        assert found == [priorities[x] for x in stored]
+    if own == "without":
+        drawn = [buffer.sample(2)["x"] for _ in range(len(buffer) // 2)]
+        assert sorted(torch.cat(drawn).tolist()) == sorted(stored)
+    if own == "consuming":
+        drawn = []
+        while len(buffer):
+            drawn.append(buffer.sample(2)["x"])
+        assert sorted(torch.cat(drawn).tolist()) == sorted(stored * 2)
+    buffer.extend(steps(900, 5))
+    assert len(buffer.sample()) == 4

@@ -117,6 +117,7 @@ def test_reads_of_rows_see_whole_batches(in_threads: Any):
     in_threads(write, read, read)
 
 
+@pytest.mark.filterwarnings("ignore:.*sampler is left out")
 @pytest.mark.pitfall("TH3")
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("prefetch", [None, 2])
@@ -127,6 +128,7 @@ def test_any_mix_of_calls_from_eight_threads_leaves_a_whole_buffer(
     _random_mix(kind, prefetch, 1.5, in_threads, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*sampler is left out")
 @pytest.mark.long
 @pytest.mark.pitfall("TH3")
 @pytest.mark.parametrize("kind", STORAGES)

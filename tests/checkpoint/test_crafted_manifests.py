@@ -116,7 +116,6 @@ CRAFTED = [
     _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),
     _set(*LEDGER, "generations", value="text"),
     *[_drop(*LEDGER, name) for name in ("positions", "generations", "length")],
-    _set("parts", "sampler", "_kind", value="random"),
     _set("parts", "sampler", "_length", value=-5),
     _set("parts", "sampler", "_length", value=2),
     _set("parts", "sampler", "_ran_out", value=1),
