@@ -188,6 +188,38 @@ def test_a_killed_writer_stops_nobody(disk: bool, method: str, kills: int, tmp_p
     kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
 
 
+def assert_extends_are_whole(buffer: ReplayBuffer) -> None:
+    """Each of those that follow each other in a ring, but for the first, which may be cut."""
+    with buffer.storage.lock:
+        order = buffer.storage.ledger.write_order()
+        found, positions = buffer[order], buffer.storage.ledger.positions(order)
+    assert_whole(found)
+    assert (positions.diff() == 1).all()
+    of = torch.stack([found["writer"], found["batch"]], -1)
+    found_sizes = torch.unique_consecutive(of, dim=0, return_counts=True)[1]
+    ends = found_sizes.cumsum(0) - 1
+    assert found_sizes[1:].tolist() == found["size"][ends[1:]].tolist()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_killed_while_rows_are_overwritten(disk: bool, tmp_path: Path) -> None:
+    """In a ring that is full, so that what a killed one had overwritten is to be put back."""
+    buffer = new_buffer(45, tmp_path / "rows" if disk else None)
+    context, draw = multiprocessing.get_context("fork"), random.Random(int(disk))
+    buffer.extend(rows(7, 0, 0, 45))
+    batch, written = 0, 45
+    for own in range(1, 9):
+        done = killed(buffer, context, 1, range(batch, batch + 30), draw)
+        sizes = [size_of(1, one) for one in range(batch, done + 2)]
+        found = buffer.write_count - written
+        assert found in (sum(sizes), sum(sizes[:-1]))
+        batch, written = done + 1 + (found == sum(sizes)), buffer.write_count + 1
+        assert_extends_are_whole(buffer)
+        buffer.extend(rows(7, own, own, 1))
+        assert len(buffer) == 45
+        assert len(buffer.episodes.index) == 45
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_the_same_for_long(seed: int, tmp_path: Path) -> None:
