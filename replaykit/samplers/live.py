@@ -168,10 +168,13 @@ class LiveSlots:
     @classmethod
     def of(cls, uses: Array, live: Array, line: Array, most: int) -> LiveSlots:
         """Returns what ``state`` told of; ValueError where that contradicts itself."""
-        length = len(uses)
-        whole = np.sort(np.concatenate([live, line]))
+        length, whole = len(uses), np.concatenate([live, line])
+        seen = np.zeros(length, bool)
+        if len(whole) == length and ((whole >= 0) & (whole < length)).all():
+            seen[whole] = True
         if not (
-            np.array_equal(whole, np.arange(length))
+            len(whole) == length
+            and seen.all()
             and ((uses >= 0) & (uses <= most)).all()
             and (uses[live] < most).all()
             and (uses[line] == most).all()

@@ -35,7 +35,9 @@ class EpisodeIndexes:
 
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
-        self.marks = CutMarks()
+        self._marks = CutMarks()
+        # Whether what was open has yet to be ended by a restart; see ``marks``.
+        self._restarted = False
         # Whether there may be stored rows that are not noted as they are: their columns were
         # edited, or they came otherwise than by a write.
         self.stale = True
@@ -56,6 +58,27 @@ class EpisodeIndexes:
         assert storage is not None
         return storage
 
+    @property
+    def marks(self) -> CutMarks:
+        """Where streams were severed.
+
+        Cost: nothing, but the first time after interleaved streams were loaded: which of their rows
+        are the newest takes all of them to know.
+        """
+        self._end_what_was_open()
+        return self._marks
+
+    def _end_what_was_open(self) -> None:
+        """Cuts what a restart has ended, where nobody has asked since: all who look at rows as
+        streams come through here, or write or edit them."""
+        if self._restarted:
+            self._restarted = False
+            try:
+                self.cut(code=RESTORED)
+            except BaseException:
+                self._restarted = True
+                raise
+
     def of(self, rule: BoundaryRule = _DEFAULT) -> EpisodeIndex:
         """Returns the index by a rule, up to date.
 
@@ -63,6 +86,7 @@ class EpisodeIndexes:
             KeyError: columns that the rule names are not stored. RuntimeError: nothing was
                 written yet, or records are no TensorDicts.
         """
+        self._end_what_was_open()
         found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
             storage = self.storage
@@ -86,6 +110,7 @@ class EpisodeIndexes:
 
         Of more rows than there are slots some were never stored: those are read from the batch.
         """
+        self._end_what_was_open()
         main = self._main
         if main is None:
             if not self._is_kept():
@@ -110,6 +135,7 @@ class EpisodeIndexes:
     def settle(self) -> None:
         """Told that stored rows are about to be overwritten or forgotten: what they say is noted
         first."""
+        self._end_what_was_open()
         self.stale = False
         for index in self._live():
             index.sync()
@@ -128,6 +154,7 @@ class EpisodeIndexes:
 
     def edited(self, paths: Collection[Path]) -> None:
         """Told that columns were changed in place."""
+        self._end_what_was_open()
         live = self._live()
         if not live:
             self.bounding += 1
@@ -139,6 +166,7 @@ class EpisodeIndexes:
 
     def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
+        self._end_what_was_open()
         ledger = self.storage.ledger
         if not ledger.length:
             return
@@ -262,7 +290,7 @@ class EpisodeIndexes:
         """
         self._main, self.stale = None, True
         self._others.clear()
-        self.marks = CutMarks()
+        self._marks, self._restarted = CutMarks(), False
         storage = self.storage
         ledger, lanes = storage.ledger, storage.lanes.numel()
         heads = None
@@ -273,7 +301,7 @@ class EpisodeIndexes:
             known, now = moved.find(marks // lanes)
             numbers = now * lanes + marks[known] % lanes
             for code in (SEVERED, RESTORED):
-                self.marks.add(numbers[codes[known] == code], code, 0)
+                self._marks.add(numbers[codes[known] == code], code, 0)
             heads = state["heads"]
             if heads is not None:
                 oldest, shift = moved.oldest, moved.shift
@@ -290,7 +318,9 @@ class EpisodeIndexes:
                 }
         self._saved = heads
         if restarted and ledger.length:
-            self.cut(code=RESTORED)
+            self._restarted = True
+            if storage.lane_key is None:
+                self._end_what_was_open()
 
     def follow(self, marks: Array, codes: Array, *, anew: bool, edited: bool) -> None:
         """Takes over what another process has done: the rows that nothing follows, and why.
@@ -305,7 +335,7 @@ class EpisodeIndexes:
             for index in self._live():
                 index.edited()
         self.stale, self._saved = True, None
-        self.marks = CutMarks(marks.tolist(), codes.tolist())
+        self._marks, self._restarted = CutMarks(marks.tolist(), codes.tolist()), False
 
     def noted(self) -> int | None:
         """Position from which on rows have yet to be noted by an index; None: there is none."""
