@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -25,6 +27,8 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Array", "Manifest", "provenance"]
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "replaykit-dataset"
 FORMAT_VERSION: Final = 2
+
+_CHECKSUM: Final = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 _WITHOUT_FINALS: Final = 1
 """Version of data sets all of whose columns are stored."""
 
@@ -137,10 +141,19 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def dump(self) -> bytes:
-        """Returns the text of the file."""
+        """Returns the text of the file, which ends with a checksum of what stands before it."""
         # With an indent json works in Python, and several times as long.
         entries = (f" {json.dumps(name)}: {_lines(said)}" for name, said in self._json().items())
-        return ("{\n" + ",\n".join(entries) + "\n}\n").encode()
+        text = ("{\n" + ",\n".join(entries)).encode()
+        return text + f',\n "crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
+
+    def is_text(self, text: bytes) -> bool:
+        """Whether the text that this was read from is as ``dump`` gave it, to the bit. One of a
+        version that wrote no checksum is taken for it."""
+        found = _CHECKSUM.search(text)
+        if found is None:
+            return set(json.loads(text)) <= {*self._json(), "finals"}
+        return zlib.crc32(text[: found.start()]) == int(found[1], 16)
 
     def _json(self) -> dict[str, Any]:
         return {

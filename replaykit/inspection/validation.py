@@ -11,6 +11,7 @@ from typing import Any, Final
 from replaykit.checkpoint import Checkpoint, checkpoint_versions
 from replaykit.checkpoint.files import open_file
 from replaykit.checkpoint.manifests import read_manifest
+from replaykit.datasets.manifest import MANIFEST_NAME
 from replaykit.datasets.opened import Published
 from replaykit.datasets.publish import open_published
 from replaykit.errors import CheckpointError
@@ -80,6 +81,11 @@ def _corpus(path: Path, advance: Advance) -> list[Finding]:
         return [Finding("manifest and sizes", False, str(error))]
     manifest = published.manifest
     found = [Finding("manifest and sizes", True, f"{len(list(manifest.files()))} files")]
+    text = (path / MANIFEST_NAME).read_bytes()
+    if not manifest.is_text(text):
+        said = f"{MANIFEST_NAME} ({len(text):,} bytes) is not what was written"
+        # What it tells of the others means nothing.
+        return [*found, Finding("checksums", False, f"{said}: its own checksum is another one")]
     found += _files(published, advance)
     found.append(_descriptions(published))
     found += ted_findings(published, advance)
@@ -87,7 +93,7 @@ def _corpus(path: Path, advance: Advance) -> list[Finding]:
 
 
 def _files(published: Published, advance: Advance) -> list[Finding]:
-    bad, count = [], 0
+    bad, count = [], 1
     for name, size, expected in published.manifest.files():
         count += 1
         try:

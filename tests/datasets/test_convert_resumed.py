@@ -32,7 +32,7 @@ def content(root: Path) -> dict[str, bytes]:
     """Every byte of a data set, but for when and by what it was made."""
     found = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
     manifest = json.loads(found.pop("manifest.json"))
-    del manifest["made"]
+    del manifest["made"], manifest["crc32"]
     return {**found, "manifest": json.dumps(manifest).encode()}
 
 

@@ -28,7 +28,7 @@ def content(root: Path) -> dict[str, bytes]:
         if path.is_file()
     }
     manifest = json.loads(found.pop("manifest.json"))
-    del manifest["made"]
+    del manifest["made"], manifest["crc32"]
     return {**found, "manifest": json.dumps(manifest).encode()}
 
 

@@ -115,6 +115,7 @@ def tamper(path: Path, key: str, change: Callable[[np.ndarray], Any]) -> None:
     change(values)
     file.write_bytes(values.tobytes())
     array["crc32"] = f"{zlib.crc32(values.tobytes()):08x}"
+    record.pop("crc32", None)
     manifest.write_text(json.dumps(record))
 
 
