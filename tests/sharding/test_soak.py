@@ -124,6 +124,8 @@ def test_nothing_is_lost_but_what_is_reported(ray_cluster: Any, tmp_path: Path) 
             ray.kill(rb._members.shards[shard].actor)
             kills += 1
             largest = max([largest, *shards_memory()])
+        # Before a million numbers are compared here, which take more than all else.
+        grown = memory_of("self") - before
         committed = {number for done in ray.get(writers) for number in done}
         sampled = ray.get(samplers)
         while rb.stats()["shards"].count(None):
@@ -140,7 +142,6 @@ def test_nothing_is_lost_but_what_is_reported(ray_cluster: Any, tmp_path: Path) 
         assert kills >= (8 if MINUTES >= 10 else 2)
         assert all(count > 10 * MINUTES for count, _ in sampled)
         assert all(longest < 60 for _, longest in sampled)
-        grown = memory_of("self") - before
         assert grown < 100 * 2**20
         assert largest < 1.25 * at_most + 100 * 2**20
     finally:
