@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.components import of_another_kind
 from replaykit.checkpoint import Checkpoint
 from replaykit.samplers import RandomSampler
 from replaykit.schema import take_apart
@@ -20,7 +21,7 @@ from replaykit.sharding.routing import ByKey
 from replaykit.storages import LazyTensorStorage
 from replaykit.ted import unravel
 
-__all__ = ["load_share"]
+__all__ = ["check_sampler", "load_share"]
 
 Array = np.ndarray[Any, Any]
 
@@ -82,6 +83,17 @@ def load_share(
     return count, max(0, count - buffer.storage.max_size)
 
 
+def check_sampler(buffer: ReplayBuffer, path: str) -> None:
+    """Raises ValueError where a shard was saved with a sampler of another kind: what a buffer alone
+    begins anew, a shard has to agree about with the others."""
+    with Checkpoint(path) as saved:
+        state = saved.part("sampler", mapped=("_priorities",))
+        if of_another_kind(state, buffer.sampler):
+            raise ValueError(
+                f"expected the state of a {buffer.sampler.kind!r} sampler, got {state['_kind']!r}"
+            )
+
+
 def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:
     with Checkpoint(path) as saved:
         capacity = saved.manifest["max_size"]
@@ -96,6 +108,7 @@ def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:
         priority_key=recipe.priority_key,
         delayed_init=False,
     )
+    check_sampler(buffer, path)
     in_files = not dedup and lane_key is None
     buffer.loads(path, mmap=in_files, verify=verify or not in_files)
     buffer.flush()  # what transforms held back is stored where its stream ended

@@ -195,7 +195,7 @@ class Routed:
             >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
             ...                          backend="local") as rb:
             ...     [rb.add_async(torch.tensor(row)) for row in (5, 6, 7)][-1].result(), rb[:]
-            (2, tensor([5, 7, 6]))
+            (2, tensor([5, 6, 7]))
         """
         return self._sent(data, single=True)
 

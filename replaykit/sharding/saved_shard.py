@@ -20,7 +20,7 @@ from replaykit.sharding.barrier import Barrier, Known
 from replaykit.sharding.facts import ShardFacts, Terms
 from replaykit.sharding.laws import DrawLaw, law_of
 from replaykit.sharding.recipe import ShardRecipe
-from replaykit.sharding.resharding import load_share
+from replaykit.sharding.resharding import check_sampler, load_share
 
 __all__ = ["SavedShard"]
 
@@ -218,6 +218,7 @@ class SavedShard:
         """
         buffer = self.recipe.make()
         if as_they_lie:
+            check_sampler(buffer, sources[self.shard])
             buffer.loads(sources[self.shard])
             found = len(buffer), 0
         else:
