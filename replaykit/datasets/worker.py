@@ -186,7 +186,7 @@ def _restored(error: bytes | None, text: str) -> BaseException:
 
     try:
         restored = cloudpickle.loads(error)
-    except Exception:
+    except Exception:  # of a class that this process cannot make: its text is told
         restored = None
     if not isinstance(restored, BaseException):
         return RuntimeError(f"a worker raised what cannot be sent to this process:\n{text}")
@@ -219,7 +219,7 @@ def _answer(job: Job, piece: Piece) -> tuple[Any, bytes | None, str]:
         text = traceback.format_exc()
         try:
             return None, cloudpickle.dumps(error), text
-        except Exception:
+        except Exception:  # it cannot be pickled: its text is told
             return None, None, text
 
 

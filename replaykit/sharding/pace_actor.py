@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import itertools
@@ -76,8 +77,9 @@ class Paced:
         self._looking: asyncio.Task[None] | None = None
         self._looked = time.monotonic()
 
+    @abc.abstractmethod
     async def _facts(self, shard: Any) -> ShardFacts:
-        raise NotImplementedError
+        """What a shard says of itself; of the actor that this is mixed into."""
 
     _shards: list[Any]
 
@@ -113,7 +115,7 @@ class Paced:
         watch.add_done_callback(self._watches.discard)
 
     async def _watch(self, client: str, stay: Any) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # whatever is raised: it is not there any more
             await stay
         assert self._counts is not None
         self._asking = {name for name in self._asking if name[0] != client}
@@ -310,5 +312,5 @@ def _counted(facts: ShardFacts) -> tuple[int, int, int, int]:
 
 
 def _leave(actor: Any, client: str) -> None:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a finalizer: the actor may have ended before
         actor.pace_leave.remote(client)
