@@ -1,0 +1,77 @@
+"""Making a directory durable: everything below it is synced, and what fails is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from replaykit.filesystem import NoRoomError, sync_tree
+
+FILES = 150
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory of more files than are open at once, in two directories."""
+    for number in range(FILES):
+        directory = tmp_path / "data" / str(number % 2)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / str(number)).write_bytes(b"x")
+    return tmp_path / "data"
+
+
+def test_every_file_and_directory_is_synced_once(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    sync_tree(tree)
+    assert sorted(synced) == sorted(path.stat().st_ino for path in [tree, *tree.rglob("*")])
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_file_that_cannot_be_synced_is_told(
+    code: int, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = (tree / "1" / "77").stat().st_ino
+
+    def fail(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == bad:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        sync_tree(tree)
+    assert caught.value.errno == code
+    if code == errno.ENOSPC:
+        assert isinstance(caught.value, NoRoomError)
+        assert str(tree / "1" / "77") in str(caught.value)
+
+
+def test_file_systems_that_cannot_sync_directories_are_no_error(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), (tree / "0").stat()):
+            raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    sync_tree(tree)
+
+
+def test_a_directory_that_cannot_be_synced_is_told(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), (tree / "0").stat()):
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="broken"):
+        sync_tree(tree)
