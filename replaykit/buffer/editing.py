@@ -17,7 +17,7 @@ from replaykit.storages.indexing import as_index, elements_at, unravel_index
 from replaykit.structure import flatten, map_leaves
 from replaykit.ted import RESERVED_KEYS, format_key, unravel
 
-__all__ = ["Editing"]
+__all__ = ["Editing", "column_of", "is_key"]
 
 
 class Editing(BufferCore):
@@ -40,8 +40,8 @@ class Editing(BufferCore):
             IndexError: rows that are not stored. KeyError: no such key. RuntimeError: nothing was
                 written yet.
         """
-        if _is_key(index):
-            return self._column(self[:], index)
+        if is_key(index):
+            return column_of(self[:], index)
         with self._locked() as storage:
             if storage.ndim > 1:
                 # The layout that was written, indexed as a whole.
@@ -87,22 +87,6 @@ class Editing(BufferCore):
         found = fetch_all(chain, storage, cells, {}, self._generator)
         return chain, found, elements.shape
 
-    @staticmethod
-    def _column(rows: Any, key: Any) -> Any:
-        value = rows
-        for part in unravel(key):
-            known = is_tensordict(value) or is_tensorclass(value) or isinstance(value, dict)
-            value = value.get(part, None) if known else None
-        if value is None:
-            known = (
-                [format_key(unravel(k)) for k in rows.keys(True, True)]
-                if (is_tensordict(rows))
-                else []
-            )
-            there = f"; there are {', '.join(sorted(known))}" if known else ""
-            raise KeyError(f"no key {format_key(unravel(key))}{there}")
-        return value
-
     def read_all_in_order(self, end: int | None = None) -> Any:
         """Returns all stored rows, or the first ``end``, in physical order: ``rb[:end]``.
 
@@ -128,7 +112,7 @@ class Editing(BufferCore):
             IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
             KeyError: no such column.
         """
-        if _is_key(index):
+        if is_key(index):
             self.set_(index, value)
             return
         if len(self.transform):
@@ -266,10 +250,24 @@ class Editing(BufferCore):
         return self.dim_extend if storage.ndim > 1 else 0
 
 
-def _is_key(index: Any) -> bool:
+def is_key(index: Any) -> bool:
+    """Whether what stands in ``rb[...]`` names a column."""
     if isinstance(index, tuple):
-        return bool(index) and all(_is_key(part) for part in index)
+        return bool(index) and all(is_key(part) for part in index)
     return isinstance(index, str)
+
+
+def column_of(rows: Any, key: Any) -> Any:
+    """Returns a column of rows; KeyError where there is none, with those that there are."""
+    value = rows
+    for part in unravel(key):
+        known = is_tensordict(value) or is_tensorclass(value) or isinstance(value, dict)
+        value = value.get(part, None) if known else None
+    if value is None:
+        names = rows.keys(True, True) if is_tensordict(rows) else ()
+        listed = ", ".join(sorted(format_key(unravel(name)) for name in names))
+        raise KeyError(f"no key {format_key(unravel(key))}{listed and '; there are ' + listed}")
+    return value
 
 
 def _is_single(index: Any) -> bool:

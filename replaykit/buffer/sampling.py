@@ -19,7 +19,7 @@ from replaykit.pace import SAMPLE
 from replaykit.transfer import Arrival, Staging, pin, to_device
 from replaykit.transfer.engines import engine_for
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "told_to_merge"]
 
 
 class Sampling(Drawing):
@@ -67,13 +67,7 @@ class Sampling(Drawing):
             >>> batch.shape, bool((batch["x"] == batch["index"] * 10).all())
             (torch.Size([3]), True)
         """
-        if include_info is not None and not include_info:
-            warnings.warn(
-                "include_info=False is deprecated; drop the keys from the batch instead",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-        merge = include_info is None or bool(include_info)
+        merge = told_to_merge(include_info)
         _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
         return (data, info) if return_info else data
 
@@ -259,3 +253,15 @@ class Sampling(Drawing):
                     # One for each batch in the making, and one whose copy is under way.
                     staging = self._staging = Staging(engine, self._prefetch_depth + 1)
         return staging.move(made)
+
+
+def told_to_merge(include_info: bool | None) -> bool:
+    """Whether what is known of a draw belongs into the batch; warns its caller's caller if not."""
+    if include_info is None or include_info:
+        return True
+    warnings.warn(
+        "include_info=False is deprecated; drop the keys from the batch instead",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return False

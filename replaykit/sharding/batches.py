@@ -133,9 +133,10 @@ def _placed(values: list[torch.Tensor], into: list[torch.Tensor], rows: int) -> 
     return out
 
 
-def finished(data: Any, info: dict[Any, Any], sampler: Sampler) -> Any:
-    """A batch with what is known of it in it, in the shape in which the sampler delivers."""
-    data = merged(data, info, 0)
+def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
+    """A batch in the shape in which the sampler delivers; ``merge``: with what is known of it."""
+    if merge:
+        data = merged(data, info, 0)
     shape = sampler.shape_of(info["index"].shape[0])
     if shape is not None and is_tensordict(data):
         data = shaped(data, info["index"].shape[0], shape)

@@ -7,14 +7,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from replaykit._compat import as_tensor
 from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
-from replaykit.sharding.membership import Members
-from replaykit.sharding.reading import rows_at
+from replaykit.sharding.membership import Members, check_on_loss
+from replaykit.sharding.reading import rows_by
 from replaykit.sharding.refused import REFUSED, refuse
 from replaykit.sharding.routed import ClientSettings
-from replaykit.sharding.sampling import Sampled
+from replaykit.sharding.sampling import Sampled, check_generator
 from replaykit.sharding.saving import load_all, save_all, state_of, take_state
 from replaykit.sharding.updates import Updates
 
@@ -192,26 +191,25 @@ class ShardedClient(Sampled):
     def __getitem__(self, index: Any) -> Any:
         """Returns rows by index, transformed: an int, a list, or int64 ``[K]``.
 
-        A slice takes of all stored rows in the order of their indices.
+        A slice or a bool mask takes of all stored rows in the order of their indices, a key gives
+        that column of ``rb[:]``.
 
         Raises:
-            IndexError: a row that is not stored. TypeError: another kind of index.
+            IndexError: a row that is not stored, a mask of another length. KeyError: no such key.
+            TypeError: another kind of index.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(TensorDict({"x": torch.arange(5) * 10}, [5]))
+            ...     rb[3]["x"], rb[1:3]["x"], rb["x"]
+            (tensor(30), tensor([10, 20]), tensor([ 0, 10, 20, 30, 40]))
         """
         self._check_open()
-        if isinstance(index, int):
-            return rows_at(self, torch.tensor([index]))[0]
-        if isinstance(index, slice):
-            found = self._members.ask_all("stored_slots")
-            rows = [self._names.join(shard, slots) for shard, slots in found.items()]
-            stored = torch.cat(rows).sort().values
-            return rows_at(self, stored[list(range(*index.indices(len(stored))))])
-        index = as_tensor(index)
-        if index.ndim != 1 or index.is_floating_point() or index.dtype is torch.bool:
-            raise TypeError(
-                f"expected an index as an int, slice or int64 [K], got {index.dtype} "
-                f"{list(index.shape)}"
-            )
-        return rows_at(self, index.to(torch.int64))
+        return rows_by(self, index)
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """Returns all stored rows, or the first ``end``, in the order of their indices:
@@ -324,6 +322,8 @@ class ShardedClient(Sampled):
             prefetch: how many batches it has under way, as in the constructor.
         """
         self._check_open()
+        check_generator(generator)
+        check_on_loss(on_loss)
         members, prefetch = self._members.again(on_loss), checked_count("prefetch", prefetch)
         return ShardedClient(self._settings, members, generator, prefetch)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from replaykit.buffer.core import checked_batch_size
 from replaykit.buffer.pacing import checked_limiter
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import RateLimiter
@@ -17,9 +18,10 @@ from replaykit.samplers import RandomSampler, Sampler
 from replaykit.sharding.client import ShardedClient
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.laws import law_of
-from replaykit.sharding.membership import Members
+from replaykit.sharding.membership import Members, check_on_loss
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.routed import ClientSettings
+from replaykit.sharding.sampling import check_generator
 from replaykit.sharding.shards import LocalSupervisor
 
 __all__ = ["ShardedReplayBuffer"]
@@ -72,7 +74,8 @@ class ShardedReplayBuffer(ShardedClient):
             then goes on running until the program ends, or ``ray.shutdown()``.
 
     Raises:
-        TypeError: an argument of another kind. ValueError: parts that do not divide among shards.
+        TypeError: an argument of another kind. ValueError: numbers out of range, parts that do not
+            divide among shards.
         RuntimeError: ray is not installed. FileExistsError: another buffer's shards are in
             ``checkpoint_dir``.
 
@@ -136,6 +139,9 @@ class ShardedReplayBuffer(ShardedClient):
             if not seconds >= 0:
                 raise ValueError(f"expected {name} of at least 0 seconds, got {seconds}")
         prefetch = checked_count("prefetch", prefetch)
+        batch_size = None if batch_size is None else checked_batch_size(batch_size)
+        check_generator(generator)
+        check_on_loss(on_loss)
         limiter = checked_limiter(rate_limiter)
         like = RandomSampler() if sampler is None else sampler()
         law = law_of(like)

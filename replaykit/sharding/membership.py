@@ -13,7 +13,7 @@ from replaykit.sharding.facts import ShardFacts, ShardLoss, Terms
 from replaykit.sharding.shards import Reply, Restored, Shard, Supervisor
 from replaykit.sharding.table import ShardTable
 
-__all__ = ["Members"]
+__all__ = ["Members", "check_on_loss"]
 
 _LOOK_AGAIN = 0.05
 """Seconds between two questions whether a shard is back, while there are others."""
@@ -172,3 +172,9 @@ class Members:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+
+def check_on_loss(on_loss: object) -> None:
+    """Raises TypeError where it is nothing that can be called with what was lost, nor None."""
+    if on_loss is not None and not callable(on_loss):
+        raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")

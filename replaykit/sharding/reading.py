@@ -1,18 +1,49 @@
-"""Rows by index, from whichever shards have them."""
+"""Rows by index, place or key, from whichever shards have them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from replaykit._compat import as_tensor
+from replaykit.buffer.editing import column_of, is_key
 from replaykit.sharding.batches import rows_of
 from replaykit.sharding.errors import ShardDied
+from replaykit.storages.indexing import as_index
 
 if TYPE_CHECKING:
     from replaykit.sharding.client import ShardedClient
 
-__all__ = ["check_stored", "rows_at"]
+__all__ = ["check_stored", "rows_at", "rows_by"]
+
+
+def rows_by(client: ShardedClient, index: Any) -> Any:
+    """Returns what ``rb[index]`` stands for.
+
+    Numbers are names of rows. Slices and masks are of all rows that are there, in the order of
+    their names; so is a column.
+    """
+    if is_key(index):
+        return column_of(rows_by(client, slice(None)), index)
+    by_place = isinstance(index, slice) or index is Ellipsis
+    if not by_place:
+        refused = isinstance(index, (bool, np.bool_))
+        index = as_tensor(index)
+        by_place = index.dtype is torch.bool
+        if refused or index.ndim > 1 or (index.is_floating_point() and index.numel()):
+            raise TypeError(
+                f"expected an index as an int, slice, mask, key or int64 [K], got {index.dtype} "
+                f"{list(index.shape)}"
+            )
+    if by_place:
+        found = client._members.ask_all("stored_slots")
+        rows = [client._names.join(shard, slots) for shard, slots in found.items()]
+        stored = torch.cat(rows).sort().values
+        return rows_at(client, stored[as_index(index, len(stored))])
+    rows = rows_at(client, index.to(torch.int64).reshape(-1))
+    return rows if index.ndim else rows[0]
 
 
 def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:

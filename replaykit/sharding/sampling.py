@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from replaykit.buffer.core import checked_batch_size
+from replaykit.buffer.sampling import told_to_merge
 from replaykit.pace import RateLimiter
 from replaykit.sharding.ahead import Ahead, ShardedResult
 from replaykit.sharding.batches import finished
@@ -18,7 +19,7 @@ from replaykit.sharding.routed import ClientSettings
 from replaykit.sharding.streams import Streamed
 from replaykit.sharding.tickets import Ticket
 
-__all__ = ["Sampled"]
+__all__ = ["Sampled", "check_generator"]
 
 
 class Sampled(Streamed):
@@ -63,6 +64,7 @@ class Sampled(Streamed):
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draws with this generator from now on, also what is under way."""
+        check_generator(generator)
         self._ahead.drop()
         self._generator = generator
 
@@ -70,6 +72,7 @@ class Sampled(Streamed):
         self,
         batch_size: int | None = None,
         return_info: bool = False,
+        include_info: bool | None = None,
         *,
         timeout: float | None = None,
     ) -> Any:
@@ -78,6 +81,7 @@ class Sampled(Streamed):
         Args:
             batch_size: number of rows; None: that of the constructor.
             return_info: also return what is known of the draw.
+            include_info: as for ``ReplayBuffer.sample``; deprecated.
             timeout: seconds to wait where the rate limiter holds samples back; 0: none at all,
                 None: without end. Without a rate limiter nothing waits.
 
@@ -115,7 +119,7 @@ class Sampled(Streamed):
             ['0.418', '0.501', '0.646', '1.000']
         """
         self._check_open()
-        size = self._size_of(batch_size)
+        size, merge = self._size_of(batch_size), told_to_merge(include_info)
         with self._tickets.sample(timeout) as ticket:
             ahead = self._ahead.depth > 0 and size == self.batch_size
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
@@ -123,7 +127,7 @@ class Sampled(Streamed):
                 drawn = early.get()
             else:
                 drawn = self._ahead.next(size) if ahead else self._draws.next(size)
-            return self._made(drawn, return_info, size, ticket)
+            return self._made(drawn, return_info, size, ticket, merge=merge)
 
     def _admitted(self, ticket: Ticket, size: int, *, alone: bool) -> Pending | None:
         """Waits for the right to a sample; returns what was drawn meanwhile, if it is a batch of
@@ -145,12 +149,15 @@ class Sampled(Streamed):
         return asked.pending if at_once and asked is not None and asked.pending.was_sent else None
 
     def sample_async(
-        self, batch_size: int | None = None, return_info: bool = False
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
     ) -> ShardedResult:
         """Asks all shards for a batch and does not wait: the result is awaited, or asked for.
 
         Args:
-            batch_size, return_info: as for ``sample``.
+            batch_size, return_info, include_info: as for ``sample``.
 
         Returns:
             What ``sample`` will return, or raise. With ``prefetch`` the oldest batch under way.
@@ -170,7 +177,7 @@ class Sampled(Streamed):
             (tensor([1., 1.]), tensor([1., 1., 1.]))
         """
         self._check_open()
-        size = self._size_of(batch_size)
+        size, merge = self._size_of(batch_size), told_to_merge(include_info)
         asked = _Sooner(self, size)
         if self._tickets.keeper is None or self._enough(self._tickets.keeper.limiter):
             asked.pending()
@@ -179,7 +186,8 @@ class Sampled(Streamed):
             with self._tickets.sample(held_up) as ticket:
                 if ticket is not None:
                     ticket.admit(size)
-                return self._made(asked.pending().get(within), return_info, size, ticket)
+                drawn = asked.pending().get(within)
+                return self._made(drawn, return_info, size, ticket, merge=merge)
 
         return ShardedResult(made, asked.has_come)
 
@@ -188,11 +196,17 @@ class Sampled(Streamed):
         return sum(map(self._rows_of, self._members.table.there())) >= limiter.min_size_to_sample
 
     def _made(
-        self, drawn: tuple[Any, dict[Any, Any]], return_info: bool, size: int, ticket: Ticket | None
+        self,
+        drawn: tuple[Any, dict[Any, Any]],
+        return_info: bool,
+        size: int,
+        ticket: Ticket | None,
+        *,
+        merge: bool,
     ) -> Any:
         data, info = drawn
         count = len(info["index"])
-        data = finished(data, info, self._sampler)
+        data = finished(data, info, self._sampler, merge=merge)
         if ticket is not None:
             ticket.sampled(min(size, count))
         return (data, info) if return_info else data
@@ -255,3 +269,9 @@ class _Sooner:
     def has_come(self) -> bool:
         """Whether it is there, and may be delivered; asks for it if it may."""
         return self._client._tickets.may_sample(self._size) and self.pending().has_come()
+
+
+def check_generator(generator: object) -> None:
+    """Raises TypeError where it is no generator, nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"expected generator as a torch.Generator, got {generator!r}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import PrioritizedSampler, ReplayBuffer, ShardedReplayBuffer
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, ShardedReplayBuffer
 from replaykit.sharding.refused import REFUSED
 
 
@@ -67,3 +67,71 @@ def test_rows_get_the_default_priority_of_one_big_buffer(sharded: Any, single: A
     plain.extend(rows)
     plain.mark_update(3)
     assert torch.equal(plain.read_all_in_order(5)["x"], rows["x"][:5])
+
+
+def test_rows_are_read_by_index_place_mask_and_key(sharded: Any) -> None:
+    rb = sharded(3)
+    with pytest.raises(RuntimeError):
+        rb["x"]
+    index = rb.extend(
+        TensorDict({"x": torch.arange(8) * 10, "next": {"reward": torch.rand(8, 1)}}, [8])
+    )
+    assert torch.equal(index, torch.arange(8))
+    assert torch.equal(rb["x"], torch.arange(8) * 10)
+    assert torch.equal(rb["next", "reward"], rb[:]["next", "reward"])
+    assert rb["next", "reward"].shape == (8, 1)
+    assert rb[torch.tensor(3)]["x"] == rb[3]["x"] == 30
+    assert rb[torch.arange(8) > 5]["x"].tolist() == [60, 70]
+    assert rb[[True] + 7 * [False]]["x"].tolist() == [0]
+    assert rb[...]["x"].shape == (8,)
+    assert rb[::-3]["x"].tolist() == [70, 40, 10]
+    assert rb[[]].shape == (0,)
+    with pytest.raises(KeyError, match=r"no key 'y'; there are 'x', \('next', 'reward'\)"):
+        rb["y"]
+    with pytest.raises(IndexError, match=r"mask of shape \[8\], got \[3\]"):
+        rb[torch.ones(3, dtype=torch.bool)]
+    for wrong in (True, 1.5, torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="expected an index as an int, slice, mask, key"):
+            rb[wrong]
+
+
+def test_info_can_be_left_out_as_in_one_buffer(sharded: Any) -> None:
+    rb = sharded(2, batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    assert set(rb.sample(include_info=True).keys()) == {"index", "x"}
+    for ask in (rb.sample, lambda **given: rb.sample_async(**given).result()):
+        with pytest.warns(DeprecationWarning, match="include_info=False") as told:
+            batch, info = ask(return_info=True, include_info=False)
+        assert told[0].filename == __file__
+        assert set(batch.keys()) == {"x"}
+        assert torch.equal(batch["x"], info["index"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("batch_size", 0, ValueError),
+        ("batch_size", 1.5, ValueError),
+        ("generator", 3, TypeError),
+        ("on_loss", 3, TypeError),
+    ],
+)
+def test_what_cannot_be_is_refused_before_shards_are_made(
+    sharded: Any, name: str, value: Any, error: type[Exception]
+) -> None:
+    made = []
+
+    def storage() -> LazyTensorStorage:
+        made.append(None)
+        return LazyTensorStorage(10)
+
+    with pytest.raises(error, match=f"expected {name} as"):
+        sharded(2, storage=storage, **{name: value})
+    assert not made
+    rb = sharded(2)
+    if name != "batch_size":
+        with pytest.raises(error, match=f"expected {name} as"):
+            rb.client(**{name: value})
+    if name == "generator":
+        with pytest.raises(error, match=f"expected {name} as"):
+            rb.set_rng(value)
