@@ -86,11 +86,17 @@ class EnsemblePriorities(EnsembleCore):
         Rows of members without priorities are left alone.
 
         Raises:
-            As ``update_tensordict_priority``. ValueError: priorities that are not one a row.
+            As ``update_tensordict_priority``. TypeError: an index that does not name members.
+            ValueError: priorities that are not one a row.
         """
         if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)
             return
+        if not callable(getattr(index, "get", None)):
+            raise TypeError(
+                "expected the index of a sample of the ensemble, with index and buffer_ids, got "
+                f"{type(index).__name__}"
+            )
         parts = {
             name: None if index.get(name, None) is None else as_tensor(index[name])
             for name in ("index", "buffer_ids", "inner_ids")

@@ -46,7 +46,10 @@ def from_value(value: Any) -> Any:
     if isinstance(value, _Bytes):
         if not value.raw.size:
             return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        tensor = torch.from_numpy(value.raw).view(value.dtype).view(value.shape)
+        raw = value.raw
+        if not raw.flags.writeable:  # read out of band, from memory that is not the tensor's own
+            raw = raw.copy()
+        tensor = torch.from_numpy(raw).view(value.dtype).view(value.shape)
         return tensor.to(value.device)
     return _mapped(value, from_value)
 

@@ -22,6 +22,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
+from replaykit.storages.by_value import by_value, from_value
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {
@@ -205,3 +206,14 @@ def test_a_read_only_buffer_can_be_handed_to_a_spawned_process(kind: str, buffer
     buffer.set_writer(ImmutableDatasetWriter())
     buffer.sample()
     assert start(buffer) == (5, [0, 1, 2, 3, 4], (4,))
+
+
+def test_tensors_from_memory_that_cannot_be_written_have_their_own():
+    """As Ray hands out what lies in its store, where a write would end the process."""
+    apart: list[pickle.PickleBuffer] = []
+    message = pickle.dumps(by_value(torch.arange(3)), protocol=5, buffer_callback=apart.append)
+    kept = [bytes(buffer.raw()) for buffer in apart]
+    found = from_value(pickle.loads(message, buffers=[memoryview(block) for block in kept]))
+    found += 1
+    assert found.tolist() == [1, 2, 3]
+    assert kept == [bytes(torch.arange(3).numpy().data)]

@@ -153,6 +153,9 @@ def test_rows_and_members_that_are_not_there() -> None:
         ensemble.update_priority({"index": torch.tensor([0])}, 5.0)
     with pytest.raises(ValueError, match="one a row"):
         ensemble.update_priority(good, torch.ones(3))
+    for bare in ([0, 1], torch.tensor([0, 1])):  # of which member?
+        with pytest.raises(TypeError, match="with index and buffer_ids"):
+            ensemble.update_priority(bare, 5.0)
     batch = ensemble.sample(4)
     with pytest.raises(KeyError, match="'td_error' in the data for member"):
         ensemble.update_tensordict_priority(batch)
