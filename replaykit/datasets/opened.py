@@ -123,7 +123,7 @@ def verify_directory(path: Path) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        RuntimeError: it is no data set, or files of it are damaged; names them.
+        RuntimeError: it is no data set, or files of it are damaged; names them (rule V61).
     """
     manifest = open_directory(path).manifest
     damaged = []
@@ -131,7 +131,7 @@ def verify_directory(path: Path) -> None:
         if crc32_of_file(path / name) != crc32:
             damaged.append(name)
     if damaged:
-        raise _refusal(path, f"the content of {', '.join(damaged)} is not what was written")
+        raise _refusal(path, f"the content of {', '.join(damaged)} is not what was written [V61]")
 
 
 class _GoneError(Exception):

@@ -176,6 +176,7 @@ def publish(
 
     Raises:
         OSError: there is no room; names the file and what it needs.
+        RuntimeError: sizes, shapes or counts of the files are not those of the manifest (rule V61).
     """
     with _private_directory(target, unfinished, goes_on) as directory:
         manifest = build(directory)
@@ -190,7 +191,17 @@ def publish(
             file.flush()
             os.fsync(file.fileno())
         sync_directory(directory)
+        _check_made(directory, target)
         _put(directory, target)
+
+
+def _check_made(directory: Path, target: Path) -> None:
+    """Checks that what is about to appear opens: the sizes, shapes and counts of its manifest."""
+    try:
+        open_directory(directory)
+    except RuntimeError as error:
+        text = f"{target} was not made: what was written is not what its manifest says [V61]"
+        raise RuntimeError(text) from error
 
 
 def hold_back(directory: Path) -> None:

@@ -19,8 +19,8 @@ Excluded = Mapping[tuple[int, str, int], str]
 
 
 def gives_no_row(records: int) -> str:
-    """Says why an episode is left out that is too short."""
-    return f"it has {records} record{'s' * (records != 1)}, so it gives no row"
+    """Says why an episode is left out that is too short (rule V37)."""
+    return f"it has {records} record{'s' * (records != 1)}, so it gives no row [V37]"
 
 
 def flat_episodes(

@@ -23,11 +23,22 @@ from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.places import Notes, Place
 
-__all__ = ["Bounds", "DropLeaves", "Ends", "Facts", "Flags", "Layout", "Window", "rules_digest"]
-
+__all__ = [
+    "Bounds",
+    "Counters",
+    "DropLeaves",
+    "Ends",
+    "Facts",
+    "Flags",
+    "Layout",
+    "Window",
+    "rules_digest",
+]
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """Smallest and largest value, each one number or one for each value of a record."""
+Counters = tuple[tuple[str, Literal["episodes", "records"]], ...]
+"""Attributes, and what they count."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,9 @@ class Layout:
         count: the attribute that must be the length of the clock, if any (rule V15).
         about: a group and the attributes of it that describe the whole file; the manifest has
             those that are there.
+        counters: attributes of that group that say how many ``"episodes"`` or ``"records"`` the
+            file has, and are known to be left behind when episodes are removed: what they say is
+            reported where it is not so, and nothing goes by it (rule V15).
         bounds: source paths of actions, and the smallest and largest value that they should have
             (rule V25).
         decoders: source paths whose values are not numbers, and what makes numbers of them;
@@ -173,6 +187,7 @@ class Layout:
     attributes: tuple[str, ...] = ()
     count: str | None = None
     about: tuple[str, tuple[str, ...]] | None = None
+    counters: Counters = ()
     bounds: tuple[tuple[str, Bounds], ...] = ()
     decoders: tuple[tuple[str, Decoder], ...] = ()
     natural_files: bool = False

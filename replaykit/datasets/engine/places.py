@@ -95,13 +95,15 @@ class Notes:
     def __init__(self) -> None:
         self._notes: dict[tuple[str, str], Note] = {}
 
-    def add(self, rule: str, text: str, place: Place, *, quiet: bool = False) -> None:
-        """Counts a finding; the first place is kept."""
+    def add(
+        self, rule: str, text: str, place: Place, *, quiet: bool = False, count: int = 1
+    ) -> None:
+        """Counts a finding, or ``count`` of them; the first place is kept."""
         note = self._notes.get((rule, text))
         if note is None:
-            self._notes[rule, text] = Note(rule, text, place.brief, quiet)
+            self._notes[rule, text] = Note(rule, text, place.brief, quiet, count)
         else:
-            note.count += 1
+            note.count += count
 
     @classmethod
     def of(cls, notes: Iterable[Note]) -> Notes:

@@ -25,6 +25,7 @@ from replaykit.datasets.engine.layout import Facts, Layout
 from replaykit.datasets.engine.listing import NOT_LISTED, Listing, listings
 from replaykit.datasets.engine.places import Notes, Place, path_below
 from replaykit.datasets.engine.plan import Plan, Skipped
+from replaykit.datasets.engine.planned import check_plan
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.schema import SchemaUnion
 from replaykit.datasets.engine.specs import ALWAYS_KEYS
@@ -78,7 +79,9 @@ def scan(
             f"{names}: no episode gives a row ({len(state.skipped)} skipped); the source is empty"
             f"{f': {skipped}' if skipped else ''} [V38]"
         )
-    return state.plan()
+    plan = state.plan()
+    check_plan(plan, sources)
+    return plan
 
 
 @dataclass
@@ -147,12 +150,16 @@ class _Scan:
                 f"than {self.first_file}: files of one data set must be of one kind",
                 "V10",
             )
+        counted: Mapping[str, Any] = {}
         if resolved.about is not None and (
             not resolved.about[0] or file.has_group(resolved.about[0])
         ):
-            said = file.attributes(*resolved.about)
+            counters = [name for name, _ in resolved.counters]
+            counted = file.attributes(resolved.about[0], (*resolved.about[1], *counters))
             self.about[index] = {
-                name: value for name, value in said.items() if isinstance(value, (str, int, float))
+                name: value
+                for name, value in counted.items()
+                if isinstance(value, (str, int, float)) and name not in counters
             }
         said = resolved.beside(place)
         if said:
@@ -167,7 +174,7 @@ class _Scan:
         if found.episodes.has_twins:
             listed = sorted(found.episodes.numbers.tolist())
             raise place.error(f"two episodes have one number: {listed}", "V33")
-        first, seen = len(self.spans), self.records
+        first, seen, is_whole = len(self.spans), self.records, True
         for group, refs in found.episodes.by_group():
             at = place.at(group=group or None)
             try:
@@ -176,7 +183,10 @@ class _Scan:
                 if self.policies.on_invalid != "skip":
                     raise
                 self.skipped.append(Skipped(index, group or WHOLE_FILE, str(error)))
+                is_whole = False
         self._check_totals(resolved, len(found.episodes), self.records - seen, place)
+        if is_whole:
+            self._check_counters(resolved, counted, len(found.episodes), self.records - seen, place)
         self._note_splits(resolved.splits(file, place), first, place)
 
     def _check_totals(self, layout: Layout, episodes: int, records: int, place: Place) -> None:
@@ -190,6 +200,19 @@ class _Scan:
                 if self.policies.on_invalid == "error":
                     raise place.error(text, "V15")
                 self.notes.add("V15", f"{text}; what is there is taken", place)
+
+    def _check_counters(
+        self, layout: Layout, said: Mapping[str, Any], episodes: int, records: int, place: Place
+    ) -> None:
+        """Reports attributes that are left behind where episodes were removed."""
+        seen, at = {"episodes": episodes, "records": records}, (layout.about or ("",))[0]
+        for name, what in layout.counters:
+            if name in said and not np.array_equal(said[name], seen[what]):
+                text = (
+                    f"the attribute {name!r} says {said[name]!r:.40} {what}, but the file has "
+                    f"{seen[what]}, which are taken: it was left behind as episodes were removed"
+                )
+                self.notes.add("V15", text, place.at(group=at or None))
 
     def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
         """Notes which episodes are of named parts; ``first`` is the first span of the file."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from replaykit.datasets.checksum import LEAST_SHARED
 from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets.engine.aligned import check_alignment
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.plan import PlannedLeaf
 from replaykit.datasets.engine.runs import Runs
@@ -81,6 +82,7 @@ class Storing:
                 self.put(target.key, row, entries)
             else:
                 self._put_common(target.key, row, entries, int(part.records[0]), common)
+            check_alignment(self._stretch, leaf, target, start, values, row, entries)
             stored.append((row, entries))
         return stored
 

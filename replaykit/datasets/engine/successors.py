@@ -31,6 +31,8 @@ def check_successor(
 ) -> None:
     """Compares next observations with the observations that follow (rule V22).
 
+    Where that ends no conversion, steps of flat arrays that break it are counted too (rule V40).
+
     Args:
         stretch: whose rows they are; the observations of all of it were written.
         target: the column of next observations.
@@ -74,6 +76,16 @@ def check_successor(
     episodes, at = np.unique(
         np.searchsorted(stretch.at.starts, rows, "right") - 1, return_index=True
     )
+    if len(rows) and not stretch.episode(0).is_whole:
+        i = int(episodes[0])
+        record = int(stretch.at.bases[i] + rows[0] - stretch.at.starts[i])
+        judge.notes.add(
+            "V40",
+            "the next observation of a step that no flag ends is not the observation of the next "
+            "record: rows of several episodes are mixed, or an end is not flagged",
+            stretch.place_at(record, ".".join(target.key)),
+            count=len(rows),
+        )
     for i, first in zip(episodes.tolist(), rows[at].tolist(), strict=True):
         record = int(stretch.at.bases[i] + first - stretch.at.starts[i])
         judge.fail(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets.engine.blanks import check_blanks
 from replaykit.datasets.engine.checks import StretchChecks
 from replaykit.datasets.engine.ending import EndFlags
 from replaykit.datasets.engine.fields import Target
@@ -164,6 +165,7 @@ class _StretchWriter:
                     last[leaf.path] = block[finals - start]
                 writer._advance(block.nbytes)
             loaded.pop(leaf.path, None)
+        check_blanks(stretch, writer._plan.leaves, writer._columns, self._reader, writer._judge.bad)
         self._store_ids()
         self._store_flags(last)
 

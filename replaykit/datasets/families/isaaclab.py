@@ -12,7 +12,7 @@ from replaykit.datasets.engine.decoding import Preceded
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Facts, Layout, Window
+from replaykit.datasets.engine.layout import Counters, Facts, Layout, Window
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
@@ -40,6 +40,7 @@ class IsaacLabLayout(Layout):
     attributes: tuple[str, ...] = ("success", "seed")
     count: str | None = "num_samples"
     about: tuple[str, tuple[str, ...]] | None = ("data", ("env_args",))
+    counters: Counters = (("total", "records"),)
     fields: tuple[Field, ...] = (
         Field("obs/", "observation", ("observation",), ("next", "observation")),
         Field("actions", "action", before=("action",)),

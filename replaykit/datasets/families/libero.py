@@ -13,7 +13,7 @@ from typing import Final
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.layout import Counters, Layout
 from replaykit.datasets.engine.places import Place
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries, libero_signs
 
@@ -40,6 +40,7 @@ class LiberoLayout(Layout):
         "data",
         ("env_name", "bddl_file_name", "problem_info", "env_args", "macros_image_convention"),
     )
+    counters: Counters = (("total", "records"), ("num_demos", "episodes"))
     fields: tuple[Field, ...] = (
         Field("obs/", "observation", ("observation",), ("next", "observation")),
         Field("actions", "action", before=("action",)),

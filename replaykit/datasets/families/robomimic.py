@@ -12,7 +12,7 @@ from typing import Final
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.layout import Counters, Layout
 from replaykit.datasets.engine.places import Place
 
 __all__ = [
@@ -76,6 +76,7 @@ class RobomimicLayout(Layout):
     clock: str = "actions"
     count: str | None = "num_samples"
     about: tuple[str, tuple[str, ...]] | None = ("data", ("env_args",))
+    counters: Counters = (("total", "records"),)
     fields: tuple[Field, ...] = (
         Field("obs/", "observation", before=("observation",)),
         Field("next_obs/", "observation", after=("next", "observation"), moment="successor"),

@@ -23,7 +23,8 @@ def write(
     histories = {}
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
-        data.attrs.update({"total": 999, "env_args": "{}"})  # stale: demos were deleted
+        total = sum(steps for steps, _ in demos.values())
+        data.attrs.update({"total": total, "env_args": "{}"})
         for number, (name, (steps, success)) in enumerate(demos.items()):
             draw = np.random.default_rng(number)
             history = {

@@ -96,7 +96,11 @@ def demo(steps: int, *, seed: int = 0, success: int = 0, **more: Any) -> dict[st
 
 def write(path: Path, demos: dict[str, dict[str, Any]], **masks: list[str]) -> Path:
     with h5py.File(path, "w") as file:
-        file.create_group("data").attrs["total"] = 10**6  # stale, and not asked for
+        steps = [
+            values["states" if values["actions"] is None else "actions"]
+            for values in demos.values()
+        ]
+        file.create_group("data").attrs["total"] = sum(map(len, steps))
         for name, values in demos.items():
             group = file["data"].create_group(name)
             for key, value in values.items():

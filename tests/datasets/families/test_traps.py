@@ -206,7 +206,8 @@ def test_states_of_another_number_than_the_layout_says(written, convert, family,
 @pytest.mark.parametrize("name", ["total", "num_demos", "env_args", "num_samples", "total_steps"])
 @pytest.mark.parametrize("family", ["robomimic", "libero", "isaaclab", "minari"])
 def test_attributes_that_are_stale(written, convert, family, name):
-    """Totals are left behind where demonstrations were deleted; a length of its own must agree."""
+    """V15: totals are left behind where demonstrations were deleted, which is reported; a length
+    of its own must agree."""
     path = written(family)
     counts = {"minari": "total_steps"}.get(family, "num_samples")
     with h5py.File(path, "a") as file:
@@ -215,7 +216,16 @@ def test_attributes_that_are_stale(written, convert, family, name):
         if "data" in file:
             file["data"].attrs[name] = 12345
     if name != counts:
-        check(CORPORA[family], path, convert(family, path))
+        found = convert(family, path)
+        check(CORPORA[family], path, found)
+        counted = {"total": ("robomimic", "libero", "isaaclab"), "num_demos": ("libero",)}
+        said = [
+            (note["count"], note["first"])
+            for note in found.manifest.report["warnings"]
+            if note["rule"] == "V15" and f"{name!r} says 12345" in note["text"]
+        ]
+        is_counted = family in counted.get(name, ())
+        assert said == ([(1, f"{path.name}: data")] if is_counted else [])
         return
     with pytest.raises(CorpusError, match=rf"{path.name}: .*{name}' says 12345 \[V15\]"):
         convert(family, path)
@@ -276,7 +286,7 @@ def test_episode_without_a_record(written, convert, family):
     found = convert(family, path)
     check(CORPORA[family], path, found)
     (skipped,) = found.manifest.report["skipped"]
-    assert skipped["why"] == "it has 0 records, so it gives no row"
+    assert skipped["why"] == "it has 0 records, so it gives no row [V37]"
     assert len(found.episodes) == 1
 
 
