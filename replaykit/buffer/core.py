@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from replaykit.buffer.ahead import Ahead
 from replaykit.buffer.consuming import check_consuming, check_transforms_of, consuming_sampler
 from replaykit.buffer.held import Held
 from replaykit.buffer.pacing import Pacing, checked_limiter
@@ -28,7 +28,7 @@ from replaykit.writers import RoundRobinWriter, Writer
 __all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
 
 
-class BufferCore(Pacing):
+class BufferCore(Ahead, Pacing):
     """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
 
     Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,
@@ -204,15 +204,17 @@ class BufferCore(Pacing):
             )
         return self._dim_extend
 
-    def _locked(self, *, patient: bool = False) -> Held:
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> Held:
         """Holds the lock of the storage that the buffer has now, and gives that storage.
 
         Args:
             patient: other processes that write all the time may go on for a while first.
+            settled: draws that this thread has had made ahead take place first; False where what
+                is done is part of delivering a batch.
         """
         if not self._initialized:
             self._ready()
-        return Held(self, patient and self._shared)
+        return Held(self, patient and self._shared, settled)
 
     # -- description --------------------------------------------------------------------------
 
@@ -328,27 +330,6 @@ class BufferCore(Pacing):
         ]
         inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
         return f"{type(self).__name__}(\n{inside})"
-
-    def _queue(self) -> Prefetcher | None:
-        """What prepares batches in threads; a forked process, where they are not, gets others."""
-        queue = self._prefetcher
-        if queue is not None and queue.process != os.getpid():
-            with self._locked():
-                if self._prefetcher is queue:
-                    self._pending.extendleft(reversed(queue.left_behind()))
-                    queue = self._prefetcher = Prefetcher(queue.depth, cast(Any, self))
-                return self._prefetcher
-        return queue
-
-    def _take_prepared(self) -> list[Drawn]:
-        """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
-        queue = self._queue()
-        # A thread may still be making a batch of one: what is read anew must not be what it takes.
-        drawn = [] if queue is None else [one.kept() for one in queue.clear()]
-        # The queue is fed from what was kept, so what is left of that comes after it.
-        drawn = [*drawn, *self._pending]
-        self._pending.clear()
-        return drawn
 
 
 def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:

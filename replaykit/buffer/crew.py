@@ -49,7 +49,7 @@ class Crew:
     has something to do.
 
     They are daemons, since they wait for ever, and are joined before the interpreter ends: work of
-    torch must not be under way then.
+    torch must not be under way then. ``ending``: that has begun; what has not begun never will.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -58,7 +58,7 @@ class Crew:
         self._turn = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
-        self._ending = False
+        self.ending = False
         _join_at_exit()
         _CREWS.add(self)
 
@@ -96,7 +96,7 @@ class Crew:
     def abandon(self) -> None:
         """Ends at the end of the process: what is being done is waited for, the rest is not."""
         if self._process == os.getpid():
-            self._ending = True
+            self.ending = True
             self.dismiss()
             self.join()
 
@@ -105,7 +105,7 @@ def _work(crew: Crew) -> None:
     while True:
         with crew._turn:
             task = crew._tasks.get()
-            if task is None or crew._ending:
+            if task is None or crew.ending:
                 return
             rest = task()
         if rest is not None:

@@ -112,6 +112,8 @@ class Drawing(BufferCore):
             lock.leave_apart()
 
     def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
+        if lent is None and self._prefetcher is not None:
+            self._settle_draws()  # which were asked for before this one
         while True:
             storage = self._storage
             with storage.lock:
@@ -308,6 +310,15 @@ class Drawing(BufferCore):
                 show(self._sampler, kept.ran_out)
                 return kept
         return None
+
+    def _readable(self, draws: list[Drawn]) -> int:
+        storage = self._storage
+        if self._windows_drawn():
+            for number, drawn in enumerate(draws):
+                if _written_since(storage, drawn):
+                    self._sampler.put_back([one.anchors for one in draws[number:]], storage)
+                    return number
+        return len(draws)
 
     def _still(self, kept: Drawn, storage: Storage) -> Drawn | None:
         """A draw that somebody else has kept, if its rows are still stored, as for ``_kept``."""

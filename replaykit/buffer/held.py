@@ -18,12 +18,15 @@ class Held:
     A class, since a generator takes ten times as long as the lock itself.
     """
 
-    __slots__ = ("_buffer", "_lock", "_patient")
+    __slots__ = ("_buffer", "_lock", "_patient", "_settled")
 
-    def __init__(self, buffer: BufferCore, patient: bool) -> None:
-        self._buffer, self._patient = buffer, patient
+    def __init__(self, buffer: BufferCore, patient: bool, settled: bool) -> None:
+        self._buffer, self._patient, self._settled = buffer, patient, settled
 
     def __enter__(self) -> Storage:
+        buffer = self._buffer
+        if self._settled and (buffer._prefetcher is not None or buffer._drawn_by):
+            buffer._settle_draws()
         while True:
             storage = self._buffer._storage
             lock = self._lock = storage.lock

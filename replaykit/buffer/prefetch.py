@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -119,6 +120,9 @@ class Prefetcher:
     that a buffer without prefetch would make; what comes after a draw runs in parallel. After a
     draw that ends a pass, or fails, none follows before it has been delivered.
 
+    What a thread changes counts for none of the draws that it had submitted before: it waits for
+    them first (``settle``). So which draws know of it follows from the program alone.
+
     The threads hold no reference to the buffer and end with it. They stay behind when a process
     forks: ``process`` says where they are.
     """
@@ -133,6 +137,9 @@ class Prefetcher:
         self._entries: deque[_Entry] = deque()
         self._era = 0
         self._tickets = 0
+        self._settled = 0  # tickets whose draws have taken place, or never will; they do in order
+        self._settling = 0
+        self._own = threading.local()  # .last: the tickets up to the last one of a thread's own
         self._halted = False
         self._waiting: list[None] = []
         self._releases = 0
@@ -206,13 +213,23 @@ class Prefetcher:
         while len(self._entries) < depth:
             entry = _Entry(self._era)
             # First, since it may fail; whoever does it waits for the lock that is held here.
-            self._crew.give(functools.partial(_run, weakref.ref(self), entry, self._tickets))
+            self._crew.give(functools.partial(_run, weakref.ref(self), entry))
             self._entries.append(entry)
             self._tickets += 1
+            self._own.last = self._tickets
 
-    def _draw(self, entry: _Entry, ticket: int) -> Drawn | None:
+    def feed(self, count: int) -> None:
+        """Has draws that were kept be read at once, before anything is written.
+
+        Without a thread to do it they are when a batch is asked for. The storage's lock is held.
+        """
+        with self._changed, contextlib.suppress(RuntimeError):
+            self._top_up(min(count, self.depth))
+
+    def _draw(self, entry: _Entry) -> Drawn | None:
         with self._changed:
             entry.void, entry.release = self._halted, self._releases + 1
+        ended = False
         try:
             source = self._source()
             if entry.void or source is None:
@@ -227,10 +244,35 @@ class Prefetcher:
             raise
         finally:
             with self._changed:
+                self._settled += 1
+                if self._settling:
+                    self._changed.notify_all()
                 # A batch that was given up meanwhile is never delivered, so never released.
                 if not entry.void and (entry.claimed or entry.era == self._era):
                     self._halted = self._halted or ended
         return drawn
+
+    def settle(self, *locks: Any) -> None:
+        """Waits until the draws have taken place that this thread has submitted.
+
+        A draw waits for the storage's lock alone, and comes before what is made of draws.
+
+        Args:
+            locks: those that draws take: who holds one of them does not wait.
+        """
+        last = getattr(self._own, "last", 0)
+        if last <= self._settled or self.process != os.getpid():
+            return
+        if any(lock._is_owned() for lock in locks):
+            return
+        with self._changed:
+            self._settling += 1
+            try:
+                self._changed.wait_for(
+                    lambda: self._settled >= last or self._closed or self._crew.ending
+                )
+            finally:
+                self._settling -= 1
 
     def acquire(self, lock: Any) -> None:
         """Takes the storage's lock; the next draw lets whoever waits for it here go first."""
@@ -291,15 +333,13 @@ class Prefetcher:
         self._crew.join()
 
 
-def _run(
-    reference: weakref.ref[Prefetcher], entry: _Entry, ticket: int
-) -> Callable[[], None] | None:
+def _run(reference: weakref.ref[Prefetcher], entry: _Entry) -> Callable[[], None] | None:
     """Draws; returns what makes the batch of it, beside other draws."""
     prefetcher = reference()
     if prefetcher is None:
         return None
     try:
-        drawn = prefetcher._draw(entry, ticket)
+        drawn = prefetcher._draw(entry)
     except BaseException as error:
         entry.outcome.set(None, error)
         return None

@@ -181,7 +181,7 @@ class Sampling(Drawing):
         # Who draws ahead has the lock for as long as it reads: it is waited for at the ends of
         # passes only.
         if queue is not None and not shows(self._sampler, drawn.ran_out):
-            with self._locked():
+            with self._locked(settled=False):
                 show(self._sampler, drawn.ran_out)
         return drawn, data, info
 

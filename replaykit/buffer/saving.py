@@ -21,6 +21,7 @@ from replaykit.buffer.state import (
     apply_state,
     checked_prepared,
     continue_draws,
+    copied_draws,
     generator_state,
     prepared_state,
     saved_generator,
@@ -110,6 +111,7 @@ class Saving(BufferCore):
         """The parts of a save, of which large ones are read later. The lock is held."""
         writer = self._writer.state_dict()
         pace = {} if self._pace is None else {"pace": self._pace.state()}
+        prepared = prepared_state(self)  # first, since it may give draws back
         return {
             **pace,
             # No view of rows but those that the state holds is left: others are counted.
@@ -118,7 +120,7 @@ class Saving(BufferCore):
             "sampler": saved_sampler(self._sampler, tracked=storage),
             "transforms": self._chain.state_dict(),
             "generator": generator_state(self._generator),
-            "prepared": prepared_state(self),
+            "prepared": prepared,
         }
 
     def loads(
@@ -279,6 +281,7 @@ class Saving(BufferCore):
             tensor([0, 1])
         """
         with self._locked() as storage:
+            prepared = prepared_state(self)  # first, since it may give draws back
             return {
                 "_storage": storage.state_dict(),
                 "_sampler": copy.deepcopy(saved_sampler(self._sampler)),
@@ -287,7 +290,7 @@ class Saving(BufferCore):
                 "_batch_size": self._batch_size,
                 "_consume_after_n_samples": uses_of(self._sampler),
                 "_rng": generator_state(self._generator),
-                "_prefetch_state": prepared_state(self),
+                "_prefetch_state": prepared,
                 **({} if self._pace is None else {"_pace": self._pace.state()}),
             }
 
@@ -328,7 +331,8 @@ class Saving(BufferCore):
             self._ready()  # each process would make parts of its own
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
-            return {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
+            empty = {"_making": None, "_staging": None, "_drawn_by": ()}
+            return {**self.__dict__, "_generator": generator, **empty}
         spawning = multiprocessing.context.get_spawning_popen() is not None
         if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
@@ -340,12 +344,13 @@ class Saving(BufferCore):
         with self._locked() as storage:
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = state["_staging"] = None
+            state["_drawn_by"] = ()
             # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
             # that are taken along is taken now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
             sampler.owner = self
             state["_generator"] = by_value(generator_state(self._generator))
-            state["_pending"] = by_value(prepared_state(self))
+            state["_pending"] = by_value(copied_draws(self))
             state["_shared"] = self._shared and spawning  # a copy has rows of its own
             # The counts of a copy are its own too; those of a shared buffer lie beside its rows.
             state["_pace"] = None if self._pace is None else self._pace.state()

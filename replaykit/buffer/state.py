@@ -31,6 +31,7 @@ __all__ = [
     "checked_draw",
     "checked_prepared",
     "continue_draws",
+    "copied_draws",
     "draw_state",
     "finish_taking",
     "generator_state",
@@ -98,7 +99,13 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
 
 
 def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
-    """Returns the draws made ahead and not delivered, without their rows. The lock is held."""
+    """Returns the draws made ahead and not delivered, without their rows, which are read again
+    here too. The lock is held."""
+    return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
+
+
+def copied_draws(buffer: BufferCore) -> list[dict[str, Any]]:
+    """Returns the same for a copy, which makes them by itself. The lock is held."""
     queue = buffer._queue()
     ahead = [] if queue is None else queue.pending()
     return [draw_state(drawn, buffer._storage) for drawn in (*ahead, *buffer._pending)]
@@ -241,6 +248,7 @@ def finish_taking(
         sampler.moved(rows, storage)
     if buffer._pace is not None:
         buffer._pace.load_state(checked.state.pace, buffer._size())
+    buffer._feed()
 
 
 def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -144,10 +145,17 @@ class EnsembleCore(ReplayBuffer):
         self._sampler = cast(SamplerEnsemble, samplers)
         self._writer = cast(WriterEnsemble, writers)
         self._take_chain(chain)
+        self._be_known_to_members()
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         self._makers = (None, None, None, None, None)
         self._initialized = True
+
+    def _be_known_to_members(self) -> None:
+        """What is written to them waits for draws that were asked for before it."""
+        for member in self._members:
+            living = [one for one in member._drawn_by if one() not in (None, self)]
+            member._drawn_by = (*living, weakref.ref(self))
 
     def _take_chain(self, chain: Compose) -> None:
         if chain.reads_around:

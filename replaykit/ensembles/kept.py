@@ -187,6 +187,7 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
     storage, identity = buffer.storage, buffer.storage.identity
     if path is not None and identity is None:
         return buffer._saved_parts(storage, path)
+    prepared = prepared_state(buffer)  # first, since it may give draws back
     sampler = saved_sampler(buffer.sampler, tracked=None if path is None else storage)
     return {
         "storage": storage.state_dict() if identity is None else {"identity": identity},
@@ -194,7 +195,7 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
         "sampler": sampler,
         "transforms": buffer.transform.state_dict(),
         "generator": generator_state(buffer._generator),
-        "prepared": prepared_state(buffer),
+        "prepared": prepared,
     }
 
 

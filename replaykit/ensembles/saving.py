@@ -224,13 +224,12 @@ class EnsembleSaving(EnsembleDrawing):
     # -- what is the ensemble's own -------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        queue = self._queue()
-        ahead: list[Any] = [] if queue is None else queue.pending()
+        draws: list[Any] = self._made_again()
         return {
             "sampler": self._sampler.own_state(),
             "transforms": copy.deepcopy(self._chain.state_dict()),
             "generator": generator_state(self._generator),
-            "prepared": [saved_draws(self, draw) for draw in (*ahead, *self._pending)],
+            "prepared": [saved_draws(self, draw) for draw in draws],
         }
 
     def _checked_own(self, state: Any) -> _Own:
@@ -267,12 +266,12 @@ class EnsembleSaving(EnsembleDrawing):
         self._pass_ended = False
         self._pending = deque(draws)  # type: ignore[arg-type]
         current = self._generator
-        if saved is None:
-            return
-        if current is not None and current.device == saved.device:
-            current.set_state(saved.get_state())
-        else:
-            self._generator = saved
+        if saved is not None:
+            if current is not None and current.device == saved.device:
+                current.set_state(saved.get_state())
+            else:
+                self._generator = saved
+        self._feed()
 
     # -- pickling -------------------------------------------------------------------------------
 
@@ -280,6 +279,7 @@ class EnsembleSaving(EnsembleDrawing):
         with members_locked(self):
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = None
+            state["_drawn_by"] = ()
             state["_generator"] = by_value(generator_state(self._generator))
             queue = self._queue()
             ahead: list[Any] = [] if queue is None else queue.pending()
@@ -311,6 +311,7 @@ class EnsembleSaving(EnsembleDrawing):
             for buffer, one in leaves_of(self, draw):
                 continue_draws([one], buffer.storage)
         self._pending = deque(draws)  # type: ignore[arg-type]
+        self._be_known_to_members()
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
 

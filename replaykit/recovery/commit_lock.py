@@ -44,6 +44,10 @@ class CommitLock:
             self._depth -= 1
             self._lock.release()
 
+    def _is_owned(self) -> bool:
+        """Whether this thread holds it, as of a ``threading.RLock``."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
     def __enter__(self) -> bool:
         return self.acquire()
 

@@ -84,6 +84,10 @@ class SharedLock(OpenFile, CommitLock):
         """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
         return self._acquire(blocking, timeout, _PAUSES)
 
+    def _is_owned(self) -> bool:
+        """Whether this thread holds it, as of a ``threading.RLock``."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
     def acquire_patiently(self) -> bool:
         """The same for who can wait while others go on, if it takes it all the time itself."""
         often = time.monotonic() - self._released < _ALL_THE_TIME

@@ -108,6 +108,13 @@ class Sampler(ABC):
     def owner(self, buffer: Any) -> None:
         self._owner = weakref.ref(buffer)
 
+    def _settle_draws(self) -> None:
+        """Waits until its buffer has made the draws that this thread has asked for ahead of time:
+        what is set afterwards counts for later ones alone."""
+        settle = getattr(self.owner, "_settle_draws", None)
+        if settle is not None:
+            settle()
+
     # -- drawing ------------------------------------------------------------------------------
 
     @abstractmethod

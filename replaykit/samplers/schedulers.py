@@ -137,7 +137,9 @@ class ParameterScheduler(ABC):
                 value = max(value, self.min_value)
             if self.max_value is not None:
                 value = min(value, self.max_value)
-        setattr(self.sampler, self.param_name, value)
+        sampler = self.sampler
+        sampler._settle_draws()
+        setattr(sampler, self.param_name, value)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -128,10 +128,13 @@ class StalenessAwareSampler(Sampler):
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
-        self._consumer_version = _whole("consumer_version", value)
+        value = _whole("consumer_version", value)
+        self._settle_draws()
+        self._consumer_version = value
 
     def increment_consumer_version(self) -> None:
         """Adds 1 to ``consumer_version``."""
+        self._settle_draws()
         self._consumer_version += 1
 
     @property

@@ -37,11 +37,6 @@ _UNKNOWN = 1 << 48
 _NO_LOCK = contextlib.nullcontext()
 
 
-def _lock_of(storage: Storage | None) -> Any:
-    """What guards the priorities: buffers hold it already, other callers do not."""
-    return _NO_LOCK if storage is None else storage.lock
-
-
 class WithPriorities(KeptPriorities):
     """Keeps a raw priority of every stored record, and what follows from it; draws nothing.
 
@@ -105,7 +100,7 @@ class WithPriorities(KeptPriorities):
     @alpha.setter
     def alpha(self, value: float) -> None:
         law = PriorityLaw(value, self.eps, self.dtype)
-        with _lock_of(self._home(None)):
+        with self._lock_of(self._home(None)):
             if law.alpha == self.alpha:
                 return
             self._stored.set_law(law)
@@ -117,7 +112,9 @@ class WithPriorities(KeptPriorities):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = checked_number("beta", value)
+        value = checked_number("beta", value)
+        self._settle_draws()
+        self._beta = value
 
     @property
     def eps(self) -> float:
@@ -128,6 +125,13 @@ class WithPriorities(KeptPriorities):
     def default_priority(self) -> float:
         """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
         return self._stored.default
+
+    def _lock_of(self, storage: Storage | None) -> Any:
+        """What guards the priorities: buffers hold it already, other callers do not."""
+        if storage is None:
+            return _NO_LOCK
+        self._settle_draws()
+        return storage.lock
 
     # -- what it knows -------------------------------------------------------------------------
 
@@ -216,7 +220,7 @@ class WithPriorities(KeptPriorities):
             IndexError: an index other than -1 outside the stored records. TypeError: no integers.
         """
         storage = self._home(storage)
-        with _lock_of(storage):
+        with self._lock_of(storage):
             table = self._stored.known(storage)
             elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
             limit = self.max_capacity or _UNKNOWN
@@ -266,7 +270,7 @@ class WithPriorities(KeptPriorities):
         """
         if storage is None:
             storage = self._home(None)
-        with _lock_of(storage):
+        with self._lock_of(storage):
             stored = self._stored
             table = stored.known(storage)
             if storage is not None and storage.ndim == 1:
@@ -292,7 +296,7 @@ class WithPriorities(KeptPriorities):
     def state_dict(self) -> dict[str, Any]:
         """Returns exponents and raw priorities of the stored records: a copy, ``[N]``."""
         storage = self._home(None)
-        with _lock_of(storage):
+        with self._lock_of(storage):
             table = self._table if storage is None else self._following(storage)
             raw = torch.empty(0, dtype=self.dtype, device="cpu")
             if table is not None and not self._saving:
@@ -340,7 +344,7 @@ class WithPriorities(KeptPriorities):
         unread = saved.priorities if saved.unread else None
         if unread is None:
             table.load(saved.priorities)
-        with _lock_of(storage):
+        with self._lock_of(storage):
             self._stored.take(law, table, saved.max_priority, unread)
             self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False

@@ -116,5 +116,5 @@ class _Face(Priorities):
         self._priority_key = updates._client._priority_key
         self._collate_fn = None
 
-    def _locked(self, *, patient: bool = False) -> Any:
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> Any:
         return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))

@@ -52,7 +52,6 @@ def test_an_update_counts_for_the_draws_after_it(
     late: list[Any] = []
     for _ in range(12):
         batch = ahead.sample()
-        all_drawn(ahead, depth, eventually)
         ahead.update_tensordict_priority(batch.set("td_error", learned(batch)))
         late.append(batch.exclude("td_error"))
     ahead.shutdown()

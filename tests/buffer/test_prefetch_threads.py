@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -114,11 +115,14 @@ def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
     """The third draw ends another pass before the second consumer is awake again."""
     drawn_again, third = threading.Event(), threading.Event()
 
+    tickets = itertools.count()
+
     class Slow(Prefetcher):
-        def _draw(self, entry: Any, ticket: int) -> Any:
+        def _draw(self, entry: Any) -> Any:
+            ticket = next(tickets)
             assert ticket != 2 or third.wait(60)
             try:
-                return super()._draw(entry, ticket)
+                return super()._draw(entry)
             finally:
                 if ticket == 2:
                     drawn_again.set()

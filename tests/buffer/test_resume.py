@@ -184,7 +184,10 @@ def check(folder: Path, storage: Any = None, *, alone: bool, **arguments: Any) -
     whole = made(**arguments)
     begin(whole)
     plan = schedulers(whole)
-    wanted = [batch.clone() for batch in train(whole, plan, 0, BEFORE + AFTER, alone=alone)]
+    wanted = [batch.clone() for batch in train(whole, plan, 0, BEFORE, alone=alone)]
+    if not alone:
+        whole.dumps(folder.with_name("another"))  # rows of draws made ahead are read again
+    wanted += [batch.clone() for batch in train(whole, plan, BEFORE, AFTER, alone=alone)]
 
     rb = made(**arguments, storage=storage)
     rb.loads(folder)
@@ -211,6 +214,16 @@ def test_a_learner_goes_on(sampler: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", ENDLESS)
 def test_batches_made_ahead_come_first(sampler: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", sampler=sampler, prefetch=3, alone=True)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("sampler", ENDLESS)
+def test_a_learner_goes_on_with_batches_made_ahead(
+    sampler: str, depth: int, tmp_path: Path
+) -> None:
+    """What is learned and written after a batch counts for those made ahead neither before the
+    save nor after it, but for all that come then."""
+    check(tmp_path / "saved", sampler=sampler, prefetch=depth, alone=False)
 
 
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "none"])

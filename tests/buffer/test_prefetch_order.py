@@ -1,0 +1,220 @@
+"""Which draws made ahead know of a write follows from the program, not from how threads run."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    LinearScheduler,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SliceSampler,
+    StalenessAwareSampler,
+)
+from replaykit.buffer import prefetch as ahead
+from replaykit.samplers import Sampler
+
+ROWS = 64
+
+
+def rows(first: int, count: int = 16) -> TensorDict:
+    number = torch.arange(first, first + count)
+    done = (number % 16 == 15)[:, None]
+    return TensorDict({"id": number, "next": {"done": done}}, [count])
+
+
+def made(sampler: Any, prefetch: int | None = 2, storage: Any = None) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=storage or LazyTensorStorage(ROWS),
+        sampler=sampler,
+        batch_size=8,
+        prefetch=prefetch,
+        generator=torch.Generator().manual_seed(2),
+    )
+    rb.extend(rows(0, ROWS))
+    return rb
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Has draws that are made ahead begin when they like."""
+    pauses, draw = random.Random(seed), ahead.Prefetcher._draw
+
+    def later(self: Any, entry: Any) -> Any:
+        time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
+        return draw(self, entry)
+
+    monkeypatch.setattr(ahead.Prefetcher, "_draw", later)
+
+
+def learn(rb: ReplayBuffer, batch: Any, step: int) -> None:
+    rb.update_tensordict_priority(batch.set("td_error", (batch["id"] * 7 % 11).float()))
+    rb.extend(rows(ROWS + 16 * step))
+
+
+def patch(rb: ReplayBuffer, batch: Any, step: int) -> None:
+    rb[torch.arange(4)] = rb[torch.arange(4)].set("id", torch.full((4,), 1000 + step))
+
+
+def set_on_the_sampler(rb: ReplayBuffer, batch: Any, step: int) -> None:
+    sampler = rb.sampler
+    assert isinstance(sampler, PrioritizedSampler)
+    sampler.alpha, sampler.beta = 1 / (1 + step), 0.5 + step / 50
+    sampler.update_priority(batch["index"], batch["id"] % 5 + 1.0)
+
+
+def another_size(rb: ReplayBuffer, batch: Any, step: int) -> None:
+    time.sleep(0.002)  # else it would always come before the draw made ahead
+    batch["other"] = rb.sample(10 + 2 * step)["id"][:8]
+
+
+def of_staleness(staleness: torch.Tensor) -> torch.Tensor:
+    return torch.exp(staleness / 50)
+
+
+def of_version(rb: ReplayBuffer, batch: Any, step: int) -> None:
+    assert isinstance(rb.sampler, StalenessAwareSampler)
+    if step % 2:
+        rb.sampler.consumer_version = 1 + step * 5
+    else:
+        rb.sampler.increment_consumer_version()
+
+
+WORK: dict[str, tuple[Callable[[], Sampler], Callable[[ReplayBuffer, Any, int], None]]] = {
+    "learned rows": (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), learn),
+    "learned slices": (lambda: PrioritizedSliceSampler(ROWS, 0.7, 0.5, slice_len=4), learn),
+    "patched": (lambda: SliceSampler(slice_len=4), patch),
+    "exponents": (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), set_on_the_sampler),
+    "another size": (lambda: SliceSampler(slice_len=2), another_size),
+    "versions": (
+        lambda: StalenessAwareSampler(staleness_weight_fn=of_staleness, version_key="id"),
+        of_version,
+    ),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_however_threads_run_the_batches_are_the_same(
+    depth: int, work: str, monkeypatch: pytest.MonkeyPatch, same: Any
+) -> None:
+    runs = []
+    for seed in (0, 1):
+        with monkeypatch.context() as patched:
+            slowed(patched, seed)
+            sampler, change = WORK[work]
+            rb = made(sampler(), depth)
+            found = []
+            for step in range(12):
+                batch = rb.sample()
+                change(rb, batch, step)
+                found.append(batch)
+            rb.shutdown()
+        runs.append(found)
+    for pair in zip(*runs, strict=True):
+        same(*pair)
+
+
+def test_schedulers_take_their_turn(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
+    """As a buffer without prefetch that steps one batch late."""
+    slowed(monkeypatch, 3)
+    late, direct = (made(PrioritizedSampler(ROWS, 0.7, 0.1), depth) for depth in (1, None))
+    priority = torch.arange(ROWS) % 9 + 1.0
+    plans = []
+    for rb in (late, direct):
+        rb.update_priority(torch.arange(ROWS), priority)
+        plans.append(LinearScheduler(rb, "beta", final_value=1.0, num_steps=10))
+    for step in range(10):
+        same(direct.sample(), late.sample())
+        plans[0].step()
+        if step:
+            plans[1].step()
+    late.shutdown()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_members_of_an_ensemble_get_counts_for_later_draws(
+    nested: bool, monkeypatch: pytest.MonkeyPatch, same: Any
+) -> None:
+    runs = []
+    for seed in (0, 1):
+        with monkeypatch.context() as patched:
+            slowed(patched, seed)
+            members = [made(PrioritizedSampler(ROWS, 0.7, 0.5), None) for _ in range(2)]
+            inside: list[Any] = list(members)
+            if nested:
+                inside = [members[0], ReplayBufferEnsemble(members[1], batch_size=4)]
+            rb = ReplayBufferEnsemble(
+                *inside, batch_size=16, prefetch=2, generator=torch.Generator().manual_seed(0)
+            )
+            found = []
+            for step in range(10):
+                found.append(rb.sample())
+                for number, member in enumerate(members):
+                    member.extend(rows(ROWS + 16 * step + 3 * number))
+                    member.update_priority(torch.arange(8), 1.0 + step + number)
+            rb.shutdown()
+        runs.append(found)
+    for pair in zip(*runs, strict=True):
+        same(*pair)
+
+
+def test_other_threads_do_not_wait_for_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor's rows go in while the learner's draw has not begun."""
+    rb, may = made(PrioritizedSampler(ROWS, 0.7, 0.5)), threading.Event()
+    draw = ahead.Prefetcher._draw
+    monkeypatch.setattr(
+        ahead.Prefetcher, "_draw", lambda self, entry: (may.wait(20), draw(self, entry))[1]
+    )
+    learner = threading.Thread(target=rb.sample)
+    learner.start()
+    try:
+        while not len(rb._prefetcher or ()):
+            time.sleep(0.001)
+        actor = threading.Thread(target=rb.extend, args=(rows(ROWS),))
+        actor.start()
+        actor.join(10)
+        assert not actor.is_alive()
+        assert not may.is_set()
+    finally:
+        may.set()
+        learner.join()
+        rb.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["memory", "recoverable"])
+def test_who_holds_the_lock_does_not_wait_for_draws_that_need_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    slowed(monkeypatch, 4)
+    storage = None
+    if kind == "recoverable":
+        storage = LazyMemmapStorage(ROWS, scratch_dir=tmp_path / "rows", recover=True)
+    rb = made(PrioritizedSampler(ROWS, 0.7, 0.5), storage=storage)
+    for step in range(5):
+        rb.sample()
+        with rb.storage.lock:
+            rb.extend(rows(ROWS + 16 * step))
+            rb.update_priority(torch.arange(4), 2.0)
+    rb.shutdown()
+
+
+def test_after_shutdown_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = made(PrioritizedSampler(ROWS, 0.7, 0.5))
+    rb.sample()
+    rb.shutdown()
+    assert rb._prefetcher is not None
+    rb._prefetcher._settled = 0  # as if draws had been given up
+    rb.extend(rows(ROWS))
+    assert len(rb) == ROWS
