@@ -42,6 +42,7 @@ SOURCES = [
     "docs",
     "examples",
     "replaykit",
+    "replaykit_command",
     "tests",
 ]
 SETTINGS = {"core": [], "plain": ["-C", "cmake.define.REPLAYKIT_CORE=OFF"]}
@@ -171,7 +172,7 @@ def wheel(request: pytest.FixtureRequest, built: Callable[[str], Wheel]) -> Whee
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     source = wheel.source
-    modules = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.py")}
+    modules = {path.relative_to(source).as_posix() for path in source.glob("replaykit*/**/*.py")}
     assert len(modules) > 50
     tables = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.tsv")}
     expected = modules | tables | {"replaykit/py.typed"}
@@ -240,8 +241,12 @@ def test_the_command_is_installed_with_it(wheel: Wheel) -> None:
     (path,) = wheel.unpacked.glob("*.dist-info/entry_points.txt")
     assert path.read_text(encoding="utf-8").split("\n")[:2] == [
         "[console_scripts]",
-        "replaykit = replaykit.cli:main",
+        "replaykit = replaykit_command:main",
     ]
+    # As an installed script begins: the package and torch come later, and may be interrupted.
+    look = "import sys, replaykit_command as at; print(at.__file__, 'replaykit' in sys.modules)"
+    said = _run([sys.executable, "-c", look], wheel.folder, PYTHONPATH=str(wheel.unpacked))
+    assert said.split() == [str(wheel.unpacked / "replaykit_command/__init__.py"), "False"]
     assert "replaykit/__main__.py" in wheel.names
 
 
