@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-S"]  # without what is installed, which may come before any folder
 RUN = "import sys; from replaykit_command import main; sys.exit(main())"
 WAIT = "import time; print('loading', flush=True); time.sleep(60)"
 LOADS = {
@@ -43,7 +44,7 @@ def package(folder: Path, load: str) -> dict[str, str]:
 @pytest.mark.parametrize("how", LOADS)
 def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, how):
     with subprocess.Popen(
-        [sys.executable, "-c", RUN],
+        [*PYTHON, "-c", RUN],
         env=package(tmp_path, LOADS[how]),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -74,7 +75,7 @@ def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, ho
 def test_what_is_imported_is_run_or_says_why_not(tmp_path, load, code, out, err):
     environment = package(tmp_path, load)
     done = subprocess.run(
-        [sys.executable, "-c", RUN],
+        [*PYTHON, "-c", RUN],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -90,7 +91,7 @@ def test_ctrl_c_is_what_it_was_once_the_command_runs(tmp_path):
     (tmp_path / "replaykit/cli/__init__.py").write_text(
         "import signal\ndef main(): return signal.getsignal(2) is signal.default_int_handler\n"
     )
-    command = [sys.executable, "-c", RUN]
+    command = [*PYTHON, "-c", RUN]
     done = subprocess.run(command, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 1
 
