@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from replaykit.checkpoint.files import open_file
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import sync_directory
 
@@ -33,6 +34,7 @@ __all__ = [
 FORMAT = "replaykit-checkpoint"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+_MOST_VERSIONS = 10**15
 _KEPT = re.compile(r"manifest-([0-9]{1,15})\.json")
 _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
 _CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
@@ -110,8 +112,11 @@ def read_manifest(
 def _read(folder: Path, name: str, check: bool) -> dict[str, Any]:
     file = folder / name
     try:
-        text = file.read_text(encoding="utf-8")
+        with open(open_file(file), encoding="utf-8") as opened:
+            text = opened.read()
         manifest = json.loads(text)
+    except CheckpointError:
+        raise  # a ValueError too: it is no plain file
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no checkpoint in {folder}") from None
     except NotADirectoryError:
@@ -158,6 +163,11 @@ def publish(
     """
     token, kept = manifest["save"], _kept(folder)
     newest = max([*kept, 0 if base is None else version_of(base)])
+    if newest + 1 >= _MOST_VERSIONS:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of version {newest}, after which none can come; choose "
+            "another directory"
+        )
     manifest["version"] = newest + 1
     if base is not None and keep > 1:
         # The same text under the name of its version; until the end both are the newest one.
@@ -236,7 +246,7 @@ def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
         if not isinstance(manifest.get(name), dict):
             raise CheckpointError(f"{file} is damaged: no {name}")
     number = manifest.get("version", 1)
-    if type(number) is not int or not 1 <= number < 10**15:
+    if type(number) is not int or not 1 <= number < _MOST_VERSIONS:
         raise CheckpointError(f"{file} is damaged: version {number!r}")
     if not isinstance(manifest.get("save"), str):
         raise CheckpointError(f"{file} is damaged: save {manifest.get('save')!r}")

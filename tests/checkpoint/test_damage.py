@@ -151,6 +151,49 @@ def test_links_and_what_is_no_file_are_not_read(three: tuple[Path, Any], tmp_pat
         new().loads(folder)
 
 
+@pytest.mark.parametrize(("name", "version"), [("manifest.json", None), ("manifest-2.json", 2)])
+def test_a_manifest_that_is_no_plain_file_is_not_read(
+    three: tuple[Path, Any], tmp_path: Path, name: str, version: int | None
+):
+    """It is damaged, as any other file would be; a save puts a whole one in its place."""
+    folder, states = three
+    file, outside = folder / name, tmp_path / "outside"
+    shutil.move(file, outside)
+    makes: list[Callable[[], object]] = [
+        lambda: file.symlink_to(outside),
+        lambda: file.mkdir(),
+        lambda: os.mkfifo(file),  # would wait for a writer for ever
+    ]
+    for make in makes:
+        make()
+        buffer = new()
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: it is"):
+            buffer.loads(folder, version=version)
+        assert not len(buffer)
+        (file.rmdir if file.is_dir() else file.unlink)()
+    makes[2]()
+    buffer.loads(folder, version=1)
+    extend(buffer, 400, 5)
+    buffer.dumps(folder, keep=4)
+    for number, state in ((None, plain(buffer)), (1, states[1])):
+        again = new()
+        again.loads(folder, version=number)
+        assert plain(again) == state
+    assert outside.exists()
+
+
+def test_after_the_last_version_none_is_written(tmp_path: Path, forge: Any):
+    buffer = new()
+    extend(buffer, 0, ROWS)
+    buffer.dumps(tmp_path)
+    forge(tmp_path, lambda manifest: manifest.update(version=10**15 - 1))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match="choose another directory"):
+        buffer.dumps(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    new().loads(tmp_path)
+
+
 NAME = "data-0123456789ab-00000.bin"
 
 
