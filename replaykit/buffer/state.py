@@ -367,7 +367,7 @@ def checked_draw(record: object) -> Drawn:
         and isinstance(random, (torch.Tensor, type(None)))
         and isinstance(info, list)
         and all(isinstance(item, list) and len(item) == 2 for item in info)
-        and all(isinstance(key, (str, tuple)) for key, _ in info)
+        and all(_is_key(key) for key, _ in info)
     ):
         raise ValueError(f"expected a prepared draw, got {record!r}")
     known = {key: copy.deepcopy(value) for key, value in info}
@@ -380,6 +380,11 @@ def checked_draw(record: object) -> Drawn:
         written=-since,
         random=None if random is None else random.clone(),
     )
+
+
+def _is_key(value: object) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return bool(parts) and all(isinstance(part, str) for part in parts)
 
 
 def _is_index(value: object) -> TypeGuard[torch.Tensor]:

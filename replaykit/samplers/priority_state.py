@@ -73,7 +73,8 @@ class SavedPriorities:
                 f"expected '_max_priority' of at least 1 and finite in {dtype}, got {most}"
             )
         dropped = state.get("_dropped_updates")
-        if type(dropped) is not int or dropped < 0:
+        # Storages in files keep it as an int64, to which more are added.
+        if type(dropped) is not int or not 0 <= dropped <= 2**62:
             raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
         raw = state.get("_priorities")
         mapped = isinstance(raw, MappedRows)

@@ -259,7 +259,7 @@ class EpisodeIndexes:
             and marks == sorted(set(marks))
         ):
             raise ValueError(f"expected the cuts of an episode index, got {state!r}")
-        if heads is not None and not (
+        if ("heads" not in fields or heads is not None) and not (
             isinstance(heads, dict)
             and type(heads.get("oldest")) is int
             and _ints(heads.get("begin"))

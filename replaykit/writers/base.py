@@ -21,6 +21,8 @@ from replaykit.structure import Path
 
 __all__ = ["Writer"]
 
+_MOST_WRITTEN = 2**62
+
 
 class Writer(ABC):
     """Reserves slots, has the storage filled, then commits.
@@ -226,7 +228,8 @@ class Writer(ABC):
                 f"expected the state of a {self.kind!r} writer, got {state_dict.get('_kind')!r}"
             )
         count = state_dict.get("_write_count")
-        if type(count) is not int or count < 0:
+        # Storages in files keep it as an int64, to which rows are added.
+        if type(count) is not int or not 0 <= count <= _MOST_WRITTEN:
             raise ValueError(f"expected a write count, got {count!r}")
         Ledger.check(state_dict["_ledger"])
         EpisodeIndexes.check(state_dict.get("_episodes"))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replaykit.buffer.state import checked_draw
 from replaykit.errors import CheckpointError
 
 
@@ -108,6 +110,7 @@ CRAFTED = [
     _set("parts", "writer", "_kind", value="max_value"),
     _set("parts", "writer", "_write_count", value=-1),
     _set("parts", "writer", "_write_count", value="5"),
+    *[_set("parts", "writer", "_write_count", value=v) for v in (2**62 + 1, 2**70)],
     *[_set(*LEDGER, "slots", value=v) for v in (0, -1, 2**70, 7.5, None, 3)],
     *[_set(*LEDGER, "length", value=v) for v in (-1, 9, 7, "8")],
     *[_set(*LEDGER, "cursor", value=v) for v in (-1, 8, 2**70)],
@@ -129,6 +132,7 @@ CRAFTED = [
     _set("parts", "prepared", value={}),
     _set("parts", "prepared", value=[5]),
     _set("parts", "prepared", value=[{"index": 5, "anchors": 5, "info": [], "ran_out": False}]),
+    _drop("parts", "writer", "_episodes", "heads"),
     _set("parts", "storage", "rows", value=7),
     _set("parts", "storage", "rows", value=2**70),
     _set("parts", "storage", "lanes", value=[2]),
@@ -173,6 +177,15 @@ def test_a_manifest_that_nests_without_end_is_damaged(make: Any, tmp_path: Path,
         (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
             make().loads(tmp_path)
+
+
+@pytest.mark.parametrize("key", [5, None, (), ("x", 5), (["x"],), [], torch.Size([1])])
+def test_a_draw_made_ahead_tells_under_names_alone(key: Any):
+    none = torch.zeros(0, dtype=torch.int64)
+    draw = {"index": none, "anchors": none, "ran_out": False}
+    assert checked_draw({**draw, "info": [[("x", "y"), 1], ["x", 2]]}).info["x"] == 2
+    with pytest.raises(ValueError, match="expected a prepared draw"):
+        checked_draw({**draw, "info": [[key, 1]]})
 
 
 JUNK = st.sampled_from(

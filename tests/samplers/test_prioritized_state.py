@@ -228,7 +228,7 @@ BAD = {
     "_beta": [-1.0, NAN, None],
     "_eps": [-1e-9, NAN, INF],
     "_max_priority": [0.5, NAN, INF, None, 1e300],
-    "_dropped_updates": [-1, 1.5, None],
+    "_dropped_updates": [-1, 1.5, None, 2**62 + 1],
     "_priorities": [
         None,
         [1.0] * 20,
