@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
 from replaykit.samplers.live import LiveSlots
 from replaykit.samplers.priority_arguments import stored_elements
+from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
 from replaykit.storages import Storage
 
 __all__ = ["ConsumingSampler", "checked_uses"]
 
 Array = np.ndarray[Any, Any]
 
+_ARRAYS = ("_sample_count", "_sampleable", "_free")
 _UNKNOWN = 2**62
 """More than any storage has slots."""
 
@@ -59,13 +62,26 @@ class ConsumingSampler(Sampler):
 
     kind = "consuming"
     consumes = True
+    mapped_entries = _ARRAYS
 
     def __init__(self, max_sample_count: int = 1, *, replacement: bool = True) -> None:
         super().__init__(replacement=replacement)
         self._most = checked_uses("max_sample_count", max_sample_count)
-        self._slots = LiveSlots()
+        self._known: LiveSlots | ReadLater[LiveSlots] = LiveSlots()
         # How far the ledger had been cleared when it was looked at; None: it was not.
         self._cleared: int | None = None
+
+    @property
+    def _slots(self) -> LiveSlots:
+        """Those that were saved and stayed in their files are read now: O(N), once.
+
+        Raises:
+            CheckpointError: they contradict themselves.
+        """
+        known = self._known
+        if isinstance(known, ReadLater):
+            known = self._known = known.read()
+        return known
 
     @property
     def max_sample_count(self) -> int:
@@ -119,7 +135,7 @@ class ConsumingSampler(Sampler):
         ledger = storage.ledger
         if self._cleared != ledger.cleared:
             if self._cleared is not None:
-                self._slots = LiveSlots()
+                self._known = LiveSlots()
             self._cleared = ledger.cleared
         if ledger.length < self._slots.length:  # the state of a longer buffer
             self._slots.move(np.arange(ledger.length))
@@ -130,7 +146,7 @@ class ConsumingSampler(Sampler):
 
     def attach(self, storage: Storage) -> None:
         """Takes the storage to draw from; what is stored there was never drawn."""
-        self._slots, self._cleared = LiveSlots(), storage.ledger.cleared
+        self._known, self._cleared = LiveSlots(), storage.ledger.cleared
 
     def add(self, index: Any) -> None:
         self.mark_update(index)
@@ -152,7 +168,7 @@ class ConsumingSampler(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._slots, self._cleared = LiveSlots(), None
+        self._known, self._cleared = LiveSlots(), None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         for index in drawn:
@@ -186,10 +202,10 @@ class ConsumingSampler(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._slots, self._cleared = self._checked(state_dict), None
+        self._known, self._cleared = self._checked(state_dict), None
         self._ran_out = state_dict["_ran_out"]
 
-    def _checked(self, state: dict[str, Any]) -> LiveSlots:
+    def _checked(self, state: dict[str, Any]) -> LiveSlots | ReadLater[LiveSlots]:
         if state.get("_max_sample_count") != self._most:
             raise ValueError(
                 f"expected the state of a sampler with max_sample_count={self._most}, got "
@@ -197,14 +213,9 @@ class ConsumingSampler(Sampler):
             )
         if type(state.get("_ran_out")) is not bool:
             raise ValueError(f"expected ran_out as a bool, got {state.get('_ran_out')!r}")
-        parts = []
-        for name in ("_sample_count", "_sampleable", "_free"):
-            part = state.get(name)
-            if not isinstance(part, torch.Tensor) or part.dtype != torch.int64 or part.ndim != 1:
-                raise ValueError(f"expected {name!r} as int64 [K], got {part!r}")
-            parts.append(part.cpu().numpy().copy())
-        uses, live, line = parts
-        return LiveSlots.of(uses, live, line, self._most)
+        arrays, mapped = saved_arrays(state, dict.fromkeys(_ARRAYS, (torch.int64,)))
+        make = functools.partial(LiveSlots.of, most=self._most)
+        return ReadLater(make, arrays, "counts of draws") if mapped else make(*arrays)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self._most})"

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import as_tensor, dtype_name
+from replaykit._compat import as_tensor
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.eligible import index_for, refuse_nothing
+from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
 from replaykit.samplers.version_groups import VersionGroups
 from replaykit.samplers.versions_followed import FollowedVersions
 from replaykit.storages import Storage
@@ -23,6 +24,12 @@ from replaykit.ted import unravel
 __all__ = ["StalenessAwareSampler"]
 
 Array = np.ndarray[Any, Any]
+
+_ARRAYS = {
+    "_elements": (torch.int64,),
+    "_versions": (torch.int64, torch.float64),
+    "_counts": (torch.int64,),
+}
 
 _LARGE = 1e200
 """Weights above it are divided by the largest, so that the sum of all rows' is a number."""
@@ -97,6 +104,7 @@ class StalenessAwareSampler(Sampler):
 
     kind = "staleness"
     reads_rows = True
+    mapped_entries = tuple(_ARRAYS)
 
     def __init__(
         self,
@@ -358,16 +366,10 @@ def _all_of(law: _Law) -> tuple[Array, Array]:
     return elements[mass > 0], mass[mass > 0]
 
 
-def _checked_groups(state: dict[str, Any]) -> VersionGroups:
+def _checked_groups(state: dict[str, Any]) -> VersionGroups | ReadLater[VersionGroups]:
     for name in ("consumer_version", "max_staleness"):
         if type(state.get(name)) is not int or (name == "max_staleness" and state[name] < -1):
             raise ValueError(f"expected {name} as an int, got {state.get(name)!r}")
-    parts = []
-    for name in ("_elements", "_versions", "_counts"):
-        part = state.get(name, torch.empty(0, dtype=torch.int64, device="cpu"))
-        kinds = (torch.int64, torch.float64) if name == "_versions" else (torch.int64,)
-        if not isinstance(part, torch.Tensor) or part.ndim != 1 or part.dtype not in kinds:
-            words = " or ".join(dtype_name(kind) for kind in kinds)
-            raise ValueError(f"expected {name!r} as {words} [K], got {part!r}")
-        parts.append(part.cpu().numpy().copy())
-    return VersionGroups.of_state(*parts)
+    arrays, mapped = saved_arrays(state, _ARRAYS, optional=True)
+    make = VersionGroups.of_state
+    return ReadLater(make, arrays, "versions") if mapped else make(*arrays)

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    ConsumingSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -26,12 +27,15 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
     mapping,
 )
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, chunks, save_checkpoint
 from replaykit.errors import CheckpointError
+from replaykit.samplers.live import LiveSlots
+from replaykit.samplers.version_groups import VersionGroups
 
 CAPACITY = 6000
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -40,7 +44,10 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
     "slices": lambda: SliceSampler(slice_len=4),
     "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=4),
+    "consuming": lambda: ConsumingSampler(2),
+    "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
+READ_LATER = {"consuming": LiveSlots, "staleness": VersionGroups}
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +65,7 @@ def rows(start: int, count: int) -> TensorDict:
     return TensorDict(
         {
             "id": number,
+            "group": -(number % 10),
             "pixels": (number[:, None] + torch.arange(640)).to(torch.uint8),
             "odd": (number[:, None] + torch.arange(601)).to(torch.uint8),  # cut inside of pages
             ("nested", "half"): number[:, None].to(torch.bfloat16),
@@ -304,6 +312,48 @@ def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
     mapped.loads(tmp_path, mmap=True)
     for _ in range(2):
         with pytest.raises(CheckpointError, match="the priorities of the checkpoint"):
+            mapped.sample()
+
+
+def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, kind in READ_LATER.items():
+        filled(name).dumps(tmp_path / name)
+        made = []
+        of = {"consuming": "of", "staleness": "of_state"}[name]
+        read = getattr(kind, of)
+        monkeypatch.setattr(
+            kind, of, lambda *a, made=made, read=read, **k: made.append(a) or read(*a, **k)
+        )
+        mapped = make(name)
+        mapped.loads(tmp_path / name, mmap=True)
+        assert not made
+        mapped.sample()
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "match"),
+    [
+        ("consuming", "_sampleable", "the counts of draws of the checkpoint"),
+        ("staleness", "_elements", "the versions of the checkpoint"),
+    ],
+)
+def test_what_contradicts_itself_is_found_when_it_is_read(
+    name: str, entry: str, match: str, tmp_path: Path
+):
+    filled(name).dumps(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    tensor = manifest["parts"]["sampler"][entry]["name"]
+    file, offset, _ = manifest["tensors"][tensor]["pieces"][0]
+    with open(tmp_path / file, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(b"\xff" * 8)  # -1
+    mapped = make(name)
+    mapped.loads(tmp_path, mmap=True)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=match):
             mapped.sample()
 
 
