@@ -166,14 +166,14 @@ class Saving(BufferCore):
                 a 64-bit POSIX system. OSError: the system does not map the files.
 
         Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
-        are not used afterwards. With it, priorities, counts of draws and the order of versions are
-        read at the first draw or update, and the columns that bound episodes at the first write or
-        question for episodes, in full: O(rows) then.
+        are not used afterwards. With it, priorities, counts of draws, the order of versions and
+        what is left of a pass over rows are read at the first draw or update, and the columns that
+        bound episodes at the first write or question for episodes, in full: O(rows) then.
 
         Cost: one pass over the files. With ``mmap``, what was saved beside rows and priorities:
         nothing that grows with the rows, unless they were placed by hand, cleared, ranked, or of
-        streams (``lane_key``), or a pass without replacement was under way, of which 8 to 16 bytes
-        a row are read.
+        streams (``lane_key``), of which 8 to 16 bytes a row are read, or a pass without replacement
+        over episodes was under way, of which 8 bytes an episode are.
 
         Example:
             >>> import tempfile, torch

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import arange
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.samplers.eligible import eligible_records
+from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
 __all__ = ["SamplerWithoutReplacement"]
+
+Array = np.ndarray[Any, Any]
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -44,6 +49,7 @@ class SamplerWithoutReplacement(Sampler):
 
     kind = "without_replacement"
     passes = True
+    mapped_entries = ("_remaining",)
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
@@ -52,8 +58,25 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         # Elements still to come in this pass; None: the next draw begins a pass.
-        self._remaining: torch.Tensor | None = None
+        self._left: torch.Tensor | ReadLater[torch.Tensor] | None = None
         self._length = 0
+
+    @property
+    def _remaining(self) -> torch.Tensor | None:
+        """What the pass has yet to draw; None: the next draw begins one. What was saved and stayed
+        in its file is checked now: O(N), once.
+
+        Raises:
+            CheckpointError: it is no such thing.
+        """
+        left = self._left
+        if isinstance(left, ReadLater):
+            left = self._left = left.read()
+        return left
+
+    @_remaining.setter
+    def _remaining(self, remaining: torch.Tensor | None) -> None:
+        self._left = remaining
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws the next records of the pass; returns the index, and no info.
@@ -137,13 +160,11 @@ class SamplerWithoutReplacement(Sampler):
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         super().check_state(state_dict, storage)
-        _check_pass(state_dict)
+        _left_of(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        _check_pass(state_dict)
-        remaining = state_dict["_remaining"]
-        self._remaining = None if remaining is None else remaining.clone()
+        self._left = _left_of(state_dict)
         self._length = state_dict["_length"]
         self._ran_out = state_dict["_ran_out"]
 
@@ -151,13 +172,19 @@ class SamplerWithoutReplacement(Sampler):
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
-def _check_pass(state_dict: dict[str, Any]) -> None:
-    remaining, length = state_dict.get("_remaining"), state_dict.get("_length")
+def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tensor] | None:
+    """What a saved pass has yet to draw; ValueError where it is none."""
+    length = state_dict.get("_length")
     if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
         raise ValueError(f"expected a length and ran_out, got {state_dict}")
-    if remaining is None:
-        return
-    if not isinstance(remaining, torch.Tensor) or remaining.dtype != torch.int64:
-        raise ValueError(f"expected the remaining records as int64, got {remaining!r}")
-    if len(remaining) and not 0 <= int(remaining.min()) <= int(remaining.max()) < length:
+    if state_dict.get("_remaining") is None:
+        return None
+    arrays, mapped = saved_arrays(state_dict, {"_remaining": (torch.int64,)})
+    make = functools.partial(_checked_left, length=length)
+    return ReadLater(make, arrays, "pass") if mapped else make(*arrays)
+
+
+def _checked_left(remaining: Array, length: int) -> torch.Tensor:
+    if len(remaining) and not 0 <= remaining.min() <= remaining.max() < length:
         raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")
+    return torch.from_numpy(remaining)

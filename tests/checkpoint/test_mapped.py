@@ -34,8 +34,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, chunks, save_checkpoint
 from replaykit.errors import CheckpointError
-from replaykit.samplers.live import LiveSlots
-from replaykit.samplers.version_groups import VersionGroups
+from replaykit.samplers.saved_arrays import ReadLater
 
 CAPACITY = 6000
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -47,7 +46,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "consuming": lambda: ConsumingSampler(2),
     "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
-READ_LATER = {"consuming": LiveSlots, "staleness": VersionGroups}
+READ_LATER = ["consuming", "staleness", "without replacement"]
 
 
 @pytest.fixture(autouse=True)
@@ -318,19 +317,17 @@ def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
 def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, kind in READ_LATER.items():
+    read, made = ReadLater.read, []
+    monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
+    for name in READ_LATER:
         filled(name).dumps(tmp_path / name)
-        made = []
-        of = {"consuming": "of", "staleness": "of_state"}[name]
-        read = getattr(kind, of)
-        monkeypatch.setattr(
-            kind, of, lambda *a, made=made, read=read, **k: made.append(a) or read(*a, **k)
-        )
         mapped = make(name)
         mapped.loads(tmp_path / name, mmap=True)
         assert not made
         mapped.sample()
+        mapped.sample()
         assert len(made) == 1
+        made.clear()
 
 
 @pytest.mark.parametrize(
@@ -338,6 +335,7 @@ def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
     [
         ("consuming", "_sampleable", "the counts of draws of the checkpoint"),
         ("staleness", "_elements", "the versions of the checkpoint"),
+        ("without replacement", "_remaining", "the pass of the checkpoint"),
     ],
 )
 def test_what_contradicts_itself_is_found_when_it_is_read(
