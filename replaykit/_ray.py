@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["DEFAULT_REMOTE_CLASS_CONFIG", "actor_class", "ray_module", "start_ray"]
+__all__ = ["DEFAULT_REMOTE_CLASS_CONFIG", "Carried", "actor_class", "ray_module", "start_ray"]
 
 DEFAULT_REMOTE_CLASS_CONFIG: Final[dict[str, Any]] = {"num_cpus": 1, "num_gpus": 0}
 """What an actor asks of the cluster unless told otherwise."""
@@ -36,6 +37,39 @@ def start_ray(config: Mapping[str, Any] | None = None) -> Any:
     if not ray.is_initialized():
         ray.init(**(config or {}))
     return ray
+
+
+@dataclass(frozen=True)
+class Carried:
+    """An object with handles of actors, on its way to a process that Ray has not started.
+
+    Attributes:
+        pickled: the object.
+        address, namespace: of the Ray that it belongs to.
+    """
+
+    pickled: bytes
+    address: str
+    namespace: str
+
+    @classmethod
+    def of(cls, value: object) -> Carried:
+        """Takes an object of a process that Ray runs in."""
+        ray = ray_module()
+        context = ray.get_runtime_context()
+        return cls(ray.cloudpickle.dumps(value), context.gcs_address, context.namespace)
+
+    def made(self) -> Any:
+        """Returns the object, in a process that is connected with that Ray from now on."""
+        ray = ray_module()
+        if not ray.is_initialized():
+            ray.init(
+                address=self.address,
+                namespace=self.namespace,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        return ray.cloudpickle.loads(self.pickled)
 
 
 def actor_class(cls: type, remote_config: Mapping[str, Any] | None = None) -> Any:

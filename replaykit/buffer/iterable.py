@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from replaykit._ray import Carried
 from replaykit.buffer.core import checked_batch_size
 from replaykit.buffer.drawing import Lent
+from replaykit.buffer.elsewhere import Asked, Elsewhere
 from replaykit.buffer.parcel import Parcel
 from replaykit.buffer.prefetch import Drawn
 from replaykit.buffer.readers import Reader, check_workers, for_readers
@@ -21,7 +23,7 @@ from replaykit.buffer.sampling import Sampling
 from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
 from replaykit.samplers.eligible import eligible_records
 
-__all__ = ["BufferDataset", "stream_seed"]
+__all__ = ["BufferDataset", "check_loaded", "stream_seed"]
 
 _EPOCH, _START, _WRITTEN = range(3)
 
@@ -40,10 +42,12 @@ class BufferDataset(IterableDataset):
 
     Workers read the rows where they lie. Forked ones have those that there were when they were
     started, of any storage. Spawned ones open the files of a ``LazyMemmapStorage`` or a data set;
-    with ``shared=True`` either kind follows what is written.
+    with ``shared=True`` either kind follows what is written. Handles of a buffer in actors of Ray
+    ask these for batches, from workers that are spawned; they follow what is written too.
 
     Args:
-        buffer: a ReplayBuffer or a data set; for workers without ``device``.
+        buffer: a ReplayBuffer or a data set, for workers without ``device``; or a handle of a
+            buffer in actors.
         batch_size: number of rows; None: that of the buffer.
         steps: batches of an iteration, of all workers of this rank together; None: it has no end.
             Only with samplers that have no passes.
@@ -73,7 +77,7 @@ class BufferDataset(IterableDataset):
 
     def __init__(
         self,
-        buffer: Sampling,
+        buffer: Sampling | Elsewhere,
         batch_size: int | None = None,
         *,
         steps: int | None = None,
@@ -82,36 +86,24 @@ class BufferDataset(IterableDataset):
         world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        if not isinstance(buffer, Sampling) or type(buffer)._finish is not Sampling._finish:
-            raise TypeError(
-                f"expected a ReplayBuffer with rows of its own, got {type(buffer).__name__}"
-            )
-        if buffer.sampler.consumes:
-            raise ValueError(
-                "expected a sampler that leaves the buffer as it is, got "
-                f"{type(buffer.sampler).__name__}, whose draws use records up"
-            )
-        if buffer._pace is not None:
-            raise ValueError(
-                "expected a buffer without rate_limiter, which would not know of the samples that "
-                "workers draw"
-            )
+        check_loaded(buffer)
         for name, value, least in (("steps", steps, 1), ("seed", seed, None)):
             if value is None and name == "steps":
                 continue
             if type(value) is not int or (least is not None and value < least):
                 bound = "" if least is None else f" of at least {least}"
                 raise ValueError(f"expected {name} as an int{bound}, got {value!r}")
-        passes = buffer.sampler.passes
+        sampler = buffer.sampler
+        passes = sampler.passes
         if passes and steps is not None:
             raise ValueError(
-                f"expected steps=None with {type(buffer.sampler).__name__}, whose pass is an "
+                f"expected steps=None with {type(sampler).__name__}, whose pass is an "
                 f"iteration, got {steps}"
             )
         if drop_last and not passes:
             raise ValueError(
                 "expected drop_last with a sampler that goes through the rows pass by pass, got "
-                f"{type(buffer.sampler).__name__}"
+                f"{type(sampler).__name__}"
             )
         self.batch_size = (
             buffer._size_of(None) if batch_size is None else checked_batch_size(batch_size)
@@ -158,6 +150,8 @@ class BufferDataset(IterableDataset):
     def begin(self, epoch: int, start: int) -> None:
         """``set_epoch`` for an iteration that begins now, of the rows that there are now."""
         self.set_epoch(epoch, start)
+        if isinstance(self._buffer, Elsewhere):
+            return
         with self._buffer._locked() as storage:
             self._at[_WRITTEN] = storage.ledger.next_position
 
@@ -191,12 +185,18 @@ class BufferDataset(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         """Draws, reads, transforms: in the process that asks for the batches."""
         buffer, info = self._buffer, get_worker_info()
-        buffer._ready()
-        if info is not None:
-            check_workers(buffer)
-            buffer._pin_memory = False  # of this process alone; the one that trains does that
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch, start, written = self._at.tolist()
+        if info is not None:
+            check_workers(buffer)
+        if isinstance(buffer, Elsewhere):
+            asks = _Asks(buffer, self.batch_size)
+            for asked, _ in self._stream(asks, epoch, start, worker, workers):
+                yield asked.batch() if info is None else Parcel(asked.batch())
+            return
+        buffer._ready()
+        if info is not None:
+            buffer._pin_memory = False  # of this process alone; the one that trains does that
         passes, own = buffer._sampler.passes, False
         if info is not None:
             own = buffer.shared and buffer._sampler.prioritized
@@ -238,8 +238,8 @@ class BufferDataset(IterableDataset):
             number += 1
 
     def _stream(
-        self, draws: _Draws, epoch: int, start: int, worker: int, workers: int
-    ) -> Iterator[tuple[Drawn, int]]:
+        self, draws: Any, epoch: int, start: int, worker: int, workers: int
+    ) -> Iterator[tuple[Any, int]]:
         """The draws of a stream; which one, is such that batches come in turn from ``start`` on."""
         stream = (start + worker) % workers
         draws.seed(self.seed, epoch, self.rank, stream)
@@ -257,13 +257,14 @@ class BufferDataset(IterableDataset):
         if get_spawning_popen() is not None:
             check_workers(self._buffer)
             state["_buffer"] = for_readers(self._buffer)
-            state["_handed"] = self._buffer.storage.ledger.next_position
+            if not isinstance(self._buffer, Elsewhere):
+                state["_handed"] = self._buffer.storage.ledger.next_position
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         handed = state.pop("_handed", None)
         self.__dict__.update(state)
-        if isinstance(self._buffer, Reader):
+        if isinstance(self._buffer, (Carried, Reader)):
             self._buffer = self._buffer.made()
         if handed is not None and not self._buffer.shared:
             self._shift = self._buffer.storage.ledger.next_position - handed
@@ -298,6 +299,56 @@ class _Draws:
         with buffer._locked() as storage:
             found = buffer._drawn(storage, drawn.size, lent)
         return buffer._delivered(found, None)[0]
+
+
+class _Asks:
+    """Batches that a handle asks for, one after the other, as `_Draws` draws them."""
+
+    def __init__(self, handle: Elsewhere, size: int) -> None:
+        self._handle, self._size = handle, size
+        self._ask: Callable[[int], Asked] | None = None
+
+    def seed(self, *numbers: int) -> None:
+        """Begins anew."""
+        self._ask = self._handle._asking(torch.Generator().manual_seed(stream_seed(*numbers)))
+
+    def next(self) -> tuple[_AskedFor, int]:
+        """The next batch, which may be on its way."""
+        assert self._ask is not None
+        return _AskedFor(self._ask(self._size)), 0
+
+
+class _AskedFor:
+    """A batch under way, one of a stream without an end."""
+
+    ran_out = False
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def batch(self) -> Any:
+        return self._asked.result()
+
+
+def check_loaded(buffer: Any) -> None:
+    """Raises TypeError or ValueError where others cannot draw beside the buffer's own draws."""
+    if isinstance(buffer, Elsewhere):
+        buffer._check_loader()
+        return
+    if not isinstance(buffer, Sampling) or type(buffer)._finish is not Sampling._finish:
+        raise TypeError(
+            f"expected a ReplayBuffer with rows of its own, got {type(buffer).__name__}"
+        )
+    if buffer.sampler.consumes:
+        raise ValueError(
+            "expected a sampler that leaves the buffer as it is, got "
+            f"{type(buffer.sampler).__name__}, whose draws use records up"
+        )
+    if buffer._pace is not None:
+        raise ValueError(
+            "expected a buffer without rate_limiter, which would not know of the samples that "
+            "workers draw"
+        )
 
 
 def stream_seed(*numbers: int) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from replaykit.buffer.elsewhere import Elsewhere
 from replaykit.buffer.iterable import BufferDataset, stream_seed
 from replaykit.buffer.readers import check_workers
 from replaykit.buffer.sampling import Sampling
 
-__all__ = ["BufferLoader", "Loading"]
+__all__ = ["BufferLoader", "Loading", "LoadingElsewhere"]
 
 
 class BufferLoader(DataLoader):
@@ -75,7 +76,7 @@ class BufferLoader(DataLoader):
 
     def _counted(self, batches: Iterator[Any], turn: object, seen: Any) -> Iterator[Any]:
         buffer = self.dataset.buffer
-        apart = self.num_workers > 0 and not buffer.shared
+        apart = self.num_workers > 0 and not (isinstance(buffer, Elsewhere) or buffer.shared)
         for batch in batches:
             if self._turn is not turn:
                 raise RuntimeError("expected one iteration at a time, another one has begun")
@@ -196,6 +197,77 @@ class Loading(Sampling):
         )
 
 
+class LoadingElsewhere(Elsewhere):
+    """``dataloader`` of a handle."""
+
+    def dataloader(
+        self,
+        batch_size: int | None = None,
+        *,
+        workers: int = 0,
+        steps: int | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        timeout: float = 0,
+    ) -> BufferLoader:
+        """Returns a ``DataLoader`` whose worker processes ask for batches, each with a seed and a
+        handle of its own. They are made where the rows are: without workers, and with
+        ``client(prefetch=n)``, less processes wait for them.
+
+        Args:
+            batch_size: number of rows; None: that of the buffer.
+            workers: number of processes, which take seconds to connect with Ray; 0: this one asks.
+            steps, seed, rank, world_size: as for `BufferDataset`.
+            drop_last: only False: these batches are streams.
+            pin_memory: have batches in pinned memory, where there is an accelerator.
+            multiprocessing_context: how they are started: "spawn" by default, or "forkserver".
+            prefetch_factor, persistent_workers, worker_init_fn, timeout: as for ``DataLoader``.
+
+        Raises:
+            TypeError, ValueError: as `BufferDataset` and ``DataLoader`` do; a buffer that has a
+                rate limiter; workers that are forked, or cannot reach the buffer. RuntimeError: no
+                batch size anywhere.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(8))
+            ...     first, again = (list(rb.dataloader(4, steps=3, seed=7)) for _ in range(2))
+            >>> len(first), torch.equal(torch.cat(first), torch.cat(again))
+            (3, True)
+        """
+        dataset = BufferDataset(
+            self,
+            batch_size,
+            steps=steps,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+        )
+        return BufferLoader(
+            dataset,
+            workers=workers,
+            pin_memory=bool(pin_memory) and torch.cuda.is_available(),
+            multiprocessing_context=("spawn" if workers else None)
+            if multiprocessing_context is None
+            else multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
+        )
+
+
 def _start_method(context: Any) -> str:
     """How processes of a context are started; None: of the default one."""
     if isinstance(context, str):
@@ -204,7 +276,9 @@ def _start_method(context: Any) -> str:
     return str(found.get_start_method())
 
 
-def _state(buffer: Any) -> tuple[int, int, int]:
-    """Numbers of which one changes with every write."""
+def _state(buffer: Any) -> tuple[int, int, int] | None:
+    """Numbers of which one changes with every write; None where writes do not matter."""
+    if isinstance(buffer, Elsewhere):
+        return None
     storage = buffer.storage
     return storage.ledger.next_position, storage.ledger.changes, storage.edits

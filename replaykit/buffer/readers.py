@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from replaykit.buffer.elsewhere import Elsewhere
 from replaykit.buffer.sampling import Sampling
 from replaykit.samplers import Sampler
 from replaykit.writers import ImmutableDatasetWriter
@@ -29,8 +30,10 @@ class Reader:
         )
 
 
-def for_readers(buffer: Sampling) -> Any:
-    """What a spawned process gets in the place of a buffer."""
+def for_readers(buffer: Sampling | Elsewhere) -> Any:
+    """What a spawned process gets in the place of a buffer; what is not the buffer is ``made``."""
+    if isinstance(buffer, Elsewhere):
+        return buffer._carried()
     rows = buffer.storage.for_readers()
     if rows is buffer.storage:
         return buffer
@@ -57,6 +60,9 @@ def check_workers(buffer: Any, method: str | None = None) -> None:
     Raises:
         ValueError: names what keeps them from it. RuntimeError: the rows would have to be copied.
     """
+    if isinstance(buffer, Elsewhere):
+        buffer._check_workers(method)
+        return
     if buffer._target is not None:
         raise ValueError(
             f"expected a buffer without device for workers, got device={str(buffer._target)!r}: "

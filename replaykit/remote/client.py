@@ -11,8 +11,9 @@ from typing import Any
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import checked_timeout
 from replaykit.remote.ahead import Ahead
-from replaykit.remote.forwarding import _RESTARTING, Forwarding
+from replaykit.remote.forwarding import _RESTARTING
 from replaykit.remote.host import TOGETHER
+from replaykit.remote.loading import Loaded
 from replaykit.remote.outbox import Outbox
 from replaykit.remote.packing import Message
 from replaykit.remote.replies import RemoteResult, Reply, fetch
@@ -20,7 +21,7 @@ from replaykit.remote.replies import RemoteResult, Reply, fetch
 __all__ = ["RayReplayBufferClient"]
 
 
-class RayReplayBufferClient(Forwarding):
+class RayReplayBufferClient(Loaded):
     """A buffer in a Ray actor, to be used like the buffer itself: the same methods, arguments,
     results and errors.
 

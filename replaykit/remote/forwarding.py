@@ -20,7 +20,6 @@ __all__ = ["Forwarding"]
 
 _LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
 _LOCAL = {
-    "dataloader": "batches come ahead by client(prefetch=n)",
     "episodes": "ask in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
 }
 _RESTARTING = frozenset(

@@ -8,7 +8,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.drawing import Lent
+from replaykit.buffer.iterable import check_loaded
 from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.packing import ITSELF, Message, pack, unpack
 from replaykit.remote.replies import Failed
@@ -134,6 +138,28 @@ class Host:
                 f"expected a client without prefetch for a {type(sampler).__name__}: rows of "
                 "batches that nobody takes would be used up"
             )
+
+    @_telling
+    def check_loader(self) -> None:
+        """Raises TypeError or ValueError where others cannot draw beside the buffer's own draws."""
+        check_loaded(self._buffer)
+        sampler = self._buffer.sampler
+        if sampler.passes:
+            raise ValueError(
+                "expected a sampler that draws with replacement for a loader of a buffer in an "
+                f"actor, got a {type(sampler).__name__}, whose pass is the buffer's: iterate over "
+                "the handle, or client(prefetch=n)"
+            )
+
+    @_answering
+    def draw(self, size: int, seed: int) -> Message:
+        """Returns a batch drawn with a seed; the buffer's own draws are left alone."""
+        lent = Lent(torch.Generator().manual_seed(seed))
+
+        def made() -> Message:
+            return pack(self._buffer._delivered(self._buffer._draw(size, lent), None)[0])
+
+        return self._with_warnings(made)
 
     # Ray takes a tenth of the time of a call for its first argument: these have none.
 

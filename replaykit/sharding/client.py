@@ -9,18 +9,19 @@ import torch
 
 from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
+from replaykit.sharding.loading import Loaded
 from replaykit.sharding.membership import Members, check_on_loss
 from replaykit.sharding.reading import rows_by
 from replaykit.sharding.refused import REFUSED, refuse
 from replaykit.sharding.routed import ClientSettings
-from replaykit.sharding.sampling import Sampled, check_generator
+from replaykit.sharding.sampling import check_generator
 from replaykit.sharding.saving import load_all, save_all, state_of, take_state
 from replaykit.sharding.updates import Updates
 
 __all__ = ["ShardedClient"]
 
 
-class ShardedClient(Sampled):
+class ShardedClient(Loaded):
     """A handle of a sharded buffer, with all of its methods but those that end it.
 
     Made by ``ShardedReplayBuffer.client()``; it can be pickled and sent to other processes. Each

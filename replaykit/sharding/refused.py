@@ -16,7 +16,6 @@ _SAVES = "all shards are saved at one instant, each by itself; keep what is your
 REFUSED: dict[str, str] = {
     "append_transform": _PARTS,
     "as_remote": "its rows lie in actors already; client() is a handle for other processes",
-    "dataloader": "shards prepare batches in their own processes: iterate over client(prefetch=n)",
     "dim_extend": "rows of shards lie along dimension 0, streams are told apart by shard_key",
     "episodes": "the index of episodes lies in the shards; slices are drawn by it",
     "insert_transform": _PARTS,

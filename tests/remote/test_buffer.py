@@ -31,7 +31,7 @@ from tests.ray_cluster import RAY_MARKS
 
 pytestmark = RAY_MARKS
 
-LOCAL_ONLY = {"as_remote", "dataloader", "episodes"}
+LOCAL_ONLY = {"as_remote", "episodes"}
 
 
 def generator() -> torch.Generator:
