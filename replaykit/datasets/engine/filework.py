@@ -242,7 +242,7 @@ def _write_file(
                 # The threads of the one it came with are in the process that started this one.
                 stack.enter_context(synced_early(parts))
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
-            file = stack.enter_context(open_sources(unit, plan.layout.clock))
+            file = stack.enter_context(open_sources(unit, plan.layout.clock, plan.held))
             writer.write(file, source, plan.spans.within(spans), memory)
         writer.finish()
     except DropLeaves as drop:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +18,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.h5_errors import naming
+from replaykit.datasets.engine.h5_errors import FAULTS, naming
 from replaykit.datasets.engine.h5_links import entries_of, links_of
+from replaykit.datasets.engine.h5_types import Types, not_numbers
+from replaykit.datasets.engine.held import HeldValues
 from replaykit.datasets.engine.inflating import LEAST_BYTES, inflate
 from replaykit.datasets.engine.places import Part, Place
 from replaykit.datasets.engine.signature import check_signature
@@ -27,17 +29,6 @@ from replaykit.errors import CorpusError
 
 __all__ = ["H5File", "Leaf", "Member", "open_h5"]
 
-_NUMBERS: Final = frozenset(
-    np.dtype(f"{kind}{bits}")
-    for kind, sizes in {
-        "int": (8, 16, 32, 64),
-        "uint": (8, 16, 32, 64),
-        "float": (16, 32, 64),
-        "complex": (64, 128),
-    }.items()
-    for bits in sizes
-) | {np.dtype("bool")}
-"""The dtypes that NumPy and torch share."""
 _NO_DATA: Final = "it is neither an array nor a group"
 _SLOTS: Final = 10_007
 """Chunks that HDF5 can keep: a prime, as it advises."""
@@ -120,10 +111,13 @@ class H5File:
         self.path = path
         self._root = handle.id
         self._is_verified = is_verified
-        # Asking HDF5 for a dtype costs several times what reading a small array does.
-        self._dtypes: dict[bytes, np.dtype[Any]] = {}
-        self._memory_types: dict[np.dtype[Any], Any] = {}
+        self._types = Types()
         self._kept: dict[str, Any] = {}
+        self._held: HeldValues | None = None
+
+    def hold(self, held: HeldValues) -> None:
+        """Has `leaves` read small datasets on its way, and `read` take what is held of the file."""
+        self._held = held
 
     def place(self, name: str) -> Place:
         """Returns the place of the file, whose path in the corpus is ``name``."""
@@ -163,7 +157,7 @@ class H5File:
         """Returns every dataset below a group, with paths relative to the group.
 
         Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
-        values are read.
+        values are read but those that are held (`hold`).
 
         Args:
             group: the group; ``""`` for the root.
@@ -173,7 +167,8 @@ class H5File:
             return self.listed[group]
         found: list[Leaf] = []
         with self._naming(group or "/"):
-            self._walk(self._node(group), "", (), found, without)
+            above = f"{group}/" if group else ""
+            self._walk(self._node(group), "", (), found, without, base=above)
         return found
 
     def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
@@ -215,20 +210,24 @@ class H5File:
         import h5py
 
         with self._naming(dataset):
+            values = None if self._held is None else self._held.get(dataset)
+            if values is not None and stop <= len(values):
+                if into is None:
+                    return values[start:stop].copy()
+                into[...] = values[start:stop].reshape(into.shape)
+                return into
             kept = self._kept.get(dataset)
             node = h5py.h5d.open(self._root, dataset.encode()) if kept is None else kept
             space = node.get_space()
             shape = space.get_simple_extent_dims()
             block = (stop - start, *shape[1:])
             if into is None:
-                into = np.empty(block, self._dtype(node))
+                into = np.empty(block, self._types.of(node))
             elif into.size != math.prod(block):
                 raise CorpusError(f"has shape {list(block)}, expected {list(into.shape)}")
             if into.size == 0:
                 return into
-            kind = self._memory_types.get(into.dtype)
-            if kind is None:
-                kind = self._memory_types[into.dtype] = h5py.h5t.py_create(into.dtype)
+            kind = self._types.in_memory(into.dtype)
             # What HDF5 keeps is inflated once, and not anew for each piece.
             is_worth = into.nbytes >= LEAST_BYTES and kept is None
             if is_worth and inflate(node, start, stop, into, kind):
@@ -297,17 +296,19 @@ class H5File:
             count = math.prod(-(-n // step) for n, step in zip(shape[1:], chunk[1:], strict=True))
             return int(chunk[0]), count * math.prod(chunk) * node.get_type().get_size()
 
-    def _dtype(self, node: Any) -> np.dtype[Any]:
-        """Returns the native dtype of a dataset."""
-        kind = node.get_type()
-        try:
-            said = kind.encode()
-        except Exception:  # some types cannot be said in bytes
-            return _native(kind.dtype)
-        found = self._dtypes.get(said)
-        if found is None:
-            found = self._dtypes[said] = _native(kind.dtype)
-        return found
+    def _hold(self, dataset: str, node: Any, leaf: Leaf) -> None:
+        """Holds the values of a leaf that is open, if there is room; what cannot be read is left
+        to `read`, which says so."""
+        import h5py
+
+        if self._held is None or leaf.problem is not None:
+            return
+        values = self._held.room_for(dataset, leaf.shape or (1,), np.dtype(leaf.dtype))
+        if values is not None:
+            with suppress(*FAULTS):
+                kind = self._types.in_memory(values.dtype)
+                node.read(h5py.h5s.ALL, h5py.h5s.ALL, values, kind)
+                self._held.put(dataset, values)
 
     def _naming(self, where: str) -> naming:
         return naming(self.path, where, self._is_verified)
@@ -319,6 +320,7 @@ class H5File:
         above: tuple[int, ...],
         found: list[Leaf],
         without: Collection[str] = (),
+        base: str = "",
     ) -> None:
         import h5py
 
@@ -332,9 +334,10 @@ class H5File:
             if path in without:
                 continue
             if isinstance(child, h5py.h5g.GroupID):
-                self._walk(child, f"{path}/", (*above, address), found)
+                self._walk(child, f"{path}/", (*above, address), found, base=base)
             elif isinstance(child, h5py.h5d.DatasetID):
                 found.append(self._leaf(path, child))
+                self._hold(base + path, child, found[-1])
             else:
                 why = child if isinstance(child, str) else _NO_DATA
                 found.append(Leaf(path, (), np.uint8, why))
@@ -345,17 +348,17 @@ class H5File:
         import h5py
 
         space = node.get_space()
-        kind = space.get_simple_extent_type()
-        if kind == h5py.h5s.NULL:
+        shape = space.get_simple_extent_dims()
+        if not shape and space.get_simple_extent_type() == h5py.h5s.NULL:
             return Leaf(path, (), np.uint8, "it has no values at all")
-        shape = tuple(int(n) for n in space.get_simple_extent_dims())
         try:
-            dtype = self._dtype(node)
+            dtype = self._types.of(node)
         except (TypeError, ValueError) as error:
             return Leaf(path, shape, np.uint8, f"its type is not supported ({error})")
         problem = None
-        if dtype not in _NUMBERS:
-            problem = f"it holds {_kind(dtype)}, which cannot be a column of numbers"
+        other = not_numbers(dtype)
+        if other is not None:
+            problem = f"it holds {other}, which cannot be a column of numbers"
         elif 0 not in shape and node.get_storage_size() == 0 and node.get_offset() is None:
             properties = node.get_create_plist()
             layout = properties.get_layout()
@@ -364,18 +367,6 @@ class H5File:
             elif layout != h5py.h5d.COMPACT:
                 problem = "its values were never written"
         return Leaf(path, shape, dtype, problem)
-
-
-def _kind(dtype: np.dtype[Any]) -> str:
-    if dtype.kind in "OSU":
-        return "text or values of varying length"
-    if dtype.names:
-        return "records with named fields"
-    return f"values of type {dtype}"
-
-
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype.newbyteorder("=")
 
 
 def _text(name: bytes) -> str:

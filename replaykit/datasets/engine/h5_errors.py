@@ -9,11 +9,12 @@ from typing import Final
 from replaykit.datasets.engine.signature import AT_SOURCE
 from replaykit.errors import CorpusError
 
-__all__ = ["naming"]
+__all__ = ["FAULTS", "naming"]
 
-_FAULTS: Final = (
+FAULTS: Final = (
     OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, MemoryError,
 )  # fmt: skip
+"""What h5py makes of the errors of HDF5."""
 
 
 class naming:
@@ -33,7 +34,7 @@ class naming:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, _FAULTS):
+        if not isinstance(error, FAULTS):
             return
         place = str(self._path) if self._where is None else f"{self._path}: {self._where}"
         if isinstance(error, CorpusError):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5 import H5File, Leaf, Member, open_h5
+from replaykit.datasets.engine.held import Held
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Part, Place
 from replaykit.datasets.sources import SourceFile, Sources
@@ -123,12 +124,20 @@ def _said(leaf: Leaf | None) -> str:
 
 
 @contextmanager
-def open_sources(files: Sequence[SourceFile], clock: str) -> Iterator[H5File]:
-    """Opens a file, or several as one; see `open_h5` for what it raises."""
+def open_sources(
+    files: Sequence[SourceFile], clock: str, held: Held | None = None
+) -> Iterator[H5File]:
+    """Opens a file, or several as one; see `open_h5` for what it raises.
+
+    ``held``: takes small datasets, and gives those that it has.
+    """
     with ExitStack() as stack:
         opened = [
             stack.enter_context(open_h5(file.path, is_verified=file.is_verified)) for file in files
         ]
+        if held is not None:
+            for file in opened:
+                file.hold(held.of(file.path))
         if len(opened) == 1:
             yield opened[0]
         else:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from replaykit.datasets.crew import Crew
 from replaykit.datasets.engine.finding import Segments, WholeFile
 from replaykit.datasets.engine.h5 import Leaf, open_h5
+from replaykit.datasets.engine.held import HeldValues
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
 from replaykit.datasets.sources import SourceFile, Sources
@@ -29,10 +30,12 @@ class Listing:
     Attributes:
         leaves: the datasets below each group, as `H5File.leaves` returns them.
         attributes: those of `Layout.seen_attributes` of each group.
+        held: values that were read on the way.
     """
 
     leaves: dict[str, list[Leaf]]
     attributes: dict[str, dict[str, Any]]
+    held: HeldValues | None = None
 
 
 NOT_LISTED: Final = Listing({}, {})
@@ -40,7 +43,9 @@ _AHEAD: Final = 2
 """Files for each worker that may be listed before the scan wants them: each takes memory."""
 
 
-def listings(sources: Sources, layout: Layout, workers: int) -> Generator[Listing, None, None]:
+def listings(
+    sources: Sources, layout: Layout, workers: int, room: int
+) -> Generator[Listing, None, None]:
     """Yields what is known ahead of each file, in order; empty where listing it would not pay.
 
     So it is of files that no other process has begun when the caller comes to them: it looks at
@@ -50,6 +55,7 @@ def listings(sources: Sources, layout: Layout, workers: int) -> Generator[Listin
         sources: the files.
         layout: what the corpus declares.
         workers: how many processes look at files at once, this one among them.
+        room: bytes for values of each file that are read on the way.
     """
     files = sources.files
     if workers < 2 or len(files) < 2 or isinstance(layout.episodes, (Segments, WholeFile)):
@@ -58,7 +64,9 @@ def listings(sources: Sources, layout: Layout, workers: int) -> Generator[Listin
     pieces = [(index, index) for index in range(len(files))]
     others = min(workers, len(files)) - 1
     waiting: dict[int, Listing] = {}
-    with Crew(partial(_list, files, layout), pieces[1:], others, ahead=_AHEAD * others) as crew:
+    with Crew(
+        partial(_list, files, layout, room), pieces[1:], others, ahead=_AHEAD * others
+    ) as crew:
         for piece in pieces:
             if piece == pieces[0] or crew.take(piece) is not None:
                 yield NOT_LISTED
@@ -70,13 +78,15 @@ def listings(sources: Sources, layout: Layout, workers: int) -> Generator[Listin
 
 
 def _list(
-    files: tuple[SourceFile, ...], layout: Layout, piece: tuple[int, int]
+    files: tuple[SourceFile, ...], layout: Layout, room: int, piece: tuple[int, int]
 ) -> tuple[int, Listing]:
-    source, found = files[piece[0]], Listing({}, {})
+    source, held = files[piece[0]], HeldValues(room)
+    found = Listing({}, {}, held)
     # Leaves of most groups are equal: what is one object is sent once.
     known: dict[Leaf, Leaf] = {}
     try:
         with open_h5(source.path, is_verified=source.is_verified) as file:
+            file.hold(held)
             place = Place(source.path, source.name)
             resolved = layout.resolve(file, place)
             names = resolved.seen_attributes

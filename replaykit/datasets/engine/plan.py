@@ -12,6 +12,7 @@ import numpy as np
 from replaykit.datasets.engine.decoding import Decoder
 from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
 from replaykit.datasets.engine.fields import Role, Target
+from replaykit.datasets.engine.held import Held
 from replaykit.datasets.engine.layout import Bounds, Layout
 
 __all__ = ["Episode", "LeftOut", "Plan", "PlannedLeaf", "Skipped", "Span"]
@@ -79,7 +80,8 @@ class Plan:
     """What will be written. Memory: 58 bytes for each episode, and some 50 for each group.
 
     ``layout`` is the one that the files resolved to; ``splits`` names episodes by position,
-    ``about`` has what the files say of themselves, ``units`` which files are read as one.
+    ``about`` has what the files say of themselves, ``units`` which files are read as one, and
+    ``held`` what was read of them already.
     """
 
     layout: Layout
@@ -92,6 +94,7 @@ class Plan:
     splits: Mapping[str, list[int]] = field(default_factory=dict)
     about: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held: Held = field(default_factory=lambda: Held(0, ()))
 
     @property
     def rows(self) -> int:

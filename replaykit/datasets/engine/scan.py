@@ -20,6 +20,7 @@ from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
 from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Segments
 from replaykit.datasets.engine.flat import Excluded, flat_episodes, gives_no_row
 from replaykit.datasets.engine.h5 import H5File, Leaf
+from replaykit.datasets.engine.held import Held
 from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
 from replaykit.datasets.engine.listing import NOT_LISTED, Listing, listings
@@ -37,6 +38,8 @@ __all__ = ["Excluded", "scan"]
 WHOLE_FILE: Final = "the whole file"
 """Stands in the report for the name of an episode."""
 _SMALL_BYTES: Final = 1 << 18
+_HELD_BLOCKS: Final = 2
+"""Blocks of memory for values that are read while declarations are, of all files together."""
 
 
 def scan(
@@ -67,8 +70,9 @@ def scan(
         ValueError: what the caller decides names a key or dtype that no file has.
         OSError: a file cannot be opened.
     """
-    state = _Scan(layout, policies, without, excluded, block_bytes, notes)
-    with closing(listings(sources, layout, workers)) as ahead:
+    held = Held(_HELD_BLOCKS * block_bytes, (source.path for source in sources.files))
+    state = _Scan(layout, policies, without, excluded, block_bytes, notes, held)
+    with closing(listings(sources, layout, workers, held.share)) as ahead:
         for unit in units_of(sources, layout, state.fail):
             listed = [next(ahead) for _ in unit]
             state.unit(unit, sources, listed[0])
@@ -92,6 +96,7 @@ class _Scan:
     excluded: Excluded
     block_bytes: int
     notes: Notes
+    held: Held
     schema: SchemaUnion | None = None
     first_file: Place | None = None
     skipped: list[Skipped] = field(default_factory=list)
@@ -124,9 +129,11 @@ class _Scan:
                 self.skipped.append(Skipped(index, WHOLE_FILE, f"{why}, which is skipped"))
             return
         files = [sources.files[index] for index in unit]
+        if listed.held is not None:
+            self.held.take(files[0].path, listed.held)
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
         try:
-            with open_sources(files, self.layout.clock) as file:
+            with open_sources(files, self.layout.clock, self.held) as file:
                 file.listed, self.listed = listed.leaves, listed
                 self.units[unit[0]] = unit
                 self.file(unit[0], file, file.place(files[0].name))
@@ -378,6 +385,7 @@ class _Scan:
             self.splits,
             self.about,
             self.units,
+            self.held,
         )
 
 

@@ -27,6 +27,8 @@ _INFOS: Final = "env_infos/"
 _OBS_DICT: Final = "env_infos/obs_dict/"
 _DENSE: Final = "env_infos/rwd_dense"
 _SPARSE: Final = "env_infos/rwd_sparse"
+_LOOKED_AT: Final = 16
+"""Records by which most columns are told from the one that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +217,13 @@ def _lies_at(block: npt.NDArray[Any], observations: npt.NDArray[Any], column: in
 
 def _find_columns(block: npt.NDArray[Any], observations: npt.NDArray[Any]) -> int | None:
     """Returns where a block lies in the observation, row by row equal, or ``None``."""
-    # Most columns differ at the first record already.
-    last = observations.shape[1] - block.shape[1] + 1
-    for column in np.flatnonzero(observations[0, : max(0, last)] == block[0, 0]):
+    if len(block) != len(observations):
+        return None
+    # Most columns differ at some of a few records already; a first one of zeros tells little.
+    last = max(0, observations.shape[1] - block.shape[1] + 1)
+    some = slice(None, None, max(1, len(block) // _LOOKED_AT))
+    may_be = (observations[some, :last] == block[some, :1]).all(axis=0)
+    for column in np.flatnonzero(may_be):
         if _lies_at(block, observations, int(column)):
             return int(column)
     return None

@@ -1,0 +1,113 @@
+"""What the scan reads on its way is what is written, and is not opened again."""
+
+from __future__ import annotations
+
+import pickle
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets.engine import scan
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.h5 import open_h5
+from replaykit.datasets.engine.held import Held, HeldValues
+from replaykit.datasets.families import ROBOHIVE
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "a.h5"
+    with h5py.File(found, "w") as file:
+        file["g/little"] = np.arange(12, dtype=">f4").reshape(6, 2)
+        file["g/deep/one"] = 7
+        file["g/wide"] = np.zeros((6, 3000))
+        file["g/none"] = np.zeros((0, 3))
+        file["g/text"] = "text"
+        file.create_dataset("g/packed", data=np.arange(6), compression="gzip", chunks=(6,))
+    return found
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_small_datasets_are_held_and_read_as_the_file_has_them(path, is_sent):
+    held = HeldValues(1 << 20)
+    with open_h5(path) as file:
+        file.hold(held)
+        file.leaves("g")
+    assert len(held) == 3
+    assert all(f"g/{name}" in held for name in ("little", "deep/one", "packed"))
+    if is_sent:
+        held = pickle.loads(pickle.dumps(held))
+    with open_h5(path) as file, open_h5(path) as plain:
+        file.hold(held)
+        for name in ("g/little", "g/packed", "g/wide"):
+            for start, stop in ((0, 6), (2, 4), (3, 3)):
+                found, wanted = (each.read(name, start, stop) for each in (file, plain))
+                np.testing.assert_array_equal(found, wanted)
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_array_equal(file.read("g/deep/one", 0, 1), plain.read("g/deep/one", 0, 1))
+        into = np.empty(12, "f4")
+        assert file.read("g/little", 0, 6, into) is into
+        assert into.tolist() == list(range(12))
+        file.read("g/little", 0, 6)[:] = -1
+        assert file.read("g/little", 0, 6).min() == 0
+        # What is not there is refused whether held or not.
+        for each in (file, plain):
+            with pytest.raises(CorpusError):
+                each.read("g/little", 0, 7)
+        with pytest.raises(CorpusError):
+            file.read("g/little", 0, 6, np.empty(13, "f4"))
+
+
+def test_no_more_is_held_than_there_is_room_for(path):
+    held = HeldValues(600)
+    with open_h5(path) as file:
+        file.hold(held)
+        file.leaves("g")
+        file.leaves("g")
+        assert len(held) == 2
+
+
+def test_what_cannot_be_read_is_not_held_and_named_when_it_is_read(path):
+    with h5py.File(path) as file:
+        chunk = file["g/packed"].id.get_chunk_info(0)
+    content = bytearray(path.read_bytes())
+    content[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)
+    path.write_bytes(content)
+    held = HeldValues(1 << 20)
+    with open_h5(path) as file:
+        file.hold(held)
+        leaves = {leaf.path: leaf for leaf in file.leaves("g")}
+        assert leaves["packed"].problem is None
+        assert "g/packed" not in held
+        with pytest.raises(CorpusError, match="g/packed"):
+            file.read("g/packed", 0, 6)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_corpus_is_the_same_however_much_of_it_is_held(tmp_path, monkeypatch, workers):
+    files = [tmp_path / f"{number}.h5" for number in range(2)]
+    for number, path in enumerate(files):
+        with RoboHiveWriter(path) as writer:
+            for trial in range(9):
+                writer.add_trial(**make_trial(60 + trial, seed=9 * number + trial))
+    made = []
+    for blocks, block_bytes in ((2, 1 << 20), (1, 1 << 18), (0, 1 << 20)):
+        monkeypatch.setattr(scan, "_HELD_BLOCKS", blocks)
+        options = ConvertOptions(block_bytes=block_bytes, workers=workers)
+        found = ensure_dataset(
+            tmp_path / str(blocks),
+            get_sources=lambda: Sources.local(files),
+            layout=ROBOHIVE,
+            options=options,
+        )
+        made.append([(array.key, array.crc32) for array in found.manifest.arrays])
+    assert made[0] == made[1] == made[2]
+
+
+def test_many_files_share_the_room(tmp_path):
+    shares = [Held(1 << 20, [tmp_path / str(i) for i in range(n)]).share for n in (4, 100)]
+    assert shares == [1 << 18, 0]
