@@ -27,6 +27,10 @@ DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
 _SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
 """Works on files, beside which the shard goes on answering."""
 
+_STARTING_S = 60.0
+"""How long shards are waited for at the beginning, at the least: processes take seconds to start,
+of which the time within which they are to answer later says nothing."""
+
 _LOOK_AGAIN_S = 0.005
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _LOG = logging.getLogger(__name__)
@@ -245,14 +249,22 @@ class RaySupervisor:
         """Starts Ray where it is not running, the supervisor, and the shards.
 
         Raises:
-            RuntimeError: ray is not installed. What making a shard has raised.
+            RuntimeError: ray is not installed. What making a shard has raised. TimeoutError: they
+                have not started, as where the cluster has no room for them.
         """
         ray = start_ray(ray_init_config)
         config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
         options = {"num_cpus": 0, "max_concurrency": MOST_CALLS}
         actor = actor_class(_SupervisorActor, options).remote(recipe, config, limiter)
         try:
-            went_well, shards = ray.get(actor.start.remote(), timeout=timeout or None)
+            within = max(timeout, _STARTING_S)
+            try:
+                went_well, shards = ray.get(actor.start.remote(), timeout=within)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{recipe.num_shards} shards have not started within {within:g} s; each asks "
+                    f"for {config}, which remote_config= changes; `ray status` says what there is"
+                ) from None
             if not went_well:
                 raise shards
         except BaseException:

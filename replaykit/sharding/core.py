@@ -58,7 +58,8 @@ class ShardedReplayBuffer(ShardedClient):
         on_loss: called with a ``ShardLoss`` when a shard is back; None: a ShardLossWarning.
         max_age: seconds for which a shard's mass is drawn by without being asked for anew. What
             this client does itself it always knows; 0: it asks before every draw.
-        timeout: seconds to wait for an answer, or for a shard to come back.
+        timeout: seconds to wait for an answer, or for a shard to come back; at the beginning for
+            all shards to start, and then at least a minute.
         backend: ``"ray"``: an actor each. ``"local"``: all in this process, without Ray.
         remote_config: options of the actors; what they leave out is a tenth of a CPU, and no GPU,
             each.
@@ -76,7 +77,8 @@ class ShardedReplayBuffer(ShardedClient):
     Raises:
         TypeError: an argument of another kind. ValueError: numbers out of range, parts that do not
             divide among shards.
-        RuntimeError: ray is not installed. FileExistsError: another buffer's shards are in
+        RuntimeError: ray is not installed. TimeoutError: the shards have not started, as where the
+            cluster has no room for them. FileExistsError: another buffer's shards are in
             ``checkpoint_dir``.
 
     Example:

@@ -49,6 +49,7 @@ class ShardlessRay:
 
     def __init__(self) -> None:
         self.running, self.killed, self.fails = False, 0, False
+        self.within: float | None = None
 
     def __getattr__(self, name: str) -> Any:  # .remote(...) of what there is: all are one
         return self
@@ -63,6 +64,7 @@ class ShardlessRay:
         return self.running
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
+        self.within = timeout
         if self.fails:
             raise RuntimeError("no shards today")
         return True, []
@@ -91,6 +93,28 @@ def test_ray_goes_on_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> No
         RaySupervisor.start(recipe, None, None, 1.0).close()
     assert ray.running
     assert ray.killed == 1
+
+
+def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+    """However soon they are to answer once they are there; who waits in vain is told for what."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    from ray.exceptions import GetTimeoutError
+
+    from replaykit.sharding.actors import RaySupervisor
+
+    class Full(ShardlessRay):
+        def get(self, ref: Any, timeout: float | None = None) -> Any:
+            super().get(ref, timeout)
+            raise GetTimeoutError("Get timed out")
+
+    ray = Full()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for timeout, within in ((0.0, 60), (1.0, 60), (90.0, 90)):
+        text = rf"1 shards have not started within {within} s; each asks for .*'num_cpus': 7"
+        with pytest.raises(TimeoutError, match=text):
+            RaySupervisor.start(recipe(), {"num_cpus": 7}, None, timeout)
+        assert ray.within == within
+    assert ray.killed == 3
 
 
 def test_what_fails_when_an_actor_is_made_is_its_answer(recipe: Any) -> None:
