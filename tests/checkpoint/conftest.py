@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
+from replaykit.checkpoint import chunks
 from replaykit.episodes.codes import RESTORED
 
 
@@ -115,3 +116,12 @@ def forge() -> Callable[[Path, Callable[[dict[str, Any]], Any]], None]:
         file.write_text(_sign(manifest))
 
     return change_manifest
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few pages, so that a column is many pieces, of few rows."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
+    monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
+    monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
+    monkeypatch.setattr("replaykit.checkpoint.saving.chunk_bytes", chunks.chunk_bytes)

@@ -32,9 +32,11 @@ from replaykit import (
     TensorStorage,
     mapping,
 )
-from replaykit.checkpoint import MappedCheckpoint, MappedRows, chunks, save_checkpoint
+from replaykit.checkpoint import MappedCheckpoint, MappedRows, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.samplers.saved_arrays import ReadLater
+
+pytestmark = pytest.mark.usefixtures("small_files")
 
 CAPACITY = 6000
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -47,15 +49,6 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
 READ_LATER = ["consuming", "staleness", "without replacement"]
-
-
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a few pages, so that a column is many pieces, of few rows."""
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
-    monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
-    monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
-    monkeypatch.setattr("replaykit.checkpoint.saving.chunk_bytes", chunks.chunk_bytes)
 
 
 def rows(start: int, count: int) -> TensorDict:

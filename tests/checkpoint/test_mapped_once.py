@@ -11,7 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
-from replaykit.checkpoint import MappedRows, chunks
+from replaykit.checkpoint import MappedRows
+
+pytestmark = pytest.mark.usefixtures("small_files")
 
 SLOTS = 300
 KINDS: dict[str, dict[str, Any]] = {
@@ -21,15 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "streams": {"lane_key": "env"},
     "rings": {"lane_key": "env"},
 }
-
-
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a few pages, so that a column is many pieces, of few rows."""
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
-    monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
-    monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
-    monkeypatch.setattr("replaykit.checkpoint.saving.chunk_bytes", chunks.chunk_bytes)
 
 
 def make(kind: str, slots: int = SLOTS, **options: Any) -> ReplayBuffer:
