@@ -59,7 +59,9 @@ def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:
     if bool((index < 0).any()):
         raise IndexError(f"expected indices of stored rows, got {int(index.min())}")
     check_stored(client, index)
-    asked = [int(shard) for shard in shards.unique()] or there[:1]
+    asked = [int(shard) for shard in shards.unique()]
+    if not asked:  # nothing, of a shard that knows what rows look like
+        asked = [max(there, key=client._rows_of)]
     into = [(shards == shard).nonzero()[:, 0] for shard in asked]
     replies = [
         members.send(shard, "read", slots[mine]) for shard, mine in zip(asked, into, strict=True)

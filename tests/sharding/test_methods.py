@@ -90,6 +90,10 @@ def test_rows_are_read_by_index_place_mask_and_key(sharded: Any) -> None:
         rb["y"]
     with pytest.raises(IndexError, match=r"mask of shape \[8\], got \[3\]"):
         rb[torch.ones(3, dtype=torch.bool)]
+    keyed = sharded(4, shard_key="x")
+    keyed.add(TensorDict({"x": torch.tensor(5)}, []))  # the other shards know of no rows
+    assert keyed[[]].shape == keyed[1:1].shape == (0,)
+    assert keyed[[]]["x"].dtype is torch.int64
     for wrong in (True, 1.5, torch.zeros(2, 2, dtype=torch.int64)):
         with pytest.raises(TypeError, match="expected an index as an int, slice, mask, key"):
             rb[wrong]
