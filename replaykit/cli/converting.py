@@ -66,7 +66,7 @@ def convert(
     output: Output = context.obj
     output.when_interrupted = (
         f"nothing was published at {to}, and what was there is as it was; the same command goes on "
-        "with the files that it had not finished"
+        "with what it had not finished"
     )
     guess: Any = _guessed(output, files) if layout is None else None
     name = str(guess.layout) if layout is None else layout

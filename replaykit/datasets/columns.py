@@ -1,7 +1,6 @@
 """Column files: the layout that ``TensorDict.load_memmap`` reads, filled with plain writes.
 
-Values are written with ``pwrite``: writing through a mapping, as tensordict does, would let the
-process's memory grow with the table.
+Values are written with ``pwrite``: written through a mapping, the memory would grow with the table.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ class ColumnFile:
                 that is known.
 
         Raises:
-            OSError: there is no room, or an entry was not stored as it was written; names the
-                file.
+            OSError: there is no room, or an entry was not stored as written; names the file.
             ValueError: the position is not the next one, or the column would run over.
         """
         size = self.spec.entry_bytes
@@ -225,8 +223,7 @@ class ColumnFile:
 
     def finish(self) -> int:
         """Leaves the rest zero; returns how many entries that were."""
-        left = (self._stop - self._written) // max(1, self.spec.entry_bytes)
-        self.skip(left)
+        self.skip(left := (self._stop - self._written) // max(1, self.spec.entry_bytes))
         return left
 
     def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
@@ -253,6 +250,15 @@ class ColumnFile:
         found._stop = stop * size
         found.crc32 = 0
         return found
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How many bytes of it have been written or left zero, and their CRC-32."""
+        return self._written - self._begin, self.crc32
+
+    def go_on(self, nbytes: int, crc32: int) -> None:
+        """Takes its first bytes, which are there, as they were `reached`."""
+        self._written, self.crc32 = self._begin + nbytes, crc32
 
     def join(self, crc32: int, entries: int) -> None:
         """Takes the next part, which has been written, by its checksum and its length."""

@@ -62,8 +62,9 @@ def convert(
     All files are scanned before the first row is written. The result appears at ``dest`` complete
     or not at all. A call that was interrupted, or whose process was killed, leaves a hidden
     directory beside ``dest``, and the same call goes on with the files that it had not finished,
-    up to the same bytes; any other call for ``dest`` removes it. Where the result is there already,
-    made from these files by this layout and these policies, it is opened as it is.
+    and in a long one where it had come to, up to the same bytes; any other call for ``dest``
+    removes it. Where the result is there already, made from these files by this layout and these
+    policies, it is opened as it is.
 
     Args:
         files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,

@@ -314,7 +314,7 @@ def test_an_interrupted_conversion_publishes_nothing_and_can_be_run_again(comman
     assert out == ""
     assert err == (
         f"replaykit: interrupted: nothing was published at {target}, and what was there is as it "
-        "was; the same command goes on with the files that it had not finished\n"
+        "was; the same command goes on with what it had not finished\n"
     )
     assert not target.exists()
     # A file may have been finished by then.

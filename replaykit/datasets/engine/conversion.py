@@ -89,8 +89,9 @@ def ensure_dataset(
     """Opens the data set at a path; converts it from its source files where there is none.
 
     Processes that ask for one path at once share one conversion. One that was interrupted or killed
-    goes on with the files that it had not finished. The result appears complete or not at all; with
-    ``force`` the old version stays until the new one is complete.
+    goes on with the files that it had not finished, and in a long one where it had come to. The
+    result appears complete or not at all; with ``force`` the old version stays until the new one is
+    complete.
 
     Args:
         target: directory of the data set.

@@ -19,6 +19,7 @@ from replaykit.datasets.crew import Crew
 from replaykit.datasets.engine.joined import open_sources
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import DropLeaves
+from replaykit.datasets.engine.milestones import Milestone
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.statistics import Statistics
@@ -31,6 +32,9 @@ __all__ = ["Written", "write_files"]
 
 _Parts = Generator[FilePart, None, None]
 
+_MARKED_BYTES: Final = 64 << 20
+"""Bytes of a file after which it is noted how far it has come, which takes less than a
+millisecond."""
 _MOST_ORDERED: Final = 256
 """Files up to which the largest is begun first. What is known of later ones waits for the first;
 of many files the last one is little in any case."""
@@ -93,7 +97,7 @@ def write_files(
     )
     finished = unfinished.finished
     left = [index for index in spans if index not in finished]
-    mine = partial(write, advance=advance, table=filled)
+    mine = partial(write, advance=advance, table=filled, unfinished=unfinished)
     if workers < 2 or len(left) < 2:
         parts: _Parts = (mine((index, index)) for index in left)
     else:
@@ -201,20 +205,22 @@ def _write_file(
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
     table: Mapping[str, npt.NDArray[Any]] | None = None,
+    unfinished: Unfinished | None = None,
 ) -> FilePart:
     """Writes the rows of one file; the piece is its position, twice.
 
-    ``table``: of all episodes, where it can be filled right here; ``advance`` is given as well.
+    ``table``: of all episodes, where it can be filled right here; ``advance`` and ``unfinished``,
+    which is told now and then how far the file has come, are given as well.
     """
     index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
     rows = _rows(plan, spans)
-    first, stop = plan.spans[spans[0]].first, plan.spans[spans[-1]].stop
+    first, end = plan.spans[spans[0]].first, plan.spans[spans[-1]].stop
     if table is None:
-        table = empty_table(stop - first)
+        table = empty_table(end - first)
     else:
-        table = {name: values[first:stop] for name, values in table.items()}
+        table = {name: values[first:end] for name, values in table.items()}
     parts = {key: column.part(rows.start, rows.stop) for key, column in columns.items()}
     notes = Notes()
     memory: dict[str, Any] = {}
@@ -235,6 +241,29 @@ def _write_file(
         judge=judge,
         advance=count,
     )
+    known = None if unfinished is None else unfinished.milestone(index)
+    if known is not None:
+        count(known.nbytes)
+        notes.extend(known.notes)
+        judge.bad.update(known.bad)
+        memory.update(known.memory)
+        writer.go_on(known)
+    last = [known.stop if known is not None else first, counted[0]]
+
+    def reached(stop: int) -> None:
+        if unfinished is None or counted[0] - last[1] < _MARKED_BYTES or stop == end:
+            return
+        lines = slice(last[0] - first, stop - first)
+        unfinished.mark(
+            index,
+            Milestone(
+                last[0], stop, counted[0], {key: part.reached for key, part in parts.items()},
+                writer.statistics, notes, judge.bad, writer.tails, memory,
+                {name: values[lines] for name, values in writer.table.items()},
+            ),
+        )  # fmt: skip
+        last[:] = stop, counted[0]
+
     dropped = None
     try:
         with ExitStack() as stack:
@@ -243,7 +272,7 @@ def _write_file(
                 stack.enter_context(synced_early(parts))
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
             file = stack.enter_context(open_sources(unit, plan.layout.clock, plan.held))
-            writer.write(file, source, plan.spans.within(spans), memory)
+            writer.write(file, source, plan.spans.within(spans), memory, last[0], reached)
         writer.finish()
     except DropLeaves as drop:
         # Handed over as it is: the way back from a worker is for errors.

@@ -29,6 +29,9 @@ _TOGETHER_BYTES: Final = 1 << 20
 """Bytes of the widest leaf up to which spans are taken together: they stay in a fast cache."""
 _EPISODES: Final = 1 << 13
 """Episodes of a stretch: some 700 bytes of each are held while it is written."""
+_PART_BYTES: Final = 64 << 20
+"""Bytes of all leaves after which arrays with many episodes are cut: what is finished of them can
+be kept, and the columns of a part are still in memory when they are looked at again."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ def stretches(
     """
     room = max((leaf.extra for leaf in plan.leaves), default=0)
     widest = max((leaf.record_bytes for leaf in plan.leaves), default=1)
+    width = sum(leaf.record_bytes for leaf in plan.leaves)
     together = sum(leaf.record_bytes for leaf in witnesses)
     limit = min(_TOGETHER_BYTES, block_bytes) // max(1, widest)
     limit = min(limit, block_bytes // max(1, together))
@@ -173,8 +177,8 @@ def stretches(
             if waiting and (records + length > limit or episodes + count > _EPISODES):
                 yield Stretch(plan, waiting, room, place)
                 waiting, records, episodes = [], 0, 0
-            if count > _EPISODES:
-                for part in _parts(plan, span):
+            if count > _EPISODES or (count > 1 and length * width > _PART_BYTES):
+                for part in _parts(plan, span, max(1, _PART_BYTES // max(1, width))):
                     yield Stretch(plan, [part], room, place)
                 continue
             waiting.append(span)
@@ -184,11 +188,17 @@ def stretches(
             yield Stretch(plan, waiting, room, place)
 
 
-def _parts(plan: Plan, span: Span) -> Iterator[Span]:
-    """Cuts a span of many episodes where some begin; a chunk that is cut is decompressed twice."""
+def _parts(plan: Plan, span: Span, records: int) -> Iterator[Span]:
+    """Cuts a span of many episodes where some begin; a chunk that is cut is decompressed twice.
+
+    ``records``: after how many of them a part ends with the episode that it is in.
+    """
     bases, starts = (plan.episodes.column(name) for name in ("base", "start"))
-    for first in range(span.first, span.stop, _EPISODES):
-        stop = min(first + _EPISODES, span.stop)
+    stop = span.first
+    while stop < span.stop:
+        first = stop
+        begins = bases[first + 1 : min(first + _EPISODES, span.stop)]
+        stop = first + 1 + int(np.searchsorted(begins, bases[first] + records))
         is_last = stop == span.stop
         base = 0 if first == span.first else int(bases[first])
         end = span.records if is_last else int(bases[stop])

@@ -1,7 +1,8 @@
 """What an interrupted conversion had finished, file by file, so that the next one goes on there.
 
 A record is appended when the rows of a file have been written: checksums of its part of every
-column, statistics, the lines of its episodes, findings. It is used only by the same conversion, and
+column, statistics, the lines of its episodes, findings; and now and then how far the file has come
+that this process writes, see `milestones`. It is used only by the same conversion, and
 only where the rows still have these checksums, so that neither the death of a process nor that of
 the machine can make wrong rows of it: what was lost is written again.
 
@@ -25,7 +26,14 @@ import numpy.typing as npt
 
 from replaykit.datasets.columns import ColumnFile
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
-from replaykit.datasets.engine.places import Note, Notes
+from replaykit.datasets.engine.milestones import (
+    Milestone,
+    kept_notes,
+    kept_statistics,
+    notes_of,
+    statistics_of,
+)
+from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.specs import column_specs
 from replaykit.datasets.engine.statistics import Statistics
@@ -70,7 +78,8 @@ class FilePart:
 class Unfinished:
     """The record of a conversion in its directory; read when it is made, damaged parts left out.
 
-    Nothing is there before the first file is finished, and nothing where there is one file only.
+    Nothing is there before the first file is finished or has come far, and nothing of one file that
+    is short.
 
     Args:
         directory: where the data set is being made.
@@ -83,8 +92,10 @@ class Unfinished:
     conversion: str
     _head: dict[str, Any] = field(default_factory=dict)
     _places: dict[int, int] = field(default_factory=dict)
+    _marks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _keys: list[Key] = field(default_factory=list)
     _is_kept: bool = False
+    _is_single: bool = False
 
     def __post_init__(self) -> None:
         blocks = self._blocks()
@@ -94,9 +105,21 @@ class Unfinished:
             return
         self._head, end = said[1], said[2]
         for at, part, end in blocks:  # noqa: B007 - the end of the last one
-            self._places[part["index"]] = at
+            self._note(part, at)
         # What is appended must not follow half a block.
         os.truncate(self._path, end)
+
+    def _note(self, said: Mapping[str, Any], at: int) -> None:
+        """Notes what a block says: of a file that is finished, or how far one has come."""
+        index = said["index"]
+        if "stop" not in said:
+            self._places[index] = at
+            self._marks.pop(index, None)
+            return
+        marks = self._marks.setdefault(index, [])
+        if marks and said["first"] != marks[-1][1]:
+            marks.clear()  # the file was begun anew
+        marks.append((at, said["stop"]))
 
     @property
     def _path(self) -> Path:
@@ -115,14 +138,14 @@ class Unfinished:
 
     def is_of(self, plan: Plan) -> bool:
         """Whether there are finished files, and the plan is the one that they were written by."""
-        return bool(self._places) and self._head["plan"] == _plan_digest(plan)
+        is_begun = bool(self._places or self._marks)
+        return is_begun and self._head["plan"] == _plan_digest(plan)
 
     def begin(self, plan: Plan, without: Mapping[str, str], excluded: Excluded) -> None:
         """Forgets what there is; what is recorded from now on is of this plan."""
         self.forget()
-        self._is_kept = len(plan.spans.by_file()) > 1
-        if not self._is_kept:
-            return
+        self._is_kept = True
+        self._is_single = len(plan.spans.by_file()) < 2
         self._head = {
             "conversion": self.conversion,
             "plan": _plan_digest(plan),
@@ -140,8 +163,18 @@ class Unfinished:
         Cost: reads the rows of the finished files once, 1 MiB at a time.
         """
         self._is_kept = True
+        self._is_single = len(plan.spans.by_file()) < 2
         self._keys = list(columns)
         for index, spans in plan.spans.by_file().items():
+            known = self.milestone(index)
+            if known is not None:
+                first = plan.spans[spans[0]].start
+                for key, (nbytes, crc32) in known.columns.items():
+                    size = columns[key].spec.entry_bytes
+                    stop = first + (nbytes // size if size else 0)
+                    if _crc32(columns[key], first, stop) != crc32:
+                        del self._marks[index]
+                        break
             if index in self._places:
                 first, wanted = plan.spans[spans[0]].start, self.part(index)
                 stop = first + wanted.rows
@@ -153,9 +186,32 @@ class Unfinished:
         """The positions of the files whose rows need not be written again."""
         return frozenset(self._places)
 
-    def part(self, index: int) -> FilePart:
-        """Returns what is known of a finished file."""
-        found = _read_block(self._path, self._places[index])
+    def milestone(self, index: int) -> Milestone | None:
+        """Returns how far a file has come that is not finished, if anything is known of that."""
+        found: Milestone | None = None
+        for at, _ in self._marks.get(index, ()):
+            said, table = self._read(at)
+            known = Milestone.of(said, self._keys, table)
+            found = known if found is None else known.after(found)
+        return found
+
+    def mark(self, index: int, found: Milestone) -> None:
+        """Appends how far a file has come; nothing where the layout has learnt what cannot be.
+
+        Raises:
+            OSError: there is no room; names the file.
+        """
+        if not self._is_kept:
+            return
+        self._keys = list(found.columns)
+        try:
+            said = {"index": index, "episodes": found.stop - found.first, **found.to_json()}
+        except TypeError:
+            return
+        self._append(said, found.table)
+
+    def _read(self, at: int) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        found = _read_block(self._path, at)
         assert found is not None
         said, body, _ = found
         table = empty_table(said["episodes"])
@@ -163,14 +219,19 @@ class Unfinished:
             nbytes = values.nbytes
             raw = np.frombuffer(body[:nbytes], values.dtype)
             table[name], body = raw.reshape(values.shape), body[nbytes:]
+        return said, table
+
+    def part(self, index: int) -> FilePart:
+        """Returns what is known of a finished file."""
+        said, table = self._read(self._places[index])
         return FilePart(
             index,
             said["rows"],
             said["nbytes"],
             dict(zip(self._keys, said["crc32"], strict=True)),
-            dict(zip(self._keys, (Statistics(*each) for each in said["statistics"]), strict=True)),
+            statistics_of(said["statistics"], self._keys),
             table,
-            Notes.of(Note(*each) for each in said["notes"]),
+            notes_of(said["notes"]),
             dict(said["bad"]),
             said["facts"],
         )
@@ -183,6 +244,8 @@ class Unfinished:
         """
         if not self._is_kept or part.dropped is not None:
             return
+        if self._is_single and part.index not in self._marks:
+            return  # it was short, and would be again
         self._keys = list(part.crc32)
         said = {
             "index": part.index,
@@ -190,28 +253,27 @@ class Unfinished:
             "nbytes": part.nbytes,
             "episodes": len(part.table["digest"]),
             "crc32": list(part.crc32.values()),
-            "statistics": [
-                [each.count, each.nan, each.least, each.largest, each.mean, each.squares]
-                for each in part.statistics.values()
-            ],
-            "notes": [[n.rule, n.text, n.first, n.quiet, n.count] for n in part.notes],
+            "statistics": kept_statistics(part.statistics),
+            "notes": kept_notes(part.notes),
             "bad": [list(each) for each in part.bad.items()],
             "facts": dict(part.facts),
         }
-        names = empty_table(0)
-        arrays = [np.ascontiguousarray(part.table[name]) for name in names]
+        self._append(said, part.table)
+
+    def _append(self, said: Mapping[str, Any], table: Mapping[str, npt.NDArray[Any]]) -> None:
+        arrays = [np.ascontiguousarray(table[name]) for name in empty_table(0)]
         nbytes = sum(array.nbytes for array in arrays)
         with disk_errors(self._path, nbytes), self._path.open("ab") as file:
             if not file.tell():
                 _write_block(file, self._head, ())
             at = file.tell()
             _write_block(file, said, arrays)
-        self._places[part.index] = at
+        self._note(said, at)
 
     def forget(self) -> None:
         """Removes the record: the rows are about to be no longer those that it tells of."""
         self._path.unlink(missing_ok=True)
-        self._head, self._places, self._is_kept = {}, {}, False
+        self._head, self._places, self._marks, self._is_kept = {}, {}, {}, False
 
     def _blocks(self) -> Iterator[tuple[int, dict[str, Any], int]]:
         """Yields place, JSON and end of each block that is whole, up to the first that is not."""

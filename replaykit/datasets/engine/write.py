@@ -17,6 +17,7 @@ from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.judge import Judge
 from replaykit.datasets.engine.layout import Window
 from replaykit.datasets.engine.marks import store_constant, store_flag
+from replaykit.datasets.engine.milestones import Milestone
 from replaykit.datasets.engine.plan import Plan, Span
 from replaykit.datasets.engine.reading import StretchReader
 from replaykit.datasets.engine.runs import Runs
@@ -93,13 +94,30 @@ class RowWriter:
         self.tails: dict[Key, bytes] = {}
         self.table = table
 
+    def go_on(self, known: Milestone) -> None:
+        """Takes what was written of the file before, as if it had just been written."""
+        for key, reached in known.columns.items():
+            self._columns[key].go_on(*reached)
+        self.statistics = dict(known.statistics)
+        self.tails = dict(known.tails)
+        for name, lines in known.table.items():
+            self.table[name][: len(lines)] = lines
+
     def write(
-        self, file: H5File, source: SourceFile, spans: Iterable[Span], memory: dict[str, Any]
+        self,
+        file: H5File,
+        source: SourceFile,
+        spans: Iterable[Span],
+        memory: dict[str, Any],
+        done: int = 0,
+        reached: Callable[[int], object] | None = None,
     ) -> None:
         """Writes the episodes of all spans of a file.
 
         Args:
             memory: of the layout; see `Window`.
+            done: the episode, by its position, up to which all was written before.
+            reached: told such an episode whenever all columns have come so far.
 
         Raises:
             CorpusError: an episode breaks a rule; names file, group, key and record.
@@ -108,6 +126,8 @@ class RowWriter:
         """
         place = file.place(source.name)
         for stretch in stretches(self._plan, spans, self._witnesses, self._block_bytes, place):
+            if stretch.stop <= done:
+                continue
             try:
                 _StretchWriter(self, file, stretch).write(memory)
             except CorpusError as error:
@@ -116,6 +136,8 @@ class RowWriter:
                     self._judge.condemn(position, error)
                 for column in self._columns.values():
                     column.skip_to(stretch.start + stretch.rows)
+            if reached is not None:
+                reached(stretch.stop)
 
     def finish(self) -> None:
         """Completes the columns.
