@@ -31,26 +31,12 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import RateLimiterTimeout
+from tests.pace.calls import counts, numbers, started
 
 
 def paced(limiter: RateLimiter, capacity: int = 1000, **options: Any) -> ReplayBuffer:
     options.setdefault("storage", LazyTensorStorage(capacity))
     return ReplayBuffer(rate_limiter=limiter, **options)
-
-
-def numbers(first: int, count: int) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
-
-
-def counts(rb: ReplayBuffer) -> tuple[int, int]:
-    stats = rb.stats()
-    return stats["inserts"], stats["samples"]
-
-
-def started(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def waits(rb: ReplayBuffer, thread: threading.Thread) -> None:

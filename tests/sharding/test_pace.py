@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,21 +27,7 @@ from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT
 from replaykit.sharding import core
 from replaykit.sharding.pacing import LocalPace
-
-
-def numbers(first: int, count: int) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
-
-
-def counts(rb: Any) -> tuple[int, int]:
-    stats = rb.stats()
-    return stats["inserts"], stats["samples"]
-
-
-def started(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+from tests.pace.calls import counts, numbers, started
 
 
 def waiting(rb: Any, count: int) -> None:
