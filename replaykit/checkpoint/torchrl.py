@@ -28,6 +28,7 @@ from replaykit.mapping import map_private
 __all__ = ["TorchRLCheckpoint", "TorchRLPriorities", "open_torchrl"]
 
 _SINGLE = "_-single-tensor-_"
+_ESCAPED = frozenset('/<>:"|?*\\ %\x7f')
 _WRITER = {"cursor", "write_count", "generation_shape", "generation_dtype"}
 
 
@@ -197,23 +198,28 @@ def _tensordict(folder: Path, key: tuple[str, ...]) -> TensorDict:
     batch = _shape(metadata.get("shape"), described)
     found: dict[str, Any] = {}
     for name, record in metadata.items():
-        if not isinstance(record, dict):
-            continue  # shape, device and the like
+        if not isinstance(record, dict):  # shape, device and the like
+            if any(os.path.lexists(folder / f"{name}{end}") for end in ("", ".memmap")):
+                raise ValueError(
+                    f"expected a record of each column in {described}, got none of "
+                    f"{(*key, name)}: tensordict has put that of the whole in its place"
+                )
+            continue
         path = (*key, name)
-        inner = folder / _checked_name(name, described)
         if "type" in record:
             if record["type"] != "TensorDict":
                 raise ValueError(
                     f"expected tensors in {folder}, got {record['type']} under {path}, which is "
                     "not read: delete the entry before saving with TorchRL"
                 )
+            inner = _placed(folder, name, "", described)
             if inner.is_symlink():
                 raise CheckpointError(f"{inner} is damaged: it is a link")
             found[name] = _tensordict(inner, path)
         elif record.get("is_nested"):
             raise ValueError(f"expected plain tensors in {folder}, got a nested one under {path}")
         else:
-            found[name] = _column(folder / f"{name}.memmap", record, described)
+            found[name] = _column(_placed(folder, name, ".memmap", described), record, described)
     for name, value in found.items():
         if value.shape[: len(batch)] != batch:
             raise _damaged(described, f"{name!r} of shape {list(value.shape)} in {list(batch)}")
@@ -341,6 +347,17 @@ def _json(file: Path) -> dict[str, Any]:
     finally:
         os.close(opened)
     raise CheckpointError(f"{file} is damaged: expected a JSON object")
+
+
+def _placed(folder: Path, name: str, end: str, described: Path) -> Path:
+    """Where tensordict puts what is under a key: newer versions escape what file systems may not
+    take."""
+    escaped = "".join(f"%{ord(c):02X}" if c in _ESCAPED or ord(c) < 32 else c for c in name)
+    if not name.strip("."):
+        escaped = "%2E" * len(name) if name in (".", "..") else name or "%"
+    if escaped != name and os.path.lexists(folder / f"{escaped}{end}"):
+        return folder / f"{escaped}{end}"
+    return folder / f"{_checked_name(name, described)}{end}"
 
 
 def _checked_name(name: str, described: Path) -> str:

@@ -297,6 +297,49 @@ def test_dictionaries(tmp_path: Path):
     assert list(found["b"]) == ["c", "d.e"]
 
 
+@pytest.mark.parametrize("escaped", [True, False])
+def test_keys_that_newer_versions_escape(escaped: bool, tmp_path: Path):
+    """The file of a key that holds a character which some file system does not take."""
+    keys = {"a b": "a%20b", "50%": "50%25", "x:y": "x%3Ay", "\u00e4": "\u00e4", "b%20": "b%2520"}
+    if escaped:
+        keys |= {
+            "a/b": "a%2Fb",
+            "..": "%2E%2E",
+            ".": "%2E",
+            "": "%",
+            "a\\b": "a%5Cb",
+            "\x7f": "%7F",
+        }
+    part = {key: torch.arange(4) + number for number, key in enumerate(keys)}
+    stored = TensorDict({**part, "t": TensorDict(part, [4])}, [4])
+    for folder in (tmp_path / "x" / "storage", tmp_path / "x" / "storage" / "t"):
+        folder.mkdir(parents=True)
+        names = {key: name if escaped else key for key, name in keys.items()}
+        found = {key: column(folder, "raw", value) for key, value in part.items()}
+        for key, name in names.items():
+            (folder / f"{name}.memmap").write_bytes(part[key].numpy().tobytes())
+        (folder / "raw.memmap").unlink()
+        inner = {"t": {"type": "TensorDict"}} if folder.name == "storage" else {}
+        (folder / "meta.json").write_text(json.dumps({**found, **inner, "shape": [4]}))
+    write(tmp_path / "y", torch.arange(4), 3, 3)
+    shutil.rmtree(tmp_path / "y" / "storage")
+    shutil.copytree(tmp_path / "x" / "storage", tmp_path / "y" / "storage")
+    (tmp_path / "y" / STORAGE).write_text(json.dumps({"metadata": {}, "len": 3}))
+    assert same(read_torchrl(tmp_path / "y")[:], stored[:3])
+
+
+@pytest.mark.parametrize("key", ["shape", "device", "_type"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_that_has_lost_its_record_is_named(key: str, nested: bool, tmp_path: Path):
+    """A key that is called as an entry of the record of the whole, which has taken its place."""
+    value: Any = torch.arange(4)
+    stored = TensorDict({"x": value, key: TensorDict({"x": value}, [4]) if nested else value}, [4])
+    folder = write(tmp_path / "x", stored, 3, 3)
+    edit(folder / "storage" / "meta.json", _type="<class 'tensordict._td.TensorDict'>")
+    with pytest.raises(ValueError, match=rf"record of each column .* got none of \('{key}',\)"):
+        read_torchrl(folder)
+
+
 def test_an_empty_ring(tmp_path: Path):
     buffer = read_torchrl(write(tmp_path / "x", TensorDict({"x": torch.arange(4)}, [4]), 0, 0))
     assert len(buffer) == 0
