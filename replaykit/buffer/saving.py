@@ -27,7 +27,7 @@ from replaykit.buffer.state import (
     saved_generator,
     saved_sampler,
 )
-from replaykit.checkpoint import Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
@@ -67,7 +67,9 @@ class Saving(BufferCore):
         directory of one of this buffer's last four: the rows and priorities written since, in
         chunks of 1/4096 of the capacity; all of it where somebody outside may have changed rows: a
         TensorStorage, or while a view of rows (``rb[a:b]``) is held, and once after that. Rows of
-        lists, and what passed through a hook, are always written.
+        lists, and what passed through a hook, are always written. With ``shared=True`` it is one of
+        the last sixteen, by any of the processes, and what any of them has written; that is copied
+        in memory first, while writers wait.
 
         Example:
             >>> import tempfile, torch
@@ -82,9 +84,9 @@ class Saving(BufferCore):
             >>> [bool((rb.sample() == other.sample()).all()) for _ in range(3)]
             [True, True, True]
         """
-        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+        save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
 
-    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
         with self._locked() as storage:
             parts = self._saved_parts(storage, path)
             writer = parts["writer"]
@@ -105,7 +107,7 @@ class Saving(BufferCore):
                 "batch_size": self._batch_size,
                 "consume_after_n_samples": uses_of(self._sampler),
             }
-            return Snapshot(parts, document, storage.lock)
+            return Snapshot(parts, document, storage.lock, base)
 
     def _saved_parts(self, storage: Storage, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The parts of a save, of which large ones are read later. The lock is held."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replaykit.checkpoint.again import Base
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "Base",
     "Checkpoint",
     "MappedCheckpoint",
     "MappedRows",

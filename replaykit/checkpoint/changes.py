@@ -7,8 +7,7 @@ are written. A save in progress then keeps what the chunk held, where it still h
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,13 @@ import numpy as np
 import torch
 
 from replaykit._compat import memory_users
+from replaykit.checkpoint.frozen import FrozenRows
 
-__all__ = ["RECORDS", "Changes", "FrozenRows", "SavedRows", "TrackedTensor"]
+__all__ = ["RECORDS", "Changes", "SavedRows", "TrackedTensor"]
 
 _MOST_CHUNKS = 4096
 _LEAST_BYTES = 4096
 _MOST_LATE = 65536
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 RECORDS = "records"
 """Key of the tensor in which several others lie side by side, row by row."""
 _REMEMBERED = 4
@@ -97,13 +96,13 @@ class Changes:
         packed: Iterable[Hashable] = (),
     ) -> None:
         least = -(-_LEAST_BYTES // max(row_bytes, 1))
-        self.rows = rows
+        self.rows, self.row_bytes = rows, row_bytes
         chunk = max(1, -(-rows // _MOST_CHUNKS), least)
         self.chunk = 1 << (chunk - 1).bit_length()  # so that large ones are whole pages
-        self.now = 1
+        self._clock: Any = [1]
         self._written = np.zeros(-(-rows // self.chunk), np.int64)
         self._keyed: dict[Hashable, np.ndarray[Any, Any]] = {}
-        self._tensors, self._packed = tuple(tensors), frozenset(packed)
+        self.tensors, self.packed = tuple(tensors), frozenset(packed)
         self._last = self._last_now = -1
         self._later: list[torch.Tensor] = []
         self._late = 0
@@ -111,6 +110,11 @@ class Changes:
         self._exposed = False
         self._frozen: list[FrozenRows] = []
         self._saves: dict[str, SavedRows] = {}
+
+    @property
+    def now(self) -> int:
+        """The number of the next save: what is written now has it."""
+        return int(self._clock[0])
 
     def versions(self, key: Hashable) -> np.ndarray[Any, Any]:
         """Returns the number of the last write of each chunk, int64 ``[chunks]``: a copy."""
@@ -130,9 +134,10 @@ class Changes:
         chunk = first // self.chunk
         if keys is None and chunk == (first + count - 1) // self.chunk:
             # Rows come a few at a time: most often into the chunk that was told of last.
-            if self._last != chunk or self._last_now != self.now:
+            now = self._clock[0]
+            if self._last != chunk or self._last_now != now:
                 self._touch(slice(chunk, chunk + 1), None)
-                self._last, self._last_now = chunk, self.now
+                self._last, self._last_now = chunk, now
             return
         if count >= self.rows:
             self._touch(slice(None), keys)
@@ -197,20 +202,23 @@ class Changes:
             self.wrote(0, stop, keys)
 
     def _touch(self, chunks: Any, keys: Iterable[Hashable] | None) -> None:
-        if keys is not None and self._packed:
-            keys = {RECORDS if key in self._packed else key for key in keys}
+        if keys is not None and self.packed:
+            keys = {RECORDS if key in self.packed else key for key in keys}
         if self._frozen:
             numbers = np.arange(len(self._written))[chunks]
             for frozen in self._frozen:
                 frozen.keep(numbers, keys)
         if keys is None:
-            self._written[chunks] = self.now
+            self._written[chunks] = self._clock[0]
             return
         for key in keys:
-            keyed = self._keyed.get(key)
-            if keyed is None:
-                keyed = self._keyed[key] = np.zeros_like(self._written)
-            keyed[chunks] = self.now
+            self._versions_of(key)[chunks] = self._clock[0]
+
+    def _versions_of(self, key: Hashable) -> np.ndarray[Any, Any]:
+        keyed = self._keyed.get(key)
+        if keyed is None:
+            keyed = self._keyed[key] = np.zeros_like(self._written)
+        return keyed
 
     # -- views ----------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class Changes:
         self._users, self._exposed = None, True
 
     def _count(self) -> int | None:
-        counts = [memory_users(tensor) for tensor in self._tensors]
+        counts = [memory_users(tensor) for tensor in self.tensors]
         return None if None in counts else sum(count or 0 for count in counts)
 
     def _settle_views(self, own: int) -> None:
@@ -249,7 +257,7 @@ class Changes:
         self._settle_views(len(tensors))
         self._note_late()
         frozen = FrozenRows(self, tensors, lock)
-        self.now += 1
+        self._clock[0] += 1
         self._frozen.append(frozen)
         return frozen
 
@@ -266,136 +274,3 @@ class Changes:
         self._saves[save] = rows
         for old in list(self._saves)[:-_REMEMBERED]:
             del self._saves[old]
-
-
-class FrozenRows:
-    """The rows of some tensors at one instant, while they go on being written.
-
-    Attributes:
-        at: the number of the save: what was written up to the instant has it, or a smaller one.
-        rows: how many rows there were.
-        names: the tensors.
-        row_bytes: bytes of a row of each.
-
-    Cost: nothing is copied before it is read or overwritten.
-    """
-
-    def __init__(
-        self,
-        changes: Changes,
-        tensors: Mapping[str, TrackedTensor],
-        lock: AbstractContextManager[Any],
-    ) -> None:
-        self.changes, self.tensors, self.lock = changes, dict(tensors), lock
-        self.at = changes.now
-        self.names = list(tensors)
-        self.rows = len(next(iter(tensors.values())).tensor)
-        self.chunks = -(-self.rows // changes.chunk)
-        self.versions = {
-            name: changes.versions(tracked.key)[: self.chunks] for name, tracked in tensors.items()
-        }
-        self.row_bytes = {
-            name: tracked.tensor[:1].nbytes if self.rows else 0 for name, tracked in tensors.items()
-        }
-        self._left = {name: np.ones(self.chunks, bool) for name in self.names}
-        self._kept: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self.names}
-
-    def __enter__(self) -> FrozenRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.changes.thaw(self)
-            self._kept = {name: {} for name in self.names}
-
-    def keep(self, chunks: np.ndarray[Any, Any], keys: Iterable[Hashable] | None) -> None:
-        """Copies chunks that will be overwritten and have not been read. The lock is held."""
-        known = None if keys is None else set(keys)
-        chunks = chunks[chunks < self.chunks]
-        for name, tracked in self.tensors.items():
-            if known is not None and tracked.key not in known:
-                continue
-            left, kept = self._left[name], self._kept[name]
-            for number in chunks[left[chunks]].tolist():
-                if number not in kept:
-                    kept[number] = tracked.tensor[self._span(number)].clone()
-
-    def _span(self, chunk: int) -> slice:
-        return slice(chunk * self.changes.chunk, min((chunk + 1) * self.changes.chunk, self.rows))
-
-    def want(self, wanted: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Says which chunks of each tensor will be read, bool ``[chunks]``; each once."""
-        with self.lock:
-            for name, chunks in wanted.items():
-                self._left[name] &= chunks
-                kept = self._kept[name]
-                for number in [number for number in kept if not chunks[number]]:
-                    del kept[number]
-
-    def wanted(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns which chunks of a tensor are still to be read, bool ``[chunks]``."""
-        return self._left[name].copy()
-
-    def read(self, name: str, first: int, stop: int, out: torch.Tensor) -> None:
-        """Copies the rows ``first..stop`` as they were at the instant, into ``out`` on the CPU.
-
-        Args:
-            first, stop: both at the border of a chunk, or a part of one chunk; a chunk that is
-                read in parts is read in order.
-        """
-        size = self.changes.chunk
-        with self.lock:
-            left, kept, tracked = self._left[name], self._kept[name], self.tensors[name]
-            if tracked.check is not None:
-                tracked.check()
-            _copy(out, tracked.tensor[first:stop])
-            if tracked.padding:  # whatever the memory held before
-                _blank(out, tracked.padding)
-            for number in range(first // size, (stop - 1) // size + 1):
-                start = number * size
-                if number in kept:
-                    low, high = max(first, start), min(stop, start + size)
-                    out[low - first : high - first] = kept[number][low - start : high - start]
-                if stop >= min(start + size, self.rows):
-                    left[number] = False
-                    kept.pop(number, None)
-
-    def blocks(self, name: str, first: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields spans of rows to ``read``, of some bytes each, that make up chunks in a row."""
-        step = max(1, nbytes // max(self.row_bytes[name], 1))
-        if step >= self.changes.chunk:
-            step -= step % self.changes.chunk
-        else:  # parts of one chunk each
-            starts = range(first - first % self.changes.chunk, stop, self.changes.chunk)
-            cuts = [
-                at
-                for start in starts
-                for at in range(start, min(start + self.changes.chunk, stop), step)
-            ]
-            yield from itertools.pairwise([*(at for at in cuts if at >= first), stop])
-            return
-        for start in range(first, stop, step):
-            yield start, min(start + step, stop)
-
-
-def _blank(rows: torch.Tensor, padding: int) -> None:
-    """Sets the last ``padding`` bytes of rows uint8 ``[*batch, n]`` to zero.
-
-    Word by word: an operation on a few bytes of every row takes five times as long.
-    """
-    width = rows.shape[-1]
-    size = next(size for size in (8, 4, 2, 1) if width % size == 0)
-    count = -(-padding // size)
-    kept = bytes([255]) * (count * size - padding) + bytes(padding)
-    words = rows.reshape(-1, width).numpy().view(f"u{size}")
-    for place, mask in enumerate(np.frombuffer(kept, f"u{size}"), width // size - count):
-        words[:, place] &= mask
-
-
-def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows bit for bit: on the CPU without torch's threads, which wait for each other."""
-    words = _WORDS.get(source.dtype.itemsize)
-    if words is None or not source.is_cpu or source.is_conj() or source.is_neg():
-        out.copy_(source)
-    else:
-        np.copyto(out.view(words).numpy(), source.detach().view(words).numpy())

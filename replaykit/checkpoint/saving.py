@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
 from replaykit._version import __version__
-from replaykit.checkpoint.changes import FrozenRows, SavedRows
+from replaykit.checkpoint.again import Again, Base
+from replaykit.checkpoint.changes import SavedRows
 from replaykit.checkpoint.chunks import (
     PAGE_BYTES,
     PAGED_BYTES,
@@ -24,14 +24,9 @@ from replaykit.checkpoint.chunks import (
     naming,
     rows_of_pages,
 )
-from replaykit.checkpoint.manifests import (
-    FORMAT,
-    FORMAT_VERSION,
-    is_published,
-    publish,
-    read_base,
-)
-from replaykit.checkpoint.pieces import Piece, Pieces, files_to_leave, runs
+from replaykit.checkpoint.frozen import FrozenRows
+from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, is_published, publish
+from replaykit.checkpoint.pieces import Piece, Pieces, runs
 from replaykit.checkpoint.snapshot import Snapshot
 from replaykit.filesystem import EarlySync, make_directory
 from replaykit.leafwise import raw_bytes
@@ -68,11 +63,11 @@ def save_checkpoint(
 
     Cost: one pass over the bytes.
     """
-    save_snapshot(path, lambda: Snapshot(parts, document), keep=keep)
+    save_snapshot(path, lambda base: Snapshot(parts, document), keep=keep)
 
 
 def save_snapshot(
-    path: str | os.PathLike[str], take: Callable[[], Snapshot], *, keep: int = 1
+    path: str | os.PathLike[str], take: Callable[[Base], Snapshot], *, keep: int = 1
 ) -> None:
     """Writes a snapshot into a directory, all or nothing; see ``save_checkpoint``.
 
@@ -80,27 +75,27 @@ def save_snapshot(
     directory holds, if that was one of the last of the same tensors.
 
     Args:
-        take: makes the snapshot; called again where a later one was saved before this one could
-            be.
+        take: makes the snapshot, of the checkpoint that the directory holds; called again where
+            another one was saved before this one could be, and that matters.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"expected keep as an int of at least 1, got {keep!r}")
+    folder = Path(path).expanduser()
     with contextlib.ExitStack() as held:
-        snapshot = held.enter_context(take())
-        folder = Path(path).expanduser()
+        snapshot = held.enter_context(take(Base.of(folder)))
         with naming(folder):
             make_directory(folder)
         with _exclusive(folder):
-            base = read_base(folder)
-            if base is not None and snapshot.older_than(base["save"]):
+            base = Base.of(folder)
+            if not snapshot.follows(base):
                 held.close()
-                snapshot = held.enter_context(take())
-            _save(folder, snapshot, base, keep)
+                snapshot = held.enter_context(take(base))
+            _save(snapshot, base, keep)
 
 
-def _save(folder: Path, snapshot: Snapshot, base: dict[str, Any] | None, keep: int) -> None:
-    token = uuid.uuid4().hex[:12]
-    again = _Again(folder, snapshot, base)
+def _save(snapshot: Snapshot, base: Base, keep: int) -> None:
+    token, folder = uuid.uuid4().hex[:12], base.folder
+    again = snapshot.again or Again(snapshot.frozen, base)
     plain = sum(tensor.nbytes for tensor in snapshot.plain.values())
     with EarlySync() as early:
         writer = ChunkWriter(folder, token, chunk_bytes(plain + again.nbytes), early.wrote)
@@ -115,7 +110,7 @@ def _save(folder: Path, snapshot: Snapshot, base: dict[str, Any] | None, keep: i
             writer.finish()
             _sync(folder / name for name in writer.files)
             named = {p[0] for record in tensors.values() for p in record["pieces"]}
-            old = {} if base is None else base["files"]
+            old = {} if base.manifest is None else base.manifest["files"]
             manifest = {
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
@@ -130,85 +125,14 @@ def _save(folder: Path, snapshot: Snapshot, base: dict[str, Any] | None, keep: i
                 "parts": snapshot.encoded,
             }
             with naming(folder):
-                publish(folder, manifest, base, keep)
+                publish(folder, manifest, base.manifest, keep)
         except BaseException:
             if not is_published(folder, token):
                 writer.discard()
             raise
     for frozen, records in saved:
         by_key = {frozen.tensors[name].key: record for name, record in records.items()}
-        frozen.changes.remember(token, SavedRows(frozen.at, by_key))
-
-
-class _Again:
-    """Which chunks of a snapshot's rows a save names again, and tells the snapshot of the others.
-
-    Attributes:
-        pieces: by the frozen rows and by tensor, the pieces that are named again.
-        nbytes: bytes of the rows that are not.
-    """
-
-    def __init__(self, folder: Path, snapshot: Snapshot, base: Mapping[str, Any] | None) -> None:
-        self.pieces: dict[int, dict[str, Pieces]] = {}
-        self.nbytes = 0
-        sizes = {} if base is None else _sizes(folder, base)
-        live: dict[str, int] = {}
-        for frozen in snapshot.frozen:
-            rows = None if base is None else frozen.changes.saved(base["save"])
-            again = self.pieces[id(frozen)] = {
-                name: _unchanged(frozen, name, rows, sizes) for name in frozen.names
-            }
-            for pieces in again.values():
-                for file, nbytes in pieces.nbytes().items():
-                    live[file] = live.get(file, 0) + nbytes
-        left = files_to_leave(live, sizes)
-        for frozen in snapshot.frozen:
-            wanted, size = {}, frozen.changes.chunk
-            for name, pieces in self.pieces[id(frozen)].items():
-                pieces.pieces = [piece for piece in pieces.pieces if piece.file not in left]
-                wanted[name] = np.full(frozen.chunks, frozen.row_bytes[name] > 0)
-                for piece in pieces.pieces:
-                    stop = -(-(piece.first + piece.rows) // size)
-                    wanted[name][piece.first // size : stop] = False
-                self.nbytes += int(wanted[name].sum()) * size * frozen.row_bytes[name]
-            frozen.want(wanted)
-
-
-def _sizes(folder: Path, base: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of those files of a checkpoint that are there and have them."""
-    found = {}
-    for name, record in base["files"].items():
-        with contextlib.suppress(OSError):
-            if os.lstat(folder / name).st_size == record["size"]:
-                found[name] = record["size"]
-    return found
-
-
-def _unchanged(
-    frozen: FrozenRows, name: str, saved: SavedRows | None, sizes: Mapping[str, int]
-) -> Pieces:
-    """The pieces of the chunks that have not changed since a save, and whose files are there."""
-    row_bytes, tensor = frozen.row_bytes[name], frozen.tensors[name].tensor
-    record = None if saved is None else saved.records.get(frozen.tensors[name].key)
-    if (
-        saved is None
-        or record is None
-        or record["dtype"] != dtype_name(tensor.dtype)
-        or record["shape"][1:] != list(tensor.shape[1:])
-        or not row_bytes
-    ):
-        return Pieces(row_bytes)
-    size, rows, before = frozen.changes.chunk, frozen.rows, record["shape"][0]
-    same = frozen.versions[name] <= saved.at
-    # A chunk that was not full has grown, or all of its rows were saved.
-    same[min(rows, before) // size :] = False
-    if before >= rows and rows % size and frozen.versions[name][-1] <= saved.at:
-        same[-1] = True
-    spans = [(first * size, min(stop * size, rows)) for first, stop in runs(same)]
-    old = Pieces.of_record(record["pieces"], row_bytes).spans(spans)
-    # Files are cut at the borders of chunks: with a file that is gone go whole chunks.
-    old.pieces = [piece for piece in old.pieces if piece.file in sizes]
-    return old
+        frozen.remember(token, SavedRows(frozen.at, by_key))
 
 
 def _write_rows(

@@ -15,7 +15,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.buffer.state import continue_draws, generator_state, saved_generator
-from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.ensembles.drawing import EnsembleDrawing, EnsembleDrawn
 from replaykit.ensembles.kept import (
     Loading,
@@ -73,9 +73,9 @@ class EnsembleSaving(EnsembleDrawing):
             >>> [bool((ensemble.sample() == other.sample()).all()) for _ in range(3)]
             [True, True, True]
         """
-        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+        save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
 
-    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
         with members_locked(self) as lock:
             parts: dict[str, Any] = {}
             documents = []
@@ -90,7 +90,7 @@ class EnsembleSaving(EnsembleDrawing):
                 "members": documents,
                 "batch_size": self._batch_size,
             }
-            return Snapshot(parts, document, lock)
+            return Snapshot(parts, document, lock, base)
 
     def loads(
         self,

@@ -2,8 +2,8 @@
 
 Layers: ``files`` (mapped files that grow), ``journal`` (what an operation is about to overwrite),
 ``states`` (numbers that change all at once), ``home`` (the folder that holds them). For several
-processes at a time ``shared_lock``, ``members`` (who uses a folder) and ``change_log`` (what to
-look at anew).
+processes at a time ``shared_lock``, ``members`` (who uses a folder), ``change_log`` (what to look
+at anew) and ``views`` (who may write without a word).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from replaykit.recovery.members import MEMBERS, Members, give_up_rows
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
+from replaykit.recovery.views import GivenViews
 
 __all__ = [
     "MEMBERS",
     "ChangeLog",
     "CommitLock",
     "Exclusive",
+    "GivenViews",
     "Home",
     "Journal",
     "MappedFile",

@@ -64,6 +64,10 @@ class KeptPriorities(Sampler):
             return Changed(None, none, 0, *counts) if everything else None
         return self._kept.changed(table, *counts, everything=everything)
 
+    def priorities_pending(self) -> bool:
+        """Whether some may have been set since ``priorities_changed`` was called."""
+        return self._table is not None and self._kept.pending(self._table)
+
     def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
         """Takes over what a sampler in this one's place had; ValueError where the exponents do not
         allow it."""

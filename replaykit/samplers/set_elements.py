@@ -99,6 +99,10 @@ class FollowedTable:
         self._watch.take()
         self._numbers = table.length, most, dropped
 
+    def pending(self, table: PriorityTable) -> bool:
+        """Whether elements may have been set that ``changed`` has not told of."""
+        return self._table is not table or bool(self._watch)
+
     def changed(
         self, table: PriorityTable, most: float, dropped: int, *, everything: bool
     ) -> Changed | None:

@@ -317,7 +317,10 @@ class WithPriorities(KeptPriorities):
             return self.state_dict()
         self._saving = True
         try:
-            return {**self.state_dict(), "_priorities": self._following(storage).tracked()}
+            tracked = self._following(storage).tracked()
+            if storage.recovery is not None:
+                tracked = storage.recovery.tracked(self, tracked)
+            return {**self.state_dict(), "_priorities": tracked}
         finally:
             self._saving = False
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
 from replaykit.sharding.barrier import Barrier, Known
 from replaykit.sharding.facts import ShardFacts, Terms
@@ -88,9 +88,9 @@ class SavedShard:
 
     # -- its own checkpoint -------------------------------------------------------------------
 
-    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
         with self.buffer._locked():
-            snapshot = self.buffer._snapshot(path)
+            snapshot = self.buffer._snapshot(path, base)
             snapshot.head["sharding"] = {
                 "shard": self.shard,
                 "before": self._before,
@@ -103,7 +103,7 @@ class SavedShard:
         folder = self.recipe.folder(self.shard)
         if folder is not None:
             self._emptied = False  # of what is emptied meanwhile the next save knows
-            save_snapshot(folder, lambda: self._snapshot(folder))
+            save_snapshot(folder, lambda base: self._snapshot(folder, base))
         self._next_save = time.monotonic() + self.recipe.checkpoint_interval
 
     def save_if_due(self) -> None:
@@ -164,10 +164,10 @@ class SavedShard:
         """Takes what the shard is at this instant, and writes it into files after it returns."""
         taken, failed = threading.Event(), []
 
-        def take() -> Snapshot:
+        def take(base: Base) -> Snapshot:
             with self.buffer._locked():
                 self.barrier.check(token)
-                snapshot = self._snapshot(path)
+                snapshot = self._snapshot(path, base)
                 found.append(self.facts())
             taken.set()
             return snapshot

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaykit.checkpoint.changes import TrackedTensor
 from replaykit.errors import CheckpointError
 from replaykit.recovery import Home
 from replaykit.storages.kept_parts import (
@@ -40,7 +41,7 @@ Array = np.ndarray[Any, Any]
 POSITIONS, GENERATIONS = 0, 1
 BESIDE, FOLLOWERS = 4, 5
 PRIORITIES = 8
-"""Numbers of tables; 2 and 3 are those of storages that processes share."""
+"""Numbers of tables; 2, 3, 6 and 7 are those of storages that processes share."""
 
 
 class Committing:
@@ -177,6 +178,10 @@ class Committing:
 
     def _logged(self, number: int, at: Array | range) -> None:
         """Told which rows of a table the next commit changes; a range: it may be all."""
+
+    def tracked(self, sampler: KeptPriorities, rows: TrackedTensor) -> TrackedTensor:
+        """A sampler's priorities for a save, with who knows of their changes; the lock is held."""
+        return rows
 
     def _write_counts(self) -> list[int]:
         return [0 if (part := known()) is None else part._write_count for known in self._writers]

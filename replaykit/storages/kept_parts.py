@@ -51,6 +51,9 @@ class KeptPriorities(Protocol):
     def priorities_changed(self, *, everything: bool = False) -> Changed | None:
         """What has changed since the last call, or all of it; None: nothing."""
 
+    def priorities_pending(self) -> bool:
+        """Whether ``priorities_changed`` might return something."""
+
     def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
         """Takes priorities over that it had, float64 ``[length]``."""
 

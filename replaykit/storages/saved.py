@@ -27,9 +27,6 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     ``path=``, where the files go.
     """
     content = storage.content()
-    if storage.recovery is not None and storage.recovery.shared:
-        # Other processes write while the save goes on, and say so to nobody here.
-        content = content.copied()
     if not storage.save_hooks or not content.rows:
         return content
     data = _copied(storage)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from replaykit.checkpoint import Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -49,9 +49,9 @@ class SavedRows:
         Raises:
             TypeError: rows that cannot be represented without pickle; nothing was written.
         """
-        save_snapshot(path, lambda: self._snapshot(path), keep=keep)
+        save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
 
-    def _snapshot(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
         storage = cast("Storage", self)
         with storage.lock:
             parts = {
@@ -60,7 +60,7 @@ class SavedRows:
                 "episodes": storage.episode_state(),
             }
             document = {"storage": type(storage).__name__, "len": len(storage)}
-            return Snapshot(parts, document, storage.lock)
+            return Snapshot(parts, document, storage.lock, base)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Takes over rows that ``dumps`` saved, of this or another kind of storage.

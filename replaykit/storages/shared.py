@@ -8,15 +8,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from replaykit.checkpoint.changes import RECORDS, Changes, TrackedTensor
+from replaykit.checkpoint.kept_changes import KeptChanges
 from replaykit.recovery import (
     MEMBERS,
     ChangeLog,
+    GivenViews,
     Home,
     Members,
     SharedLock,
@@ -26,6 +30,7 @@ from replaykit.recovery import (
 )
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
+from replaykit.storages.committing import PRIORITIES
 from replaykit.storages.following import ANEW, ANNOUNCED, IRREGULAR, SIGNS, Following
 from replaykit.storages.kept_parts import KeptCount, KeptPriorities, set_alone
 from replaykit.storages.kept_state import KeptState
@@ -39,13 +44,15 @@ __all__ = ["Sharing", "memory_folder"]
 
 Array = np.ndarray[Any, Any]
 
-_LOG, _SIGNS = 2, 3
-"""Numbers of tables: of the log of changes, and of what writers show to who reads without the
-lock."""
+_LOG, _SIGNS, _ROWS_WRITTEN, _PRIORITIES_SET = 2, 3, 6, 7
+"""Numbers of tables: of the log of changes, of what writers show to who reads without the lock, and
+of which rows and priorities were changed before which save."""
 
 _LOG_LENGTH = 1 << 17
 _PREFIX = "replaykit-shared-"
 _LOCK = "lock"
+_PRIORITY_BYTES = 4
+"""By which chunks of priorities are as large as they are for every sampler."""
 _YOUNG = 60.0
 """Seconds for which a folder is left alone although nobody seems to use it: it may be in the
 making."""
@@ -100,6 +107,8 @@ class Sharing(Following):
             shutil.rmtree(home.folder)
             home.folder.mkdir()
         self._members: Members | None = None
+        self._changes: KeptChanges | None = None
+        self._set: KeptChanges | None = None
         self._become_member()
 
     def _become_member(self) -> None:
@@ -176,10 +185,26 @@ class Sharing(Following):
         self.active = True
 
     def _open_log(self, columns: Columns) -> None:
-        # Others write too, and say so to nobody here: a save takes all rows for changed.
-        columns.changes.lend()
+        self._changes = columns.changes = self._row_changes(columns)
+        like = Changes(columns.slots * columns.lanes.numel(), _PRIORITY_BYTES)
+        cells = self._cells(_PRIORITIES_SET, KeptChanges.length(like))
+        self._set = KeptChanges(cells, like, unsettled=self._unsettled)
         self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
         self._signs = self.home.table(_SIGNS, np.int64, SIGNS)[:SIGNS].data
+
+    def _cells(self, number: int, count: int) -> Array:
+        return self.home.table(number, np.int64, count)[:count]
+
+    def _row_changes(self, columns: Columns) -> KeptChanges:
+        """What all processes note of the rows that they write, for the next save by one of them."""
+        before, like = self._changes, columns.changes
+        keys = [RECORDS, *(path for path in columns.tensors if path not in like.packed)]
+        cells = self._cells(_ROWS_WRITTEN, KeptChanges.length(like, keys))
+        views = GivenViews(self.home.folder)
+        made = KeptChanges(cells, like, keys, views, self._unsettled)
+        if before is not None and before.exposed:
+            made.lend()  # a forked child has the views of its parent
+        return made
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -207,7 +232,9 @@ class Sharing(Following):
 
     def _enter(self) -> None:
         """Brings this process up to date; it has just got the lock."""
-        home, signs = self.home, self._signs
+        home, signs, changes = self.home, self._signs, self._changes
+        if changes is not None and changes.exposed:
+            changes.look()
         regular = self.active and not self._lags and not signs[IRREGULAR] & 1
         if regular and home.noted() == (self._known + 1, 0):
             return  # nobody has done anything meanwhile
@@ -289,6 +316,24 @@ class Sharing(Following):
 
     def _logged(self, number: int, at: Array | range) -> None:
         self._pending.append((number, None if isinstance(at, range) else at))
+        if number >= PRIORITIES and self._set is not None:  # before it counts
+            if isinstance(at, range):
+                self._set.wrote(at.start, len(at))
+            else:
+                self._set.wrote_rising(at)
+
+    def tracked(self, sampler: KeptPriorities, rows: TrackedTensor) -> TrackedTensor:
+        if self._set is None:
+            return rows
+        if sampler.priorities_pending():
+            self._set.wrote(0, self._set.rows)
+        return replace(rows, changes=self._set)
+
+    def _unsettled(self) -> bool:
+        """Whether something was changed under the lock that does not count yet."""
+        samplers = [known() for known in self._samplers]
+        pending = any(sampler is not None and sampler.priorities_pending() for sampler in samplers)
+        return pending or self.home.noted()[1] > 0
 
     def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
         logged = self._own[0]
