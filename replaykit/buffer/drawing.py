@@ -13,11 +13,12 @@ from replaykit._compat import as_tensor
 from replaykit.buffer.around import fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
+from replaykit.buffer.random_states import random_state, set_random_state, unchanged_since
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["Drawing", "Lent", "random_state", "set_random_state", "show", "shows"]
+__all__ = ["Drawing", "Lent", "show", "shows"]
 
 _TRIES = 3
 """Draws of which others overwrite rows before one keeps them out."""
@@ -168,7 +169,7 @@ class Drawing(BufferCore):
             return True
         elif type(self._sampler).put_back is not Sampler.put_back:
             self._sampler.put_back([drawn.anchors], storage)
-        elif _unchanged_since(self._generator, origin):
+        elif unchanged_since(self._generator, origin):
             set_random_state(self._generator, origin.random)
         return False
 
@@ -346,27 +347,6 @@ class Drawing(BufferCore):
             yield
         finally:
             generator.set_state(now)
-
-
-def random_state(generator: torch.Generator | None) -> torch.Tensor:
-    """The state of a generator; None: of torch's global one."""
-    return torch.get_rng_state() if generator is None else generator.get_state()
-
-
-def _unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
-    """Whether nobody has drawn from the generator after the draw."""
-    after = origin.random_after
-    return after is not None and torch.equal(random_state(generator), after)
-
-
-def set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
-    """Sets the state of a generator; None: of torch's global one."""
-    if state is None:
-        return
-    if generator is None:
-        torch.set_rng_state(state)
-    else:
-        generator.set_state(state)
 
 
 def show(sampler: Sampler, ran_out: bool) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.drawing import Lent, random_state, set_random_state, show
+from replaykit.buffer.drawing import Lent, show
 from replaykit.buffer.prefetch import Drawn
+from replaykit.buffer.random_states import random_state, set_random_state
 from replaykit.ensembles.batches import Places, flat_rows, length_of, select, sliced, stacked
 from replaykit.ensembles.core import Buffers, EnsembleCore
 from replaykit.ensembles.pairs import naming_member
