@@ -32,7 +32,8 @@ __all__ = ["Crew"]
 class Crew:
     """Workers that take pieces from the front of a heap; a context manager, to be used once.
 
-    They are started on entering, by the thread that enters, which must outlive the block. However
+    They are started on entering, by the thread that enters, which must outlive the block. Who gets
+    no piece any more is ended at once, beside the work of the others and of the caller. However
     it ends, no worker is left.
 
     Args:
@@ -53,6 +54,7 @@ class Crew:
         self._given = 0
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
+        self._working: list[Worker] = []
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         # Of the heap, what was given, and who is idle.
         self._lock = threading.Lock()
@@ -68,6 +70,7 @@ class Crew:
                 with interrupts_held_back():
                     worker = start_worker(context, self._job, 1)
                     self._workers.append(worker)
+                self._working.append(worker)
                 self._hand(worker)
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
@@ -122,8 +125,15 @@ class Crew:
         return found
 
     def _hand(self, worker: Worker) -> None:
-        """Gives a worker the next piece, or none; the caller holds the lock, or is alone."""
-        if not self._todo or self._given >= self._ahead:
+        """Gives a worker the next piece, or none; the caller holds the lock, or is alone.
+
+        Who gets none any more ends, so that nobody waits later until its memory is taken apart.
+        """
+        if not self._todo:
+            self._working.remove(worker)
+            worker.process.kill()
+            return
+        if self._given >= self._ahead:
             self._idle.append(worker)
             return
         self._given += 1
@@ -132,8 +142,8 @@ class Crew:
     def _listen(self) -> None:
         """Hears the workers until they are ended."""
         try:
-            while not self._is_closing:
-                for worker in heard(self._workers):
+            while self._working and not self._is_closing:
+                for worker in heard(self._working):
                     self._answers.put((worker.answer(), None))
                     with self._lock:
                         self._hand(worker)

@@ -113,3 +113,14 @@ def test_error_in_a_worker_is_raised_with_where_it_was():
 def test_workers_end_with_the_block_whatever_they_are_at():
     with pytest.raises(KeyboardInterrupt), Crew(sleep, PIECES, 2):
         raise KeyboardInterrupt
+
+
+def test_who_gets_no_piece_any_more_ends_at_once():
+    before = multiprocessing.active_children()
+    with Crew(who, PIECES[:2], 2) as crew:
+        answers = [crew.answer()[0] for _ in range(2)]
+        begun = time.monotonic()
+        while multiprocessing.active_children() != before and time.monotonic() - begun < 30:
+            time.sleep(0.01)
+        assert multiprocessing.active_children() == before
+    assert sorted(answers) == PIECES[:2]
