@@ -48,7 +48,7 @@ class ShardedReplayBuffer(ShardedClient):
         batch_size: default number of rows of a sample.
         shard_key: column of integers; rows with the same value go to the same shard, and episodes
             that it names stay whole. None: rows are dealt out in turn. Needed with slices, and with
-            transforms that read the rows around.
+            transforms that read the rows around, hold rows back or follow what is written.
         transform_factory: makes the transform of a shard; each has its own state.
         priority_key: where written data and learners put priorities.
         generator: where the randomness of this client's draws comes from.

@@ -62,10 +62,13 @@ class ShardRecipe:
                 f"expected a writer that keeps the order for shards, got a {type(writer).__name__}"
             )
         law_of(buffer.sampler)
-        if self.shard_key is None and (buffer.sampler.needs_write_order or buffer._needs):
+        if self.shard_key is None and (
+            buffer.sampler.needs_write_order or buffer._chain.spans_rows
+        ):
             raise ValueError(
-                "expected shard_key= with slices, or with transforms that read the rows around: "
-                "without it the rows of an episode go to different shards"
+                "expected shard_key= with slices, and with transforms that read the rows around, "
+                "hold rows back or follow what is written: without it the rows of an episode go to "
+                "different shards"
             )
         return buffer
 

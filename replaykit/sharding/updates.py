@@ -41,9 +41,8 @@ class Updates:
         slots = as_tensor(index).cpu().reshape(-1)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"expected an index of integers, got {slots.dtype}")
-        values = as_tensor(priority).detach().cpu().to(torch.float64).reshape(-1)
-        if len(values) == 1 and len(slots) != 1:
-            values = values.expand(len(slots)).contiguous()
+        values = as_tensor(priority).detach().cpu().to(torch.float64)
+        values = values.expand(len(slots)).contiguous() if not values.ndim else values.reshape(-1)
         given = None if generation is None else as_tensor(generation).cpu().reshape(-1)
         for name, found in (("priorities", values), ("generations", given)):
             if found is not None and len(found) != len(slots):

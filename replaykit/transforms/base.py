@@ -192,6 +192,16 @@ class Compose(Transform):
         """Whether any of them reads other rows than those of the batch."""
         return bool(self._readers)
 
+    @property
+    def spans_rows(self) -> bool:
+        """Whether what any of them makes of a row follows from others too, of a batch or of what
+        is written before and after it."""
+        holds_back = any(
+            not entry.invert and callable(getattr(entry.transform, "flush", None))
+            for entry in self._entries
+        )
+        return self.reads_around or holds_back or bool(self.told_of_writes)
+
     def inv(self, data: Any) -> Any:
         """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
         for entry in reversed(self._entries):

@@ -13,12 +13,15 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 from replaykit import (
+    Compose,
+    HindsightGoal,
     LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    ReturnToGo,
     RewardScale,
     SliceSampler,
     StackFrames,
@@ -191,9 +194,21 @@ def _rewards(buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["x"], batch["next", "reward"][:, 0]
 
 
-def test_transforms_that_read_around_need_a_key(sharded: Any) -> None:
-    with pytest.raises(ValueError, match="shard_key"):
-        sharded(2, transform_factory=lambda: StackFrames(["x"], 2))
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda: StackFrames(["x"], 2),
+        lambda: NStep(3),  # of what there is, so that every row may be drawn
+        lambda: NStep(3, when="write"),
+        lambda: ReturnToGo(0.9),
+        lambda: Compose(HindsightGoal(reward_fn=torch.eq), RewardScale(scale=2.0)),
+    ],
+)
+def test_transforms_that_look_at_other_rows_need_a_key(sharded: Any, factory: Any) -> None:
+    """Neighbours in a shard would be rows of which others lie in between."""
+    with pytest.raises(ValueError, match=r"shard_key= with .* transforms that read the rows"):
+        sharded(2, transform_factory=factory)
+    sharded(2, transform_factory=factory, shard_key="episode")
 
 
 @pytest.mark.parametrize("shards", [2, 4])
