@@ -220,7 +220,7 @@ def test_a_save_that_fails_is_logged_and_tried_again(
     rb = sharded(1, checkpoint_dir=tmp_path, checkpoint_interval=0, on_loss=lambda loss: None)
     holder = rb._members.shards[0].holder
 
-    def fails(path: Any) -> Any:
+    def fails(path: Any, base: Any) -> Any:
         raise error
 
     holder._snapshot, snapshot = fails, holder._snapshot

@@ -172,7 +172,7 @@ def test_a_save_that_fails_leaves_the_one_before(sharded: Any, tmp_path: Path) -
     rb.extend(numbered(9, 9))
     holder = rb._members.shards[2].holder
 
-    def fails(path: Any) -> Any:
+    def fails(path: Any, base: Any) -> Any:
         raise OSError("no room")
 
     holder._snapshot, taken = fails, holder._snapshot
