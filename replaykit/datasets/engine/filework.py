@@ -271,7 +271,9 @@ def _write_file(
                 # The threads of the one it came with are in the process that started this one.
                 stack.enter_context(synced_early(parts))
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
-            file = stack.enter_context(open_sources(unit, plan.layout.clock, plan.held))
+            file = stack.enter_context(
+                open_sources(unit, plan.layout.clock, plan.held, plan.layout.chunks)
+            )
             writer.write(file, source, plan.spans.within(spans), memory, last[0], reached)
         writer.finish()
     except DropLeaves as drop:

@@ -192,7 +192,14 @@ class H5File:
     def _node(self, group: str) -> Any:
         import h5py
 
-        return h5py.h5o.open(self._root, group.encode() or b"/")
+        return h5py.h5o.open(self._root, group.encode() or b".")
+
+    def below(self, group: str) -> H5File:
+        """Returns a group of the file as if it were a file."""
+        import h5py
+
+        with self._naming(group):
+            return H5File(self.path, h5py.Group(self._node(group)), self._is_verified)
 
     def read(
         self, dataset: str, start: int, stop: int, into: npt.NDArray[Any] | None = None

@@ -1,7 +1,8 @@
 """Files that hold one sequence together: an episode may begin in one and go on in the next.
 
 Such files are opened as one, whose arrays are those of all, one after the other. Only files that an
-episode crosses are joined, so that the others can still be converted side by side.
+episode crosses are joined, so that the others can still be converted side by side. So are parts of
+one file that stand for one sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,12 @@ import numpy.typing as npt
 from replaykit.datasets.engine.h5 import H5File, Leaf, Member, open_h5
 from replaykit.datasets.engine.held import Held
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.places import Part, Place
+from replaykit.datasets.engine.places import Part, Place, path_below
 from replaykit.datasets.sources import SourceFile, Sources
 
-__all__ = ["JoinedFile", "open_sources", "units_of"]
+__all__ = ["ChunkedFile", "JoinedFile", "open_sources", "units_of"]
+
+_NUMBER: Final = r"0|[1-9][0-9]{0,17}"
 
 
 class JoinedFile(H5File):
@@ -113,6 +116,69 @@ class JoinedFile(H5File):
             yield self._files[0], 0, 0
 
 
+class ChunkedFile(JoinedFile):
+    """A file whose flat arrays are cut into numbered groups, which stand for consecutive records.
+
+    Args:
+        file: the file.
+        above: the group that holds them.
+        numbers: their names, as numbers.
+        clock: as of `JoinedFile`.
+    """
+
+    def __init__(self, file: H5File, above: str, numbers: Sequence[int], clock: str) -> None:
+        chunks = [file.below(f"{above}/{number}") for number in numbers]
+        self._clock = clock
+        super().__init__(chunks, [str(number) for number in numbers], clock)
+        # Records are counted through the file: there is no other one to name.
+        self.parts = ()
+
+    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
+        """As of `JoinedFile`; one whose records are those of other chunks has a ``problem``."""
+        lengths = [chunk.shape(self._clock)[0] for chunk in self._files]
+        found = []
+        for leaf in super().leaves(group, without=without):
+            if leaf.problem is None and leaf.shape[:1] == (sum(lengths),):
+                mine = [chunk.shape(path_below(group, leaf.path))[0] for chunk in self._files]
+                if mine != lengths:
+                    text = f"its chunks have {mine} records, those of {self._clock!r} {lengths}"
+                    leaf = replace(leaf, problem=text)
+            found.append(leaf)
+        return found
+
+
+def _chunked(file: H5File, name: str, above: str, clock: str) -> H5File:
+    """Returns a file, or its chunks as one where it holds the arrays in no other way.
+
+    Raises:
+        CorpusError: a chunk is missing between others (rule V32), or has no clock (rule V12).
+    """
+    if not above or not file.has_group(above):
+        return file
+    if any(member.name == clock for member in file.members()):
+        return file
+    place = file.place(name).at(group=above)
+    chunks = {
+        int(member.name): member
+        for member in file.members(above)
+        if member.is_group and re.fullmatch(_NUMBER, member.name)
+    }
+    if not chunks:
+        return file
+    numbers = sorted(chunks)
+    for number in range(min(numbers[0], 1), numbers[-1]):
+        if number not in chunks:
+            raise place.error(
+                f"the chunk {number} is missing before {numbers[-1]}: records that do not follow "
+                "one another would be joined",
+                "V32",
+            )
+    for number, member in sorted(chunks.items()):
+        if clock not in member.children:
+            raise place.at(key=f"{number}/{clock}").error("the required key is missing", "V12")
+    return ChunkedFile(file, above, numbers, clock)
+
+
 def _kind(leaf: Leaf | None) -> Any:
     return leaf and (leaf.shape[1:] if leaf.shape else None, leaf.dtype, leaf.problem)
 
@@ -125,11 +191,15 @@ def _said(leaf: Leaf | None) -> str:
 
 @contextmanager
 def open_sources(
-    files: Sequence[SourceFile], clock: str, held: Held | None = None
+    files: Sequence[SourceFile], clock: str, held: Held | None = None, chunks: str = ""
 ) -> Iterator[H5File]:
     """Opens a file, or several as one; see `open_h5` for what it raises.
 
-    ``held``: takes small datasets, and gives those that it has.
+    Args:
+        files: the files.
+        clock: as of `JoinedFile`.
+        held: takes small datasets, and gives those that it has.
+        chunks: as of `Layout.chunks`.
     """
     with ExitStack() as stack:
         opened = [
@@ -139,7 +209,7 @@ def open_sources(
             for file in opened:
                 file.hold(held.of(file.path))
         if len(opened) == 1:
-            yield opened[0]
+            yield _chunked(opened[0], files[0].name, chunks, clock)
         else:
             yield JoinedFile(opened, [file.name for file in files], clock)
 

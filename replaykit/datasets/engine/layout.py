@@ -145,6 +145,8 @@ class Layout:
         copies: what becomes of episodes with the observations and actions of an earlier one,
             where `Policies` leaves that to the layout.
         joined: whether an episode may go on in the next file, see `goes_on`; for flat arrays.
+        chunks: the group that holds flat arrays in numbered groups, one after the other, in files
+            whose root does not have them.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -193,6 +195,7 @@ class Layout:
     natural_files: bool = False
     copies: Literal["keep", "drop"] = "keep"
     joined: bool = False
+    chunks: str = ""
 
     # -- what follows from the declaration ------------------------------------------------------
 

@@ -133,7 +133,7 @@ class _Scan:
             self.held.take(files[0].path, listed.held)
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
         try:
-            with open_sources(files, self.layout.clock, self.held) as file:
+            with open_sources(files, self.layout.clock, self.held, self.layout.chunks) as file:
                 file.listed, self.listed = listed.leaves, listed
                 self.units[unit[0]] = unit
                 self.file(unit[0], file, file.place(files[0].name))

@@ -24,7 +24,7 @@ from replaykit.datasets.families.resets import Resets
 
 __all__ = ["D4RL", "D4RLLayout"]
 
-_FLAT: Final = Resets(beside=("metadata",))
+_FLAT: Final = Resets(beside=("metadata", "virtual"))
 _STATE: Final = ("infos/qpos", "infos/qvel")
 _LOOKED_AT: Final = 4096
 """Records at the beginning of a file by which its release is told."""
@@ -38,7 +38,8 @@ class D4RLLayout(Layout):
 
     Where a release tells the state that a step arrived at, episodes end where the environment was
     reset, and flags that stand elsewhere are reported: a goal may be held for many steps. Where it
-    does not, ``terminals`` of several steps in a row are refused.
+    does not, ``terminals`` of several steps in a row are refused. Very large files hold the arrays
+    in parts, ``virtual/0`` and so on, which are read one after the other.
 
     Attributes:
         unreliable_ends: accept files whose flags do not stand where the environment was reset,
@@ -55,6 +56,7 @@ class D4RLLayout(Layout):
     episodes: Finder = _FLAT
     alignment: Alignment = STEPS
     clock: str = "actions"
+    chunks: str = "virtual"
     fields: tuple[Field, ...] = (
         Field("observations", "observation", ("observation",), ("next", "observation")),
         Field("actions", "action", before=("action",)),
