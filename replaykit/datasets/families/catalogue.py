@@ -237,9 +237,11 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
 class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
     """Transitions of ManiSkill's demonstrations, with what the JSON file beside them says.
 
-    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. A folder may hold
-    several files, of one observation mode or control mode each, which are data sets of their own:
-    they are named without their ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``.
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``; those that are listed
+    are by motion planning, and any other is taken too. A folder may hold several files, of one
+    observation mode or control mode each, which are data sets of their own: they are named without
+    their ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. The archives beside the
+    folders hold the same files, and are not fetched.
     See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
     Tao et al., "ManiSkill3", 2024; Apache-2.0.
 
@@ -250,6 +252,10 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
         FileNotFoundError: the data set 'PickCube-v1/rl' is not in ...
     """
 
+    available_datasets: ClassVar[list[str]] = [
+        f"{name}-v1/motionplanning"
+        for name in ("PickCube", "StackCube", "PegInsertionSide", "PlugCharger")
+    ]
     any_id = True
     corpus = "maniskill"
     layout = MANISKILL

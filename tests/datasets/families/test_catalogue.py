@@ -91,6 +91,9 @@ def hub(tmp_path, point_client_at):
             "demos/Pick-v1/rl/trajectory.h5": skill,
             "demos/Pick-v1/rl/trajectory.json": skill.with_suffix(".json"),
             "demos/Pick-v1/rl/sample.mp4": b"a film",
+            "demos/PickCube-v1.zip": b"PK\x03\x04 an archive of the folder",
+            "demos/PickCube-v1/motionplanning/trajectory.h5": skill,
+            "demos/PickCube-v1/motionplanning/trajectory.json": skill.with_suffix(".json"),
         },
         "conglu/vd4rl": {
             **{f"main/run/expert/84px/{p.name}": p for p in vd4rl(tmp_path / "shards")},
@@ -111,6 +114,7 @@ def hub(tmp_path, point_client_at):
     [
         ("robomimic:lift/ph/low_dim", [3, 4, 5], [-1] * 3),
         ("maniskill:Pick-v1/rl", [3], [5]),
+        (f"maniskill:{ManiSkillExperienceReplay.available_datasets[0]}", [3], [5]),
         ("minari:toys/cart/random-v0", [3], [-1]),
         ("vd4rl:main/run/expert/84px", [10] * 3, [-1] * 3),
     ],
@@ -119,7 +123,7 @@ def test_family_is_fetched_and_converted_once(tmp_path, hub, name, lengths, seed
     data = load_dataset(name, 2, root=tmp_path / "root")
     assert data.episode_table["length"].tolist() == lengths
     assert data.episode_table["source_seed"].tolist() == seeds
-    assert not [r for r in hub.requests if "sample.mp4" in str(r) or "demo_v15" in str(r)]
+    assert not [r for r in hub.requests if re.search(r"sample\.mp4|demo_v15|\.zip", str(r))]
     origin = data.published.manifest.source["origin"]
     assert (origin["kind"], len(origin["commit"])) == ("hub", 40)
     assert len(data.sample()) == 2
