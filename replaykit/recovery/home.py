@@ -88,12 +88,12 @@ class Home:
             CheckpointError: it is damaged, or of a newer version; names the file.
         """
         file = self.folder / MANIFEST
-        try:
-            text = file.read_text("utf-8")
-            record = json.loads(text)
-        except FileNotFoundError:
+        if not os.path.lexists(file):
             return None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        check_file(file, 0, exactly=False)
+        try:
+            record = json.loads(file.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is damaged: {error}") from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise CheckpointError(f"{file} is not that of a storage that can be recovered")

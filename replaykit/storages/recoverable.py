@@ -82,8 +82,8 @@ class Recovery(Committing):
             there = found.get(name)
             there = tuple(there) if isinstance(there, list) else there
             if there != own:
-                shown = format_key(there) if isinstance(there, tuple) else there
-                raise ValueError(f"expected {name}={own!r}, got {shown!r} in {folder}")
+                shown = [format_key(k) if isinstance(k, tuple) else k for k in (own, there)]
+                raise ValueError(f"expected {name}={shown[0]}, got {shown[1]} in {folder}")
         sizes = found.get("lanes")
         if not isinstance(sizes, list) or not all(type(n) is int and n > 0 for n in sizes):
             raise CheckpointError(f"{folder} has no sizes of lanes")

@@ -149,7 +149,7 @@ def test_commits_of_a_durable_storage_wait_in_order(
     [
         ({"size": 11}, "max_size"),
         ({"ndim": 2}, "ndim"),
-        ({"lane_key": "number"}, "lane_key"),
+        ({"lane_key": "number"}, "lane_key='number', got None"),
     ],
 )
 def test_another_storage_is_refused_by_name(
@@ -233,6 +233,7 @@ def test_who_takes_the_files_as_space_leaves_nothing_to_recover(
         lambda text: text.replace('"slots": 10', '"slots": 12'),
         lambda text: text.replace("replaykit-recovery", "something-else"),
         lambda text: text.replace('"format_version": 1', '"format_version": 99'),
+        lambda text: "[" * 10**5,
     ],
 )
 def test_a_damaged_manifest_is_named(tmp_path: Path, change: Any) -> None:
@@ -243,6 +244,24 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, change: Any) -> None:
     file.write_text(change(file.read_text()))
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         opened(tmp_path)
+
+
+def test_a_manifest_that_is_no_file_is_named(tmp_path: Path) -> None:
+    rb = opened(tmp_path)
+    rb.extend(rows(0, 3))
+    del rb
+    file = tmp_path / "%recovery" / "manifest.json"
+    file.rename(tmp_path / "elsewhere")
+    for link in (True, False):
+        if link:
+            file.symlink_to(tmp_path / "elsewhere")
+        else:
+            os.mkfifo(file)  # would wait for a writer for ever
+        with pytest.raises(CheckpointError, match=r"none of that kind: .*manifest\.json"):
+            opened(tmp_path)
+        file.unlink()
+    (tmp_path / "elsewhere").rename(file)
+    assert len(opened(tmp_path)) == 3
 
 
 def test_a_manifest_tells_no_names_of_files(tmp_path: Path) -> None:
