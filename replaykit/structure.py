@@ -314,15 +314,6 @@ def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> A
     return build(node, mapped, torch.Size(), device)
 
 
-_NAMES: dict[str, tuple[type, ...]] = {
-    "tensordict": (str,),
-    "tensorclass": (str,),
-    "mapping": (str, int, bool),
-    "sequence": (int,),
-}
-"""Of each kind of container, what its children's names can be."""
-
-
 def from_json(record: object) -> Node:
     """Rebuilds a tree from what ``to_json`` gave.
 
@@ -338,21 +329,21 @@ def from_json(record: object) -> Node:
     if kind == "tensor":
         return Leaf(_sizes(record.get("shape")), dtype_by_name(record.get("dtype")))
     children = record.get("children")
-    if not (isinstance(kind, str) and kind in _NAMES and isinstance(children, list)):
+    if kind not in ("tensordict", "tensorclass", "mapping", "sequence") or not isinstance(
+        children, list
+    ):
         raise ValueError(f"expected a record of a container, got kind {kind!r}")
-    parts: dict[Any, Node] = {}
+    parts = []
     for item in children:
-        if not (isinstance(item, list) and len(item) == 2 and type(item[0]) in _NAMES[kind]):
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], (str, int))):
             raise ValueError(f"expected [name, record], got {item!r}")
-        if item[0] in parts:
-            raise ValueError(f"expected one record of each name, got two of {item[0]!r}")
-        parts[item[0]] = from_json(item[1])
+        parts.append((item[0], from_json(item[1])))
     constants = record.get("constants", {})
     if not isinstance(constants, dict):
         raise ValueError(f"expected constants as a mapping, got {constants!r}")
     return Branch(
         kind,
-        tuple(parts.items()),
+        tuple(parts),
         _class_of(kind, record.get("class")),
         _sizes(record.get("extra", [])),
         constants,

@@ -1,5 +1,8 @@
 """Saving a prioritized buffer of 2 GB, saving it again after 1 % of it has changed, and loading it.
 
+Of one that is shared, of half as many bytes, another process has changed what is saved again; the
+first one has sampled since, and taken note of that.
+
 Beside them stands the same number of bytes as one file: written from memory and synced, and read.
 Reads are of files whose pages were taken out of the page cache, into fresh memory, as after a
 restart.
@@ -7,6 +10,7 @@ restart.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import time
@@ -36,6 +40,9 @@ AS_ONE_FILE = (Target(PLAIN, 1.3),)
 AGAIN = (Target(FULL, 0.1),)
 BYTES_AT_MOST = 0.03
 
+SHARED = "save shared transitions again, 1 % new"
+SHARED_ROUNDS, SHARED_PART = 2, 2
+
 MOST_ROUNDS = 4
 PRIORITIES = 1000
 _BLOCK = 8 << 20
@@ -60,7 +67,7 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
             again: (*AGAIN, Target(BYTES, BYTES_AT_MOST)),
             load: AS_ONE_FILE,
         }
-    return found
+    return found | {SHARED: (*AGAIN, Target(BYTES, BYTES_AT_MOST))}
 
 
 def run(setting: Setting) -> list[Line]:
@@ -69,7 +76,8 @@ def run(setting: Setting) -> list[Line]:
     free = shutil.disk_usage(setting.scratch).free
     if free < 3 * wanted:
         raise Unavailable(f"expected {3 * wanted:,} bytes free in scratch, got {free:,}")
-    return [line for kind in KINDS for line in _measure(kind, setting, wanted)]
+    lines = [line for kind in KINDS for line in _measure(kind, setting, wanted)]
+    return [*lines, *_shared(setting, wanted // SHARED_PART)]
 
 
 def _measure(kind: str, setting: Setting, wanted: int) -> list[Line]:
@@ -125,17 +133,56 @@ def _measure(kind: str, setting: Setting, wanted: int) -> list[Line]:
     ]
 
 
+def _shared(setting: Setting, wanted: int) -> list[Line]:
+    kind, folder = "transitions", setting.scratch / "saved-shared"
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise Unavailable("the other process is forked, which this system does not do")
+    rows = max(200, wanted // row_bytes(KINDS[kind](1)))
+    buffer = _filled(kind, rows, shared=True)
+    saves: list[float] = []
+    again: list[float] = []
+    shares: list[float] = []
+    context = multiprocessing.get_context("fork")
+    # The first round is not counted.
+    for number in range(min(SHARED_ROUNDS, setting.rounds) + 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+        _find_memory(wanted)
+        saves.append(_timed(lambda: buffer.dumps(folder)))
+        full = _nbytes(folder)
+        before = {entry.name for entry in os.scandir(folder)} - {"manifest.json"}
+        other = context.Process(target=_change, args=(buffer, kind, rows, number))
+        other.start()
+        other.join()
+        expect(other.exitcode == 0, "a process failed")
+        buffer.sample()
+        os.sync()
+        again.append(_timed(lambda: buffer.dumps(folder)))
+        shares.append(_nbytes(folder, without=before) / full)
+    loaded = _empty(rows)
+    loaded.loads(folder)
+    _check(buffer, loaded)
+    shutil.rmtree(folder)
+    times = {SUBJECT: Times(again[1:], again[1:]), FULL: Times(saves[1:], saves[1:])}
+    return [
+        *lines_of_turns(SHARED, times, {}, AGAIN),
+        Line(SHARED, BYTES, sorted(shares)[len(shares) // 2], "of 1", at_most=BYTES_AT_MOST),
+    ]
+
+
 def _turn(works: list[tuple[str, Any]], number: int) -> list[tuple[str, Any]]:
     return works[::-1] if number % 2 else works
 
 
-def _empty(rows: int) -> ReplayBuffer:
+def _empty(rows: int, *, shared: bool = False) -> ReplayBuffer:
     storage = LazyTensorStorage(rows)
-    return PrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=256)
+    return PrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=storage, batch_size=256, shared=shared
+    )
 
 
-def _filled(kind: str, rows: int) -> ReplayBuffer:
-    buffer = _empty(rows)
+def _filled(kind: str, rows: int, *, shared: bool = False) -> ReplayBuffer:
+    buffer = _empty(rows, shared=shared)
     # Not all at once: that would take three times the memory.
     step = max(1, rows // 20)
     data = as_tensordict(KINDS[kind](step))

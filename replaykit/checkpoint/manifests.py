@@ -136,12 +136,16 @@ def read_base(folder: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the directory holds something else under ``manifest.json``.
     """
+    with contextlib.suppress(FileNotFoundError, CheckpointError):
+        manifest = read_manifest(folder, check=True)
+        if manifest.get("format") == FORMAT:
+            return manifest
     try:
         manifest = read_manifest(folder)
-        if manifest.get("format") == FORMAT:
-            return read_manifest(folder, check=True)
     except (FileNotFoundError, CheckpointError):
         return None  # nothing there, or nothing that could still be read
+    if manifest.get("format") == FORMAT:
+        return None
     raise CheckpointError(
         f"{folder / MANIFEST} is not that of a checkpoint (format "
         f"{manifest.get('format')!r}); choose another directory"
