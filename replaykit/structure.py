@@ -314,6 +314,15 @@ def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> A
     return build(node, mapped, torch.Size(), device)
 
 
+_NAMES: dict[str, tuple[type, ...]] = {
+    "tensordict": (str,),
+    "tensorclass": (str,),
+    "mapping": (str, int, bool),
+    "sequence": (int,),
+}
+"""Of each kind of container, what its children's names can be."""
+
+
 def from_json(record: object) -> Node:
     """Rebuilds a tree from what ``to_json`` gave.
 
@@ -329,21 +338,21 @@ def from_json(record: object) -> Node:
     if kind == "tensor":
         return Leaf(_sizes(record.get("shape")), dtype_by_name(record.get("dtype")))
     children = record.get("children")
-    if kind not in ("tensordict", "tensorclass", "mapping", "sequence") or not isinstance(
-        children, list
-    ):
+    if not (isinstance(kind, str) and kind in _NAMES and isinstance(children, list)):
         raise ValueError(f"expected a record of a container, got kind {kind!r}")
-    parts = []
+    parts: dict[Any, Node] = {}
     for item in children:
-        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], (str, int))):
+        if not (isinstance(item, list) and len(item) == 2 and type(item[0]) in _NAMES[kind]):
             raise ValueError(f"expected [name, record], got {item!r}")
-        parts.append((item[0], from_json(item[1])))
+        if item[0] in parts:
+            raise ValueError(f"expected one record of each name, got two of {item[0]!r}")
+        parts[item[0]] = from_json(item[1])
     constants = record.get("constants", {})
     if not isinstance(constants, dict):
         raise ValueError(f"expected constants as a mapping, got {constants!r}")
     return Branch(
         kind,
-        tuple(parts),
+        tuple(parts.items()),
         _class_of(kind, record.get("class")),
         _sizes(record.get("extra", [])),
         constants,

@@ -229,6 +229,9 @@ def test_mappings_of_any_kind_are_read_and_come_back_as_dicts() -> None:
     assert list(built) == ["b", "a"]
 
 
+LEAF = {"kind": "tensor", "dtype": "float32", "shape": []}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -240,6 +243,11 @@ def test_mappings_of_any_kind_are_read_and_come_back_as_dicts() -> None:
         ({"kind": "mapping", "class": "dict", "children": ["ab"]}, "name, record"),
         ({"kind": "mapping", "class": "dict", "children": [[None, {}]]}, "name, record"),
         ({"kind": "mapping", "class": "dict", "children": [["a"]]}, "name, record"),
+        ({"kind": "tensordict", "children": [[3, LEAF]]}, "name, record"),
+        ({"kind": "tensordict", "children": [[True, LEAF]]}, "name, record"),
+        ({"kind": "sequence", "class": "list", "children": [["a", LEAF]]}, "name, record"),
+        ({"kind": "tensordict", "children": [["a", LEAF], ["a", LEAF]]}, "two of 'a'"),
+        ({"kind": ["tensordict"], "children": []}, "a record of a container"),
         ({"kind": "tensor", "dtype": "float31", "shape": []}, "torch dtype"),
         ({"kind": "tensor", "dtype": "load", "shape": []}, "torch dtype"),
         ({"kind": "tensor", "dtype": 3, "shape": []}, "torch dtype"),

@@ -158,10 +158,10 @@ class EnsembleCore(ReplayBuffer):
             member._drawn_by = (*living, weakref.ref(self))
 
     def _take_chain(self, chain: Compose) -> None:
-        if chain.reads_around:
+        if chain.spans_rows:
             raise ValueError(
                 "expected transforms of batches, got one that reads the rows around those of a "
-                "batch; give it to the members"
+                "batch, holds rows back or follows what is written; give it to the members"
             )
         super()._take_chain(chain)
 

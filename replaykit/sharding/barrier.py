@@ -11,6 +11,10 @@ from replaykit.sharding.errors import BarrierBusy
 __all__ = ["Barrier", "Known", "Stamp", "missing_parts"]
 
 
+_REFUSED: Any = object()
+"""The answer to a part that was not written."""
+
+
 class Stamp(NamedTuple):
     """Which write this is part of.
 
@@ -101,7 +105,7 @@ class Barrier:
     def answer(self, stamp: Stamp) -> tuple[Any] | None:
         """What was answered to a part that has been written; None where it has not."""
         found = self._answers.get(stamp.client, {}).get(stamp.number)
-        return None if found is None else (found[1],)
+        return None if found is None or found[1] is _REFUSED else (found[1],)
 
     def came(self, stamp: Stamp, answer: Any) -> None:
         """Notes a part that was written, and what is answered: a plain value or a tensor."""
@@ -117,6 +121,10 @@ class Barrier:
             if now - heard > self._forgotten_s:
                 for table in (self._heard, self._answers, self._done):
                     table.pop(client, None)
+
+    def refused(self, stamp: Stamp) -> None:
+        """Notes a part that was not written and will not be: no save waits for it."""
+        self.came(stamp, _REFUSED)
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -178,6 +186,7 @@ class Barrier:
             [client, number, shards, answer.tolist() if hasattr(answer, "tolist") else answer]
             for client, known in self._answers.items()
             for number, (shards, answer) in known.items()
+            if answer is not _REFUSED
         ]
 
     def load(self, state: list[list[Any]]) -> None:

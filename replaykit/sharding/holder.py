@@ -61,7 +61,11 @@ class ShardHolder(SavedShard):
             sampler: Any = self.buffer._sampler
             if sampler.prioritized:
                 sampler._stored.most = max(sampler._stored.most, most)
-            slots = self.buffer.extend(data, update_priority=False)
+            try:
+                slots = self.buffer.extend(data, update_priority=False)
+            except Exception:
+                self.barrier.refused(stamp)
+                raise
             if priorities is not None:
                 sampler.update_priority(slots, priorities, storage=storage)
             self._version += 1

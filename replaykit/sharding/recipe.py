@@ -57,6 +57,12 @@ class ShardRecipe:
                 "expected a tensor or memmap storage with ndim=1 for shards, got "
                 f"{storage!r}; lanes are told apart by shard_key= and lane_key="
             )
+        mismatch = getattr(storage, "on_mismatch", None)
+        if getattr(storage, "dedup_next", False) and mismatch == "error":
+            raise ValueError(
+                "expected on_mismatch='dense' with dedup_next for shards, got 'error': others have "
+                "stored their parts of a batch when one refuses its own"
+            )
         if not writer.keeps_order:
             raise ValueError(
                 f"expected a writer that keeps the order for shards, got a {type(writer).__name__}"

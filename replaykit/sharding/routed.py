@@ -131,9 +131,11 @@ class Routed:
                 shut down meanwhile.
             TimeoutError: the shard of a key has died, and has not come back.
 
-        Nothing has changed if it raises one of the first five. Readers see all of a shard's rows
-        of the batch or none, and those of different shards one after the other. When it returns,
-        the rows count as committed: they are there until they are overwritten, or named as lost.
+        Nothing has changed if it raises one of the first five. What a shard's own transforms raise,
+        or its disk, leaves the parts of the batch that other shards have stored. Readers see all of
+        a shard's rows of the batch or none, and those of different shards one after the other. When
+        it returns, the rows count as committed: they are there until they are overwritten, or named
+        as lost.
 
         Cost: one message to each shard, all in flight at once; with a rate limiter one more before
         them, and one that nobody waits for.

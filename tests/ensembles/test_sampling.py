@@ -20,6 +20,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    ReturnToGo,
     Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
@@ -472,8 +473,10 @@ def test_transforms_that_read_around_belong_to_members() -> None:
     check_rows(batch)
     alone = members[0].sample(4)
     assert set(alone["next"].keys()) == set(batch["next"].keys())
-    with pytest.raises(ValueError, match="give it to the members"):
-        ReplayBufferEnsemble(*members, transform=NStep(2, gamma=0.5))
+    # An ensemble is not written to: what works on writes would do nothing.
+    for transform in (NStep(2, gamma=0.5), NStep(2, when="write"), ReturnToGo(0.9)):
+        with pytest.raises(ValueError, match="give it to the members"):
+            ReplayBufferEnsemble(*members, transform=transform)
 
 
 @pytest.mark.pitfall("RD2")

@@ -211,6 +211,31 @@ def test_transforms_that_look_at_other_rows_need_a_key(sharded: Any, factory: An
     sharded(2, transform_factory=factory, shard_key="episode")
 
 
+def test_observations_stored_once_are_not_compared_in_a_shard_alone(
+    sharded: Any, tmp_path: Path
+) -> None:
+    """What one shard refused would be half of a batch; in other numbers of shards rows lie beside
+    others."""
+
+    def once(on_mismatch: str) -> Any:
+        return lambda: LazyTensorStorage(100, dedup_next=True, on_mismatch=on_mismatch)
+
+    with pytest.raises(ValueError, match=r"on_mismatch='dense' with dedup_next for shards"):
+        sharded(2, storage=once("error"), shard_key="episode")
+    rb = sharded(2, storage=once("dense"), shard_key="episode")
+    for first in (0, 5, 50):  # the last ones go on from none that is there
+        x = torch.arange(first, first + 5).repeat(3)
+        episode = torch.arange(3).repeat_interleave(5)
+        rows = {"x": x, "episode": episode, "next": {"x": x + 1, "done": torch.zeros(15, 1).bool()}}
+        rb.extend(TensorDict(rows, [15]))
+    rb.dumps(tmp_path)
+    for count in (1, 3):
+        other = sharded(count, storage=once("dense"), shard_key="episode")
+        other.loads(tmp_path)
+        assert torch.equal(other["next", "x"], other["x"] + 1)
+        assert sorted(other["x"].tolist()) == sorted(rb["x"].tolist())
+
+
 @pytest.mark.parametrize("shards", [2, 4])
 def test_streams_that_come_interleaved_stay_streams(
     sharded: Any, tmp_path: Path, shards: int

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler
+from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, Transform
 from replaykit.errors import CheckpointError
 from replaykit.sharding import saving
 from replaykit.sharding.barrier import Barrier, Known, Stamp, missing_parts
@@ -388,6 +388,43 @@ def test_a_write_that_was_begun_is_let_through() -> None:
     assert barriers[0].frozen
     barriers[0].thaw("t")
     assert barriers[0].admits(later)
+
+
+class NoThree(Transform):
+    """Refuses what only a shard can see."""
+
+    def inv(self, data: Any) -> Any:
+        if bool((data["x"] == 3).any()):
+            raise ValueError("no three")
+        return data
+
+
+def test_no_save_waits_for_a_part_that_was_refused(
+    sharded: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    rb, other = (sharded(count, transform_factory=NoThree) for count in (2, 3))
+    rb.extend(numbered(10, 2))
+    with pytest.raises(ValueError, match="no three"):
+        rb.extend(numbered(0, 4))
+    begun = time.monotonic()
+    rb.dumps(tmp_path)
+    assert time.monotonic() - begun < 4  # who waits for it waits 5 s, and warns
+    assert not recwarn.list
+    other.loads(tmp_path)
+    assert sorted(other["x"].tolist()) == [0, 2, 10, 11]
+
+
+def test_a_refused_part_is_known_and_has_no_answer() -> None:
+    barriers, stamp = [Barrier(), Barrier()], Stamp("a", 0, 0b11, 0)
+    barriers[0].came(stamp, None)
+    barriers[1].refused(stamp)
+    assert barriers[1].answer(stamp) is None
+    assert barriers[1].state() == []
+    found = {number: barrier.freeze("t", 60) for number, barrier in enumerate(barriers)}
+    assert missing_parts(found) == {}
+    assert not barriers[1].admits(stamp)
+    barriers[1].came(Stamp("a", 2, 0b10, 1), 5)
+    assert barriers[1].state() == [["a", 2, 0b10, 5]]
 
 
 def test_writes_that_are_long_done_are_forgotten() -> None:
