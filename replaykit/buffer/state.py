@@ -363,6 +363,7 @@ def checked_draw(record: object) -> Drawn:
         and _is_index(anchors)
         and isinstance(ran_out, bool)
         and type(since) is int
+        and 0 <= since <= 2**54
         and type(size) is int
         and isinstance(random, (torch.Tensor, type(None)))
         and isinstance(info, list)

@@ -188,6 +188,15 @@ def test_a_draw_made_ahead_tells_under_names_alone(key: Any):
         checked_draw({**draw, "info": [[key, 1]]})
 
 
+@pytest.mark.parametrize("since", [-1, 2**70, 0.5, True])
+def test_a_draw_made_ahead_counts_the_writes_since(since: Any):
+    none = torch.zeros(0, dtype=torch.int64)
+    draw = {"index": none, "anchors": none, "ran_out": False, "info": []}
+    assert checked_draw({**draw, "since": 3}).written == -3
+    with pytest.raises(ValueError, match="expected a prepared draw"):
+        checked_draw({**draw, "since": since})
+
+
 JUNK = st.sampled_from(
     [None, True, -1, 0, 1, 3, 2**31, 2**62, 2**70, 0.5, "", "x", "t0", "t9", [], {}, [0], {"$": 1}]
 )
