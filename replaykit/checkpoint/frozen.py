@@ -111,8 +111,6 @@ class FrozenRows:
             if tracked.check is not None:
                 tracked.check()
             copy_rows(out, tracked.tensor[first:stop])
-            if tracked.padding:  # whatever the memory held before
-                blank(out, tracked.padding)
             for number in range(first // size, (stop - 1) // size + 1):
                 start = number * size
                 if number in kept:
@@ -121,6 +119,8 @@ class FrozenRows:
                 if stop >= min(start + size, self.rows):
                     left[number] = False
                     kept.pop(number, None)
+            if tracked.padding:  # whatever the memory held before
+                blank(out, tracked.padding)
 
     def blocks(self, name: str, first: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yields spans of rows to ``read``, of some bytes each, that make up chunks in a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from replaykit import (
     ReplayBuffer,
 )
 from replaykit.checkpoint import FORMAT_VERSION, checkpoint_versions
+from replaykit.checkpoint.changes import RECORDS, Changes, TrackedTensor
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -150,3 +152,16 @@ def test_records_of_another_layout_are_read_by_their_offsets(
     assert torch.equal(drawn["a"], data["b"][::7])
     loaded.extend(data[:5])
     assert torch.equal(loaded["a"][:5], data["a"][:5])
+
+
+def test_padding_is_zero_in_chunks_that_were_overwritten_while_they_were_saved() -> None:
+    rows = torch.full((4096, 16), 255, dtype=torch.uint8)
+    changes = Changes(len(rows), 16)
+    tracked = TrackedTensor(rows, changes, RECORDS, padding=3)
+    with changes.freeze({"records": tracked}, threading.RLock()) as frozen:
+        changes.wrote(0, 10)
+        rows[:10] = 7
+        found = torch.empty_like(rows)
+        frozen.read("records", 0, len(rows), found)
+    assert (found[:, :13] == 255).all()
+    assert (found[:, 13:] == 0).all()

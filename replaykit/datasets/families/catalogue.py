@@ -240,8 +240,8 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
     Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``; those listed are by
     motion planning, and any other is taken too. A folder may hold several files, of one observation
     mode or control mode each, which are data sets of their own: they are named without their
-    ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. The archives beside the
-    folders hold the same files, and are not fetched.
+    ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. Archives beside the folders
+    are not fetched.
     See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
     Tao et al., "ManiSkill3", 2024; Apache-2.0.
 
