@@ -3,7 +3,7 @@
 Layers: ``files`` (mapped files that grow), ``journal`` (what an operation is about to overwrite),
 ``states`` (numbers that change all at once), ``home`` (the folder that holds them). For several
 processes at a time ``shared_lock``, ``members`` (who uses a folder), ``change_log`` (what to look
-at anew) and ``views`` (who may write without a word).
+at anew), ``views`` (who may write without a word) and ``forked`` (what torch needs in children).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from replaykit.recovery.change_log import ChangeLog
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import Exclusive, let_go_in_children
 from replaykit.recovery.files import MappedFile
+from replaykit.recovery.forked import one_thread_in_children
 from replaykit.recovery.home import Home, check_file
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.members import MEMBERS, Members, give_up_rows
@@ -38,5 +39,6 @@ __all__ = [
     "give_up_rows",
     "is_held",
     "let_go_in_children",
+    "one_thread_in_children",
     "open_to_lock",
 ]

@@ -27,6 +27,7 @@ from replaykit.recovery import (
     check_file,
     check_flock,
     give_up_rows,
+    one_thread_in_children,
 )
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
@@ -97,6 +98,7 @@ class Sharing(Following):
                 "one got it"
             )
         check_flock()
+        one_thread_in_children()
         home = Home(folder, shared=True)
         super().__init__(storage, home)
         self._folder, self._private, self._mapped = folder, private, mapped

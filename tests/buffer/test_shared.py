@@ -192,6 +192,41 @@ def test_copies_have_rows_of_their_own(copied: Callable[[Any], ReplayBuffer]) ->
     assert own.storage.recovery is None
 
 
+LARGE = """
+import multiprocessing, sys, torch
+from tensordict import TensorDict
+from replaykit import LazyTensorStorage, PrioritizedReplayBuffer
+
+def rows(count):
+    return TensorDict({"x": torch.ones(count, 8)}, [count])
+
+def work(buffer):
+    buffer.extend(rows(100_000))
+    buffer.update_priority(torch.arange(200_000), torch.full((200_000,), 2.0))
+    buffer.sample(5000)
+    buffer[torch.arange(100_000)], buffer["x"]
+
+torch.set_num_threads(2)
+torch.rand(3_000_000).add_(1)  # has the threads that a child will not have
+buffer = PrioritizedReplayBuffer(
+    alpha=0.6, beta=0.4, storage=LazyTensorStorage(300_000), batch_size=8, shared=True
+)
+buffer.extend(rows(200_000))
+buffer.sample()
+child = multiprocessing.get_context("fork").Process(target=work, args=(buffer,), daemon=True)
+child.start()
+child.join(30)
+assert child.exitcode == 0, child.exitcode
+assert len(buffer) == 300_000 and torch.get_num_threads() == 2
+"""
+
+
+@needs_fork
+def test_a_forked_process_does_as_much_at_once_as_it_likes(run_python: Any) -> None:
+    """Where torch has used threads before the fork, which the child has not."""
+    run_python(LARGE)
+
+
 # -- saving and loading ---------------------------------------------------------------------------
 
 
