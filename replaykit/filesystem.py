@@ -38,7 +38,7 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EARLY_BYTES: Final = 16 << 20
 _SYNC_THREADS: Final = 8
 """File systems commit the syncs of several threads together: 2 to 10 times faster than in turn."""
-_OPENED: Final = 64
+_OPENED: Final = 16
 """Files that are open at once while they are synced."""
 _WRITE: Final = 2
 """`sync_file_range`'s flag for beginning to write, without waiting."""

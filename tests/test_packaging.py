@@ -245,7 +245,7 @@ def test_the_command_is_installed_with_it(wheel: Wheel) -> None:
     ]
     # As an installed script begins: the package and torch come later, and may be interrupted.
     look = "import sys, replaykit_command as at; print(at.__file__, 'replaykit' in sys.modules)"
-    said = _run([sys.executable, "-c", look], wheel.folder, PYTHONPATH=str(wheel.unpacked))
+    said = _run([sys.executable, "-S", "-c", look], wheel.folder, PYTHONPATH=str(wheel.unpacked))
     assert said.split() == [str(wheel.unpacked / "replaykit_command/__init__.py"), "False"]
     assert "replaykit/__main__.py" in wheel.names
 
