@@ -12,6 +12,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -155,8 +156,7 @@ def ensure_published(
                     return found
             if prepare is not None:
                 prepare()
-            publish(target, build, unfinished=unfinished, goes_on=goes_on)
-        return open_published(target)
+            return publish(target, build, unfinished=unfinished, goes_on=goes_on)
 
 
 def publish(
@@ -165,7 +165,7 @@ def publish(
     *,
     unfinished: Path | None = None,
     goes_on: bool = False,
-) -> None:
+) -> Published:
     """Builds beside the target, then puts the result in its place. The caller holds the lock.
 
     Args:
@@ -173,6 +173,9 @@ def publish(
         build: fills a directory.
         unfinished: a directory to go on with, if there is one.
         goes_on: as for `ensure_published`.
+
+    Returns:
+        The result, opened.
 
     Raises:
         OSError: there is no room; names the file and what it needs.
@@ -191,14 +194,15 @@ def publish(
             file.flush()
             os.fsync(file.fileno())
         sync_directory(directory)
-        _check_made(directory, target)
+        made = _opened(directory, target)
         _put(directory, target)
+    return replace(made, path=target)
 
 
-def _check_made(directory: Path, target: Path) -> None:
-    """Checks that what is about to appear opens: the sizes, shapes and counts of its manifest."""
+def _opened(directory: Path, target: Path) -> Published:
+    """Opens what is about to appear, which checks the sizes, shapes and counts of its manifest."""
     try:
-        open_directory(directory)
+        return open_directory(directory)
     except RuntimeError as error:
         text = f"{target} was not made: what was written is not what its manifest says [V61]"
         raise RuntimeError(text) from error
