@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import stat
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,23 +13,20 @@ from typing import Any
 import numpy as np
 
 from replaykit import native
-from replaykit._version import __version__
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, sync_directory
 from replaykit.recovery.exclusive import Exclusive
 from replaykit.recovery.files import MappedFile
 from replaykit.recovery.journal import Journal
+from replaykit.recovery.manifest import MANIFEST, check_file, read_manifest, write_manifest
 from replaykit.recovery.states import States
 
-__all__ = ["FORMAT", "KEPT", "LOCK", "MAKING", "MANIFEST", "SHARED", "Home", "check_file"]
+__all__ = ["KEPT", "LOCK", "MAKING", "SHARED", "Home"]
 
 Array = np.ndarray[Any, Any]
 
-FORMAT = "replaykit-recovery"
-FORMAT_VERSION = 2
-
 KEPT, SHARED = "%recovery", "%shared"
-MANIFEST, MAKING = "manifest.json", "making"
+MAKING = "making"
 LOCK = "lock"
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
@@ -87,27 +81,7 @@ class Home:
         Raises:
             CheckpointError: it is damaged, or of a newer version; names the file.
         """
-        file = self.folder / MANIFEST
-        if not os.path.lexists(file):
-            return None
-        check_file(file, 0, exactly=False)
-        try:
-            record = json.loads(file.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise CheckpointError(f"{file} is not that of a storage that can be recovered")
-        if type(record.get("format_version")) is not int or record["format_version"] < 1:
-            raise CheckpointError(f"{file} has no version")
-        if record["format_version"] > FORMAT_VERSION:
-            raise CheckpointError(
-                f"expected {file} of version {FORMAT_VERSION} or older, got "
-                f"{record['format_version']}"
-            )
-        content = record.get("content")
-        if not isinstance(content, dict) or record.get("crc32") != _checksum(content):
-            raise CheckpointError(f"{file} is damaged: its checksum is another one")
-        return content
+        return read_manifest(self.folder)
 
     def publish(self, content: Mapping[str, Any], *, version: int = 1) -> None:
         """Writes the manifest in one step: from now on there is a storage to recover.
@@ -120,24 +94,11 @@ class Home:
         Raises:
             OSError: the disk refused; there is none then.
         """
-        record = {
-            "format": FORMAT,
-            "format_version": version,
-            "library_version": __version__,
-            "content": dict(content),
-            "crc32": _checksum(content),
-        }
         if self.durable:
             self._sync_rows()
             for folder in {above for path in self._more for above in self._folders_of(path)}:
                 sync_directory(folder)
-        draft = self.folder / f".{MANIFEST}"
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.folder / MANIFEST)
-        sync_directory(self.folder)
+        write_manifest(self.folder, content, version)
 
     @property
     def published(self) -> bool:
@@ -390,22 +351,3 @@ class Home:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-
-
-def check_file(file: Path, nbytes: int, *, exactly: bool = True) -> None:
-    """Raises CheckpointError where there is no such file of so many bytes, or at least so many.
-
-    A link is none: what is written goes where the storage is, and nowhere else.
-    """
-    try:
-        found = file.lstat()
-    except FileNotFoundError:
-        raise CheckpointError(f"expected {nbytes} bytes in {file}, which is gone") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"expected a file of {nbytes} bytes, got none of that kind: {file}")
-    if found.st_size < nbytes or (exactly and found.st_size != nbytes):
-        raise CheckpointError(f"expected {nbytes} bytes in {file}, got {found.st_size}")
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

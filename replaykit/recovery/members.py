@@ -7,7 +7,8 @@ from pathlib import Path
 
 from replaykit.filesystem import sync_directory
 from replaykit.recovery.exclusive import Exclusive
-from replaykit.recovery.home import KEPT, LOCK, MAKING, MANIFEST, SHARED
+from replaykit.recovery.home import KEPT, LOCK, MAKING, SHARED
+from replaykit.recovery.manifest import MANIFEST
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 
 __all__ = ["MEMBERS", "Members", "give_up_rows"]
