@@ -37,7 +37,7 @@ class Ahead:
         Args:
             locks: of what these draws read besides; who holds one does not wait.
         """
-        if not self._initialized:
+        if not self._initialized or (self._prefetcher is None and not self._drawn_by):
             return
         locks = (*locks, self._storage.lock)
         if self._prefetcher is not None:

@@ -11,24 +11,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, Policies, convert
+from replaykit.datasets import Field, Policies, convert
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publish import verify_published
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import make_trial
+from tests.datasets.arms import arm_layout
 
-ARM = Layout(
-    name="arm",
-    version=1,
-    episodes=Groups("run", having=("torque",)),
-    alignment=FINAL_STATE,
-    clock="torque",
-    fields=(
-        Field("joints", "observation", ("observation",), ("next", "observation")),
-        Field("torque", "action", before=("action",)),
-        Field("score", "reward", after=("next", "reward"), column=True),
-        Field("log/", "info", ("info",), ("next", "info"), required=False),
-    ),
+ARM = arm_layout(
+    "arm",
+    Field("log/", "info", ("info",), ("next", "info"), required=False),
 )
 
 

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, Policies, publish
+from replaykit.datasets import Field, Groups, Layout, Policies, publish
 from replaykit.datasets.columns import ColumnFile
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine import storing
@@ -32,19 +32,11 @@ from replaykit.datasets.manifest import Manifest
 from replaykit.datasets.opened import Published
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
+from tests.datasets.arms import arm_layout
 
-ARM = Layout(
-    name="arm",
-    version=1,
-    episodes=Groups("run", having=("torque",)),
-    alignment=FINAL_STATE,
-    clock="torque",
-    fields=(
-        Field("joints", "observation", ("observation",), ("next", "observation")),
-        Field("torque", "action", before=("action",)),
-        Field("score", "reward", after=("next", "reward"), column=True),
-        Field("fallen", "terminated"),
-    ),
+ARM = arm_layout(
+    "arm",
+    Field("fallen", "terminated"),
 )
 
 

@@ -8,26 +8,18 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, Policies, convert
+from replaykit.datasets import Field, Policies, convert
 from replaykit.datasets.engine import stretch
 from replaykit.datasets.engine.runs import Runs
 from replaykit.errors import CorpusError
+from tests.datasets.arms import arm_layout
 from tests.datasets.converted import content
 
-LAB = Layout(
-    name="lab",
-    version=1,
-    episodes=Groups("run", having=("torque",)),
-    alignment=FINAL_STATE,
-    clock="torque",
-    fields=(
-        Field("joints", "observation", ("observation",), ("next", "observation")),
-        Field("torque", "action", before=("action",)),
-        Field("score", "reward", after=("next", "reward"), column=True),
-        Field("fallen", "terminated"),
-        Field("clock", "time", before=("time",), required=False),
-        Field("goal", "info", before=("goal",), required=False),
-    ),
+LAB = arm_layout(
+    "lab",
+    Field("fallen", "terminated"),
+    Field("clock", "time", before=("time",), required=False),
+    Field("goal", "info", before=("goal",), required=False),
 )
 
 
