@@ -144,8 +144,10 @@ class Crew:
         try:
             while self._working and not self._is_closing:
                 for worker in heard(self._working):
-                    self._answers.put((worker.answer(), None))
+                    found = worker.answer()
+                    # Together: who had the answer and asks again would find nothing given.
                     with self._lock:
+                        self._answers.put((found, None))
                         self._hand(worker)
         except BaseException as error:  # for the caller, who asks for answers
             self._answers.put((None, error))

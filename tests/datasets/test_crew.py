@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,25 @@ def test_workers_do_not_run_far_ahead(tmp_path):
         assert crew.take(PIECES[2]) == PIECES[2]
         # Each answer that is asked for makes room for the next piece.
         assert [crew.answer() for _ in range(11)] == [*PIECES[:2], *PIECES[3:]]
+        assert crew.answer() is None
+
+
+class Handed:
+    """A queue that goes on when the other side has had what was put there for a while."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue, self.get = queue, queue.get
+
+    def put(self, item: Any) -> None:
+        self.queue.put(item)
+        time.sleep(0.02)
+
+
+def test_who_asks_at_once_for_the_next_answer_gets_it(tmp_path):
+    crew = Crew(Note(tmp_path), PIECES, 1, ahead=1)
+    crew._answers = Handed(crew._answers)
+    with crew:
+        assert [crew.answer() for _ in PIECES] == PIECES
         assert crew.answer() is None
 
 
