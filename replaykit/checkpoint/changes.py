@@ -131,8 +131,9 @@ class Changes:
         """
         if count <= 0:
             return
-        chunk = first // self.chunk
-        if keys is None and chunk == (first + count - 1) // self.chunk:
+        chunk, stop = first // self.chunk, first + count
+        # The last chunk may be a part of one: rows beyond it are those at the beginning.
+        if keys is None and stop <= self.rows and chunk == (stop - 1) // self.chunk:
             # Rows come a few at a time: most often into the chunk that was told of last.
             now = self._clock[0]
             if self._last != chunk or self._last_now != now:
@@ -142,8 +143,7 @@ class Changes:
         if count >= self.rows:
             self._touch(slice(None), keys)
             return
-        stop = first + count
-        self._touch(slice(first // self.chunk, (min(stop, self.rows) - 1) // self.chunk + 1), keys)
+        self._touch(slice(chunk, (min(stop, self.rows) - 1) // self.chunk + 1), keys)
         if stop > self.rows:
             self._touch(slice(0, (stop - self.rows - 1) // self.chunk + 1), keys)
 
