@@ -17,14 +17,18 @@ from tensordict import TensorDict
 from replaykit import (
     ConsumingSampler,
     HindsightGoal,
+    LambdaScheduler,
     LazyMemmapStorage,
     LazyTensorStorage,
     LinearScheduler,
     NStep,
+    ParameterScheduler,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
+    ReturnToGo,
+    Sampler,
     SamplerWithoutReplacement,
     SchedulerList,
     Sequence,
@@ -34,6 +38,8 @@ from replaykit import (
     StalenessAwareSampler,
     StepScheduler,
     Transform,
+    samplers,
+    transforms,
 )
 
 SLOTS, BATCH, BEFORE, AFTER = 60, 12, 7, 9
@@ -62,6 +68,10 @@ def _prioritized(**options: Any) -> PrioritizedSampler:
     return PrioritizedSampler(alpha=0.6, beta=0.4, **options)
 
 
+def _prioritized_slices(**options: Any) -> PrioritizedSliceSampler:
+    return PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=4, **options)
+
+
 def _of_version(staleness: torch.Tensor) -> torch.Tensor:
     return 1 / (1 - staleness)  # versions are above that of the learner, 0
 
@@ -81,20 +91,39 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "slices in order": lambda: SliceSampler(slice_len=4, draw="sequential"),
     "padded slices": lambda: SliceSampler(slice_len=4, pad="both"),
     "recent slices": lambda: SliceSampler(slice_len=4, recent=(0.5, 9)),
+    "slices of any length": lambda: SliceSampler(slice_len=4, span=True, strict_length=False),
     "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
-    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=4),
+    "episodes in order, rest dropped": lambda: SliceSamplerWithoutReplacement(
+        slice_len=4, shuffle=False, drop_last=True
+    ),
+    "prioritized slices": lambda: _prioritized_slices(),
+    "stratified prioritized slices": lambda: _prioritized_slices(draw="stratified"),
+    "distinct prioritized slices": lambda: _prioritized_slices(draw="without_replacement"),
+    "prioritized slices by their starts": lambda: _prioritized_slices(unit="slice"),
+    "recent prioritized slices": lambda: _prioritized_slices(recent=(0.5, 9)),
+    "prioritized slices, largest stored": lambda: _prioritized_slices(
+        max_priority_within_buffer=True
+    ),
     "by staleness": lambda: StalenessAwareSampler(
         staleness_weight_fn=_of_version, version_key="number"
+    ),
+    "by staleness, oldest left out": lambda: StalenessAwareSampler(
+        max_staleness=30, staleness_weight_fn=torch.ones_like, version_key="number"
     ),
     "consuming": lambda: ConsumingSampler(2),
 }
 ENDLESS = [name for name in SAMPLERS if name != "consuming"]
 """Those that go on without new rows, and make batches ahead."""
 
+ELSEWHERE = {"Sampler", "SamplerEnsemble"}
+"""What no buffer here has: the base class, and that of ensembles (tests/ensembles/test_saving)."""
+
 TRANSFORMS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "one with state": Counting,
     "n-step": lambda: NStep(3, 0.9),
+    "n-step on writing": lambda: NStep(3, 0.9, when="write"),
+    "returns": lambda: ReturnToGo(0.9),
     "frames": lambda: StackFrames(["observation"], 3),
     "hindsight": lambda: HindsightGoal(0.8, "future", achieved="place", goal="goal"),
 }
@@ -124,12 +153,10 @@ def made(sampler: str, transform: str = "none", **options: Any) -> ReplayBuffer:
 def schedulers(rb: ReplayBuffer) -> SchedulerList:
     if not isinstance(rb.sampler, (PrioritizedSampler, PrioritizedSliceSampler)):
         return SchedulerList([])
-    return SchedulerList(
-        [
-            LinearScheduler(rb, "beta", final_value=1.0, num_steps=20),
-            StepScheduler(rb, "alpha", gamma=0.9, n_steps=3),
-        ]
-    )
+    alpha: ParameterScheduler = StepScheduler(rb, "alpha", gamma=0.9, n_steps=3)
+    if isinstance(rb.sampler, PrioritizedSliceSampler):
+        alpha = LambdaScheduler(rb, "alpha", lambda step: 1 / (1 + step / 10))
+    return SchedulerList([LinearScheduler(rb, "beta", final_value=1.0, num_steps=20), alpha])
 
 
 def train(
@@ -142,6 +169,8 @@ def train(
         plan.step()
         if alone:
             continue
+        if isinstance(rb.sampler, StalenessAwareSampler) and rb.sampler.max_staleness > 0:
+            rb.sampler.consumer_version = 52 + 26 * step
         if batch.get("priority_weight", None) is not None:
             batch["td_error"] = (batch["number"] % 7).float() / 3
             rb.update_tensordict_priority(batch)
@@ -206,6 +235,14 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def test_no_sampler_is_left_out() -> None:
+    exported = {getattr(samplers, name) for name in samplers.__all__}
+    classes = {one for one in exported if isinstance(one, type) and issubclass(one, Sampler)}
+    classes |= {samplers.SamplerEnsemble}
+    here = {type(make()) for make in SAMPLERS.values()}
+    assert {one.__name__ for one in classes - here} == ELSEWHERE
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_learner_goes_on(sampler: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", sampler=sampler, alone=False)
@@ -224,6 +261,12 @@ def test_a_learner_goes_on_with_batches_made_ahead(
     """What is learned and written after a batch counts for those made ahead neither before the
     save nor after it, but for all that come then."""
     check(tmp_path / "saved", sampler=sampler, prefetch=depth, alone=False)
+
+
+def test_no_transform_with_state_is_left_out() -> None:
+    exported = [getattr(transforms, name) for name in transforms.__all__]
+    with_state = {one for one in exported if hasattr(one, "state_dict")} - {transforms.Compose}
+    assert with_state == {type(TRANSFORMS["n-step on writing"]())}
 
 
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "none"])
@@ -251,18 +294,28 @@ def test_into_another_kind_of_storage(sampler: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", storage, sampler=sampler, alone=False)
 
 
-@pytest.mark.parametrize("sampler", ["slices", "prioritized slices", "random"])
-def test_an_open_episode_ends_at_the_save(sampler: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "transform"),
+    [
+        ("slices", "n-step"),
+        ("prioritized slices", "n-step"),
+        ("random", "n-step"),
+        ("random", "n-step on writing"),
+        ("prioritized", "n-step on writing"),
+        ("random", "returns"),
+    ],
+)
+def test_an_open_episode_ends_at_the_save(sampler: str, transform: str, tmp_path: Path) -> None:
     """A restart cuts what was open: the run that goes on without one is one that cuts there."""
     runs = []
     for interrupted in (False, True):
-        rb = made(sampler, "n-step")
+        rb = made(sampler, transform)
         rb.extend(rows(0, 45))
         for _ in range(3):
             rb.sample()
         if interrupted:
             rb.dumps(tmp_path / "saved")
-            rb = made(sampler, "n-step")
+            rb = made(sampler, transform)
             rb.loads(tmp_path / "saved")
         else:
             rb.cut()
