@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.mapped import check_mappable
 from replaykit.buffer.prefetch import Drawn
 from replaykit.buffer.state import (
     BufferState,
@@ -204,6 +205,8 @@ def state_of_member(
     name: str,
     part: Callable[[str, str], Any],
     path: str | os.PathLike[str] | None,
+    *,
+    mapped: bool = False,
 ) -> BufferState:
     """Returns the saved state of a buffer.
 
@@ -211,6 +214,7 @@ def state_of_member(
         name: of the buffer in the checkpoint.
         part: returns a part of a buffer by both names.
         path: the directory that it was saved to; None: it is a state dict.
+        mapped: whether rows stay in the files there.
 
     Raises:
         ValueError: it is not one of such a storage. CheckpointError: it is damaged.
@@ -229,11 +233,21 @@ def state_of_member(
             content = Content.from_state(head)
         except ValueError as error:
             raise CheckpointError(f"the rows of {name} in {path} are damaged: {error}") from None
+        if mapped:
+            check_mappable(storage)
         content = content_after_load(storage, content)
     names = ("writer", "sampler", "transforms", "generator", "prepared")
     writer, sampler, transforms, generator, prepared = (part(name, which) for which in names)
     return BufferState(
-        content, rows, writer, sampler, transforms, generator, prepared, same_rows=same
+        content,
+        rows,
+        writer,
+        sampler,
+        transforms,
+        generator,
+        prepared,
+        mapped=mapped and not same,
+        same_rows=same,
     )
 
 

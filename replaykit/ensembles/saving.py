@@ -15,7 +15,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.buffer.state import continue_draws, generator_state, saved_generator
-from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.ensembles.drawing import EnsembleDrawing, EnsembleDrawn
 from replaykit.ensembles.kept import (
     Loading,
@@ -108,26 +108,26 @@ class EnsembleSaving(EnsembleDrawing):
         Args:
             path: the directory.
             version: which of the checkpoints there; None: the newest.
-            mmap: has to be False: members are loaded into memory.
-            verify: ``False`` leaves the checksums of data out.
+            mmap: whether the rows of members stay in the files, to be read as they are sampled, by
+                the rules of ``ReplayBuffer.loads`` for each. Members that are data sets have theirs
+                already.
+            verify: whether every file is read and its checksum compared. None: unless ``mmap``.
 
         Raises:
             FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
                 format; names the file. ValueError: it is not one of such members; names the member.
-            NotImplementedError: ``mmap=True``.
+            NotImplementedError: ``mmap`` elsewhere than on a 64-bit POSIX system.
+            OSError: the system does not map the files.
 
         All members are checked first, and the files read; nothing has changed if it raises. Where
         memory for the rows of a member runs out after others have theirs, these get back what they
         held; a copy of it is kept meanwhile.
         """
-        if mmap:
-            raise NotImplementedError(
-                "an ensemble is loaded into memory; load members with mmap=True"
-            )
-        with Checkpoint(path, version) as saved:
-            if verify is not False:
+        members = dict(buffers_of(self))
+        with (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+            if verify or (verify is None and not mmap):
                 saved.verify()
-            names = [name for name, _ in buffers_of(self)]
+            names = list(members)
             found = {name for name in saved.manifest["parts"] if name.endswith("/writer")}
             if found != {f"{name}/writer" for name in names} or _OWN not in saved:
                 there = sorted(name.rsplit("/", 1)[0] for name in found)
@@ -140,10 +140,14 @@ class EnsembleSaving(EnsembleDrawing):
                 key = f"{name}/{which}"
                 if which == "storage" and "identity" not in saved.manifest["parts"][key]:
                     return saved.part(key, mapped=["groups"])
+                if which == "sampler" and mmap:
+                    return saved.part(key, mapped=members[name].sampler.mapped_entries)
                 return saved.part(key)
 
             own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}
-            self._take(lambda name, buffer: state_of_member(buffer, name, part, path), own)
+            self._take(
+                lambda name, buffer: state_of_member(buffer, name, part, path, mapped=mmap), own
+            )
 
     dump = save = dumps
     load = loads

@@ -113,6 +113,9 @@ def test_rows_of_a_data_set_are_not_saved(tmp_path: Path) -> None:
             expected = copy.deepcopy(ensemble).sample() if batch is None else batch
             assert same(one.sample(), expected, generations=False)
         assert same(copied.sample(), copy.deepcopy(ensemble).sample(), generations=False)
+    opened = made(None, 7)
+    opened.loads(tmp_path / "saved", mmap=True)
+    assert same(opened.sample(), ensemble.sample(), generations=False)
 
 
 def test_edited_rows_of_a_data_set_are_saved(tmp_path: Path) -> None:
@@ -121,6 +124,8 @@ def test_edited_rows_of_a_data_set_are_saved(tmp_path: Path) -> None:
     data.set_at_("action", storage[0]["action"] * 0 + 9, 0)
     ReplayBufferEnsemble(data).dumps(tmp_path / "saved")
     fresh = as_buffer(MappedStorage(open_published(tmp_path / "set")))
+    with pytest.raises(ValueError, match=r"members/0: expected a new LazyTensorStorage .* mmap"):
+        ReplayBufferEnsemble(fresh).loads(tmp_path / "saved", mmap=True)
     ReplayBufferEnsemble(fresh).loads(tmp_path / "saved")
     assert (fresh[0]["action"] == 9).all()
     assert torch.equal(fresh[1:]["action"], data[1:]["action"])

@@ -46,7 +46,7 @@ def empty_like(name: str, **arguments: Any) -> ReplayBufferEnsemble:
 
 
 @pytest.mark.pitfall("RD3")
-@pytest.mark.parametrize("way", ["files", "state", "pickle", "copy"])
+@pytest.mark.parametrize("way", ["files", "opened files", "state", "pickle", "copy"])
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("prefetch", [None, 3])
 def test_a_resumed_ensemble_draws_the_same_batches(
@@ -62,10 +62,10 @@ def test_a_resumed_ensemble_draws_the_same_batches(
     for _ in range(4):
         batch = ensemble.sample()
         ensemble.update_tensordict_priority(batch.set("td_error", batch["id"].float() % 5 + 0.5))
-    if way == "files":
+    if "files" in way:
         ensemble.dumps(tmp_path)
         other = empty_like(name, **arguments)
-        other.loads(tmp_path)
+        other.loads(tmp_path, mmap=way == "opened files")
     elif way == "state":
         state = ensemble.state_dict()
         other = empty_like(name, **arguments)
@@ -413,8 +413,6 @@ def test_what_is_no_such_ensemble_is_refused(tmp_path: Path) -> None:
     make_ensemble([5, 5, 5]).dumps(tmp_path / "three")
     with pytest.raises(ValueError, match="members/2"):
         ensemble.loads(tmp_path / "three")
-    with pytest.raises(NotImplementedError, match="mmap"):
-        ensemble.loads(tmp_path / "three", mmap=True)
     for state in ({}, {"_members": {}, "_own": {}}, 3, ensemble[0].state_dict()):
         with pytest.raises(ValueError, match="expected the state of an ensemble"):
             ensemble.load_state_dict(state)  # type: ignore[arg-type]
@@ -431,6 +429,72 @@ def test_what_is_no_such_ensemble_is_refused(tmp_path: Path) -> None:
     ensemble.load_state_dict(good)
     with pytest.raises(ValueError, match="at least 1"):
         ensemble.dumps(tmp_path / "none", keep=0)
+
+
+# -- opened in place ------------------------------------------------------------------------------
+
+
+def test_rows_of_all_members_stay_in_the_files(tmp_path: Path) -> None:
+    """Also of those of a member that is an ensemble; what is written stays out of the files."""
+    count = 60_000  # what is shorter than a mebibyte is copied
+
+    def made(rows: int) -> ReplayBufferEnsemble:
+        capacity: dict[str, Any] = {"capacity": count + 20}
+        samplers = [SAMPLERS["prioritized"], RandomSampler]
+        inner = make_ensemble([rows, rows], samplers, member=capacity)
+        alone = make_member(2, rows, sampler=SamplerWithoutReplacement(), **capacity)
+        generator = torch.Generator().manual_seed(4)
+        return ReplayBufferEnsemble(inner, alone, batch_size=8, generator=generator)
+
+    source = made(count)
+    source.sample()
+    source.dumps(tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    opened, plain = made(0), made(0)
+    opened.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) in maps.read_text()
+    for turn in range(4):
+        batches = [one.sample() for one in (opened, plain)]
+        assert same(*batches)
+        for one in (opened, plain):
+            one[1].extend(rows_of(2, 9, start=count + 9 * turn))
+            one[0][0].extend(rows_of(0, 9, start=count + 9 * turn))
+    for one, other in ((opened[1], plain[1]), (opened[0][0], plain[0][0])):
+        assert same(one[:], other[:])
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+def test_where_a_member_cannot_have_its_rows_in_files_none_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_ensemble([9, 9]).dumps(tmp_path)
+    used, files = make_ensemble([0, 3]), make_ensemble([0, 0])
+    files[1].set_storage(LazyMemmapStorage(50, scratch_dir=tmp_path / "rows"))
+    for ensemble, words in ((used, "written to, with 3 rows"), (files, "got a LazyMemmapStorage")):
+        with pytest.raises(ValueError, match=f"members/1: expected a new .*{words}"):
+            ensemble.loads(tmp_path, mmap=True)
+        assert not ensemble[0].storage.initialized
+    target, calls = make_ensemble([0, 0]), []
+    map_content = LazyTensorStorage.map_content
+
+    def refuse(self: LazyTensorStorage, *arguments: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError(12, "Cannot allocate memory")
+        map_content(self, *arguments)
+
+    monkeypatch.setattr(LazyTensorStorage, "map_content", refuse)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        target.loads(tmp_path, mmap=True)
+    assert not any(member.storage.initialized for member in target.members)
+    target.loads(tmp_path, mmap=True)
+    assert [len(member) for member in target.members] == [9, 9]
+    for file in tmp_path.glob("data-*"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"data-.*\.bin is torn"):
+        make_ensemble([0, 0]).loads(tmp_path, mmap=True)
 
 
 # -- parts by themselves --------------------------------------------------------------------------
