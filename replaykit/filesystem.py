@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +38,10 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EARLY_BYTES: Final = 16 << 20
 _SYNC_THREADS: Final = 8
 """File systems commit the syncs of several threads together: 2 to 10 times faster than in turn."""
-_OPENED: Final = 16
-"""Files that are open at once while they are synced."""
+_OPENED: Final = 128
+"""Files that are open at once while they are synced: each group of them waits for its slowest."""
+_OPENED_LEAST: Final = 16
+"""As many, where the process may have no more."""
 _WRITE: Final = 2
 """`sync_file_range`'s flag for beginning to write, without waiting."""
 
@@ -260,17 +262,20 @@ def sync_tree(directory: Path) -> None:
         files.extend(os.path.join(root, name) for name in names)
     paths = files + directories
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        for first in range(0, len(paths), _OPENED):
-            _sync_together(paths[first : first + _OPENED], max(0, len(files) - first), pool)
+        first = 0
+        while first < len(paths):
+            some = paths[first : first + _OPENED]
+            first += _sync_together(some, max(0, len(files) - first), pool)
 
 
-def _sync_together(paths: Sequence[str], files: int, pool: ThreadPoolExecutor) -> None:
-    """Makes files, which come first, and directories durable, all of them open meanwhile."""
-    with ExitStack() as stack:
-        opened: list[int] = []
-        for path in paths:
-            opened.append(os.open(path, os.O_RDONLY))
-            stack.callback(os.close, opened[-1])
+def _sync_together(paths: Sequence[str], files: int, pool: ThreadPoolExecutor) -> int:
+    """Makes files, which come first, and directories durable, all of them open meanwhile.
+
+    Returns how many of the paths that was.
+    """
+    opened: list[int] = []
+    try:
+        _open_some(paths, opened)
         _begin_writing(opened[:files])
         # Nothing but the syncs: threads that wait for the interpreter take longer than the disk.
         shares = [range(start, len(opened), _SYNC_THREADS) for start in range(_SYNC_THREADS)]
@@ -281,6 +286,24 @@ def _sync_together(paths: Sequence[str], files: int, pool: ThreadPoolExecutor) -
                 with disk_errors(Path(paths[i]), os.fstat(opened[i]).st_size):
                     raise failed[i]
             _check_directory_sync(failed[i])
+        return len(opened)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _open_some(paths: Sequence[str], opened: list[int]) -> None:
+    """Opens paths; where the process may have no more files, the first ones of them."""
+    for path in paths:
+        try:
+            opened.append(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not opened:
+                raise
+            # Other threads of the process are to find some free.
+            while len(opened) > _OPENED_LEAST:
+                os.close(opened.pop())
+            return
 
 
 def _sync_share(opened: Sequence[int], share: Iterable[int]) -> list[tuple[int, OSError]]:

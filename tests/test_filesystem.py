@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaykit.filesystem import NoRoomError, sync_tree
+from tests.limits import limited
 
 FILES = 150
 
@@ -33,6 +34,21 @@ def test_every_file_and_directory_is_synced_once(
     assert sorted(synced) == sorted(path.stat().st_ino for path in [tree, *tree.rglob("*")])
     if before is not None:
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the files that are open")
+def test_every_file_is_synced_where_few_more_may_be_open(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    before = len(os.listdir("/proc/self/fd"))
+    with limited(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 20):
+        sync_tree(tree)
+    assert sorted(synced) == sorted(path.stat().st_ino for path in [tree, *tree.rglob("*")])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
