@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Crew", "Outcome", "Task"]
@@ -44,9 +45,10 @@ class Outcome:
 
 
 class Crew:
-    """Up to ``count`` threads. One at a time has the turn: it waits for the next task, does what is
-    to be done in turn, and passes the turn on before it does the rest. So nobody is woken but who
-    has something to do.
+    """Up to ``count`` threads. One at a time has the turn: it does what is to be done in turn, and
+    passes the turn on before it does the rest. One at a time waits for the next task, so that
+    nobody is woken but who has something to do. Who leaves a task may do it himself, if nobody has
+    the turn.
 
     They are daemons, since they wait for ever, and are joined before the interpreter ends: work of
     torch must not be under way then. ``ending``: that has begun; what has not begun never will.
@@ -54,20 +56,65 @@ class Crew:
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()
+        self._tasks: deque[Task] = deque()
+        # For each task that is for a thread, if it is not done before, 1; for each thread, 0.
+        self._calls: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._gate, self._turn = threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
         self.ending = False
         _join_at_exit()
         _CREWS.add(self)
 
+    def leave(self, task: Task) -> None:
+        """Has a task done after those before it, by who calls ``help``. Not for two at once."""
+        self._tasks.append(task)
+
     def give(self, task: Task) -> None:
-        """Has a task done after those given before. Not for two threads at once.
+        """Has a task done by a thread after those before it. Not for two at once.
 
         Raises:
             RuntimeError: the system gives no thread, and there is none yet. The task is not given.
         """
+        self._one_more()
+        self._tasks.append(task)
+        self._calls.put(1)
+
+    def help(self, *, wait: bool = False) -> list[Callable[[], None]]:
+        """Does the tasks that are there in this thread, if nobody has the turn.
+
+        Returns what may be done beside others. What is left is for ``hand_over``.
+
+        Args:
+            wait: for whoever has the turn; then nothing is left.
+        """
+        rest = []
+        while self._tasks and self._turn.acquire(blocking=wait):
+            try:
+                beside = self._next()
+            finally:
+                self._turn.release()
+            if beside is not None:
+                rest.append(beside)
+        return rest
+
+    @property
+    def left(self) -> bool:
+        """Whether there are tasks that nobody has begun."""
+        return bool(self._tasks)
+
+    def hand_over(self) -> None:
+        """Has threads do what is left. Not for two at once.
+
+        Raises:
+            RuntimeError: as ``give``.
+        """
+        for _ in range(len(self._tasks)):
+            self._one_more()
+            self._calls.put(1)
+
+    def _one_more(self) -> None:
+        """Starts a thread, if there are not all of them."""
         if len(self._threads) < self._count:
             number = len(self._threads)
             thread = threading.Thread(
@@ -80,12 +127,15 @@ class Crew:
                     raise
             else:
                 self._threads.append(thread)
-        self._tasks.put(task)
+
+    def _next(self) -> Callable[[], None] | None:
+        """Does what is next, if somebody has not done it already. For who has the turn."""
+        return self._tasks.popleft()() if self._tasks else None
 
     def dismiss(self) -> None:
         """Has the threads end when they have done what was given; may be called from anywhere."""
         for _ in self._threads:
-            self._tasks.put(None)
+            self._calls.put(0)
 
     def join(self) -> None:
         """Waits until the threads that were dismissed have ended."""
@@ -103,14 +153,14 @@ class Crew:
 
 def _work(crew: Crew) -> None:
     while True:
-        with crew._turn:
-            task = crew._tasks.get()
-            if task is None or crew.ending:
+        with crew._gate:
+            if not crew._calls.get() or crew.ending:
                 return
-            rest = task()
+            with crew._turn:
+                rest = crew._next()
         if rest is not None:
             rest()
-        del task, rest  # nothing is held while it waits
+        del rest  # nothing is held while it waits
 
 
 _CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()

@@ -173,11 +173,30 @@ class Drawing(BufferCore):
             set_random_state(self._generator, origin.random)
         return False
 
+    def _draws_at_once(self) -> bool:
+        """Whether a draw ahead and what is made of it take little longer than to hand it over."""
+        storage, sampler = self._storage, self._sampler
+        if "prompt" not in vars(type(sampler)) or not isinstance(storage, ColumnStorage):
+            return False
+        if len(self._chain) or self._collate_fn is not None or self._target is not None:
+            return False
+        if self._pin_memory or type(storage).read is not ColumnStorage.read:
+            return False
+        if type(self._sample_unit) is not Transition:
+            return False
+        return storage.reads_at_once(self._batch_size or 0)
+
+    def _free_lock(self) -> Any:
+        """The lock of the storage, taken; None where somebody has it."""
+        lock = self._storage.lock
+        return lock if lock.acquire(blocking=False) else None
+
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
         if self._prefetcher is not None:
-            self._prefetcher.give_way()
-        with self._locked() as storage:
+            self._prefetcher.give_way(self._storage.lock)
+        # What this thread has asked for before has been drawn: it is its turn.
+        with self._locked(settled=False) as storage:
             prefetcher, sampler = self._prefetcher, self._sampler
             if prefetcher is None or not prefetcher.wanted(entry):
                 return None
@@ -188,7 +207,7 @@ class Drawing(BufferCore):
             try:
                 origin = Origin(storage, sampler, size, delivered)
                 entry.drawn = drawn = self._drawn(storage, size, None, origin)
-                drawn.late = self._chain.ordered
+                drawn.late = entry.here or self._chain.ordered
             finally:
                 show(sampler, delivered)
                 sampler._shown = None

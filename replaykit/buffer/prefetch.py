@@ -89,12 +89,14 @@ class Drawn:
 class _Entry:
     """A batch under way. ``drawn`` and ``written`` are set with the storage's lock held.
 
-    ``written``: how far the storage was written when the draw was tried.
+    ``written``: how far the storage was written when the draw was tried. ``here``: the draw was
+    left for who has asked for it, and the batch is made of it when it is delivered.
     ``void``: not drawn, because a draw before it had ended a pass; ``release`` is then the number
     of the release that it waits for.
     """
 
     era: int
+    here: bool = False
     claimed: bool = False
     void: bool = False
     release: int = 0
@@ -104,6 +106,10 @@ class _Entry:
 
 
 class _Source(Protocol):
+    def _draws_at_once(self) -> bool: ...
+
+    def _free_lock(self) -> Any: ...
+
     def _draw_ahead(self, entry: Any) -> Drawn | None: ...
 
     def _finish(self, drawn: Drawn) -> Any: ...
@@ -122,6 +128,9 @@ class Prefetcher:
 
     What a thread changes counts for none of the draws that it had submitted before: it waits for
     them first (``settle``). So which draws know of it follows from the program alone.
+
+    A draw that is over sooner than it is handed to a thread is made by who asks for it, at once,
+    where nobody is in the way (``_draws_at_once``): in the same order, so that it is the same draw.
 
     The threads hold no reference to the buffer and end with it. They stay behind when a process
     forks: ``process`` says where they are.
@@ -158,16 +167,19 @@ class Prefetcher:
         Raises:
             Exception: whatever making that batch has raised.
         """
+        source = self._source()
         while True:
+            here = source is not None and source._draws_at_once()
             with self._changed:
-                self._top_up(1)
+                self._top_up(1, here=here)
                 entry = self._entries.popleft()
                 entry.claimed = True
-                self._top_up(self.depth)
+                self._top_up(self.depth, here=here)
             try:
+                if self._crew.left and here:
+                    self._draw_here()
                 result = entry.outcome.get()
             except BaseException as error:
-                source = self._source()
                 if source is not None:
                     source._abandon(entry)
                 self._release(entry.drawn is None or entry.drawn.ran_out)
@@ -207,16 +219,44 @@ class Prefetcher:
         self._releases += 1
         self._changed.notify_all()
 
-    def _top_up(self, depth: int) -> None:
+    def _top_up(self, depth: int, *, here: bool = False) -> None:
+        """``here``: the draws are left for ``_draw_here``."""
         if self._closed:
             raise RuntimeError("this buffer was shut down")
         while len(self._entries) < depth:
-            entry = _Entry(self._era)
+            entry = _Entry(self._era, here)
             # First, since it may fail; whoever does it waits for the lock that is held here.
-            self._crew.give(functools.partial(_run, weakref.ref(self), entry))
+            hand = self._crew.leave if here else self._crew.give
+            hand(functools.partial(_run, weakref.ref(self), entry))
             self._entries.append(entry)
             self._tickets += 1
             self._own.last = self._tickets
+
+    def _draw_here(self) -> None:
+        """Makes the draws that were asked for in this thread, or has threads make them where it
+        would have to wait for others."""
+        source = self._source()
+        lock = None if source is None or self._waiting else source._free_lock()
+        if lock is not None:
+            try:
+                rest = self._crew.help()
+            finally:
+                lock.release()
+            for beside in rest:
+                beside()
+            # An interrupt is of this call, and not of the one that would have got the batch.
+            if (cut := self._own.__dict__.pop("cut", None)) is not None:
+                raise cut
+        if self._crew.left:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        with self._changed, contextlib.suppress(RuntimeError):
+            if not self._closed:
+                self._crew.hand_over()
+                return
+        for beside in self._crew.help(wait=True):  # there are no threads
+            beside()
 
     def feed(self, count: int) -> None:
         """Has draws that were kept be read at once, before anything is written.
@@ -265,6 +305,8 @@ class Prefetcher:
             return
         if any(lock._is_owned() for lock in locks):
             return
+        if self._crew.left:  # of a call that was interrupted, perhaps
+            self._hand_over()
         with self._changed:
             self._settling += 1
             try:
@@ -283,13 +325,13 @@ class Prefetcher:
             finally:
                 self._waiting.pop()
 
-    def give_way(self) -> None:
-        """Lets those have the lock who have waited for it while a batch was drawn.
+    def give_way(self, lock: Any) -> None:
+        """Lets those have the storage's lock who have waited for it while a batch was drawn.
 
         A lock goes to whoever comes first, which would be who draws: he comes again at once.
         """
         until = time.monotonic() + _MOST_SECONDS
-        while self._waiting and time.monotonic() < until:
+        while self._waiting and time.monotonic() < until and not lock._is_owned():
             time.sleep(_PAUSE)
 
     def forget(self, entry: _Entry) -> None:
@@ -341,6 +383,8 @@ def _run(reference: weakref.ref[Prefetcher], entry: _Entry) -> Callable[[], None
     try:
         drawn = prefetcher._draw(entry)
     except BaseException as error:
+        if not isinstance(error, Exception):
+            prefetcher._own.cut = error
         entry.outcome.set(None, error)
         return None
     source = prefetcher._source()

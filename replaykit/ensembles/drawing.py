@@ -248,6 +248,12 @@ class EnsembleDrawing(EnsembleCore):
         except Exception as error:
             raise naming_member(error, member) from error
 
+    def _draws_at_once(self) -> bool:
+        return False  # members have locks of their own, which others may hold
+
+    def _free_lock(self) -> Any:
+        return None
+
     def _draw_ahead(self, entry: Any) -> Any:
         with self._locked():
             prefetcher, sampler = self._prefetcher, self._sampler

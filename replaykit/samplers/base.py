@@ -73,6 +73,10 @@ class Sampler(ABC):
     stateless = False
     """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
 
+    prompt = False
+    """Whether a draw takes microseconds, so that a thread is not asked to make it ahead. It is
+    said of the class itself: a subclass may draw in another way."""
+
     passes = False
     """Whether it goes through the records pass by pass, so that ``ran_out`` ends each of them."""
 

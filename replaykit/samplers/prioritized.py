@@ -71,6 +71,7 @@ class PrioritizedSampler(WithPriorities):
     """
 
     kind = "prioritized"
+    prompt = True
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws by priority; returns the index and ``priority_weight`` ``[B]`` in ``dtype``.

@@ -34,6 +34,7 @@ class RandomSampler(Sampler):
     """
 
     kind = "random"
+    prompt = True
     stateless = True
 
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:

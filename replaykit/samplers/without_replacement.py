@@ -48,6 +48,7 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     kind = "without_replacement"
+    prompt = True
     passes = True
     mapped_entries = ("_remaining",)
 

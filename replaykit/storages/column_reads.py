@@ -27,6 +27,9 @@ __all__ = ["AnyColumns", "ColumnReads"]
 AnyColumns = Columns | OnceColumns
 """How rows lie: all leaves of each, or those that follow in the next row only there."""
 
+_BYTES_AT_ONCE = 1 << 17
+"""Up to so many bytes of a batch: 30 us of a gather, as long as it takes to wake a thread."""
+
 
 class ColumnReads(SequencedStorage):
     """The half of ``ColumnStorage`` that changes nothing."""
@@ -132,6 +135,13 @@ class ColumnReads(SequencedStorage):
         if self.ndim > 1 and columns.device.type == "cpu":
             check_cells(index, self.visible_shape())
         return columns.read(index, self.ledger.length, contiguous=contiguous)
+
+    def reads_at_once(self, count: int) -> bool:
+        """Whether that many rows are read sooner than another thread is told of them."""
+        columns = self._columns
+        if type(columns) is not Columns or columns.advise or columns.device.type != "cpu":
+            return False
+        return count * columns.row_bytes <= _BYTES_AT_ONCE
 
     def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
         """Returns stored rows with time along ``time_dim``: views, until torch has to copy.

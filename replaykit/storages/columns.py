@@ -44,6 +44,7 @@ class Columns:
 
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
+        row_bytes: bytes of the values of an element.
         order: the paths, in the order in which leaves are gathered.
         frames: what copies rows with those before them; None where only ``gather_keys`` can.
         moves: how often the memory was found to lie somewhere else.
@@ -82,8 +83,9 @@ class Columns:
         held = [] if records is None else [records]
         held += [tensor for path, tensor in self.tensors.items() if path not in packed]
         self._memory = ColumnMemory(held)
+        self.row_bytes = schema.row_bytes()
         if changes is None:
-            changes = Changes(self.slots, schema.row_bytes() * self._cells, held, packed)
+            changes = Changes(self.slots, self.row_bytes * self._cells, held, packed)
         self.changes = changes
         self._native = NativeRows.over(self)
         # Leaves come out in this order.

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("by_threads")
+
 
 class FailsAt:
     """A transform that fails at a row, as often as it is told to."""

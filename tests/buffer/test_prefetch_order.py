@@ -26,6 +26,8 @@ from replaykit import (
 from replaykit.buffer import prefetch as ahead
 from replaykit.samplers import Sampler
 
+pytestmark = pytest.mark.usefixtures("by_threads")
+
 ROWS = 64
 
 

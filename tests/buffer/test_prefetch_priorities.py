@@ -10,6 +10,8 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, PrioritizedSliceSampler, ReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("by_threads")
+
 ROWS = 64
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from replaykit import ReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("by_threads")
+
 
 def _workers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("replaykit-prefetch")]

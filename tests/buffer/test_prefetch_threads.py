@@ -22,6 +22,8 @@ from replaykit import (
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 
+pytestmark = pytest.mark.usefixtures("by_threads")
+
 # -- forks ----------------------------------------------------------------------------------------
 
 
@@ -78,6 +80,9 @@ class Source:
         self.draws = 0
         self.after_draw: dict[int, Callable[[], Any]] = {}
         self.before_delivery = threading.Event()
+
+    def _draws_at_once(self) -> bool:
+        return False
 
     def _draw_ahead(self, entry: Any) -> Drawn:
         number, self.draws = self.draws, self.draws + 1
