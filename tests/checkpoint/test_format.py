@@ -43,7 +43,7 @@ def check(buffer: ReplayBuffer, newest: int) -> None:
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("format_version", [1, 2])
+@pytest.mark.parametrize("format_version", range(1, FORMAT_VERSION + 1))
 def test_every_format_version_is_read(format_version: int, storage: Any):
     """Two checkpoints of a ring of 12 rows, of which the newer names chunks of the older again."""
     folder = FIXTURES / f"version-{format_version}"

@@ -29,7 +29,7 @@ ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
 """The same, and rings of streams, with observations stored once."""
 
 
-def _rows(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
+def rows_of(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
     lanes = [3] if "lanes" in kind else []
     shape = [count, *lanes]
     number = torch.arange(first, first + count).reshape([count] + [1] * len(lanes)).expand(shape)
@@ -99,7 +99,7 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
         first = 1000 * step
         if "once" in kind and draw.random() < 0.7:
             first = buffer.storage.ledger.next_position  # goes on
-        buffer.extend(_rows(draw, kind, first, count))
+        buffer.extend(rows_of(draw, kind, first, count))
 
 
 def restart(buffer: ReplayBuffer) -> None:
@@ -153,14 +153,8 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return names
 
 
-def child(kind: str, folder: Path, steps: range, said: Any, die_at: int) -> None:
-    """Works until it is done, saying after every step which one that was.
-
-    Args:
-        said: end of a pipe to say it on.
-        die_at: the call of a function of the package at which it is killed; 0: none.
-    """
-    said.send("ready")
+def kill_at(die_at: int) -> None:
+    """Kills this process at that call of a function of the package; 0: at none."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -174,8 +168,29 @@ def child(kind: str, folder: Path, steps: range, said: Any, die_at: int) -> None
 
     if die_at:
         sys.setprofile(count)
+
+
+def child(kind: str, folder: Path, steps: range, said: Any, die_at: int) -> None:
+    """Works until it is done, saying after every step which one that was.
+
+    Args:
+        said: end of a pipe to say it on.
+        die_at: the call of a function of the package at which it is killed; 0: none.
+    """
+    said.send("ready")
+    kill_at(die_at)
     buffer = new_buffer(kind, folder)
     for step in steps:
         apply(buffer, kind, step)
         said.send(step)
     sys.setprofile(None)
+
+
+def loading(kind: str, folder: Path, saved: Path, said: Any, die_at: int) -> None:
+    """Opens a folder and loads a checkpoint into it; says when it begins and when it has it."""
+    buffer = new_buffer(kind, folder)
+    said.send(0)
+    kill_at(die_at)
+    buffer.loads(saved)
+    sys.setprofile(None)
+    said.send(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
 )
+from tests.crash.recovering import kill_at
 
 WIDE = 3000
 _SALT = 2654435761
@@ -88,21 +87,11 @@ def extends(
     Args:
         die_at: the call of a function of the package at which it is killed; 0: none.
     """
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        if "replaykit" in frame.f_code.co_filename:
-            calls += 1
-            if calls == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     torch.set_num_threads(1)
     first = sum(size_of(writer, batch) for batch in range(batches.start))
     if said is not None:
         said.send("ready")
-    if die_at:
-        sys.setprofile(count)
+    kill_at(die_at)
     for batch in batches:
         size = size_of(writer, batch)
         index = buffer.extend(rows(writer, batch, first, size))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,11 +17,14 @@ import pytest
 from tests.crash.recovering import (
     KINDS,
     ONCE,
+    SLOTS,
     apply,
     child,
     differences,
+    loading,
     new_buffer,
     restart,
+    rows_of,
     shown,
 )
 
@@ -102,6 +106,69 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
 )
 def test_what_was_committed_is_there_and_nothing_else(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
+
+
+def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> set[int]:
+    """Returns what was found: 0 for the buffer of before, 1 for the checkpoint."""
+    draw = random.Random(seed)
+    wanted: list[Any] = []
+    source = new_buffer(kind, None)
+    for step in range(500, 508):
+        apply(source, kind, step)
+    source.extend(rows_of(draw, kind, 10**6, 5))
+    source.dumps(folder / "saved")
+    before = new_buffer(kind, folder / "before")
+    for step in range(4):
+        apply(before, kind, step)
+    before.extend(rows_of(draw, kind, 10**5, SLOTS + 2))
+    del before
+    gc.collect()
+    for loaded in (False, True):
+        draw = random.Random(seed)
+        model = new_buffer(kind, None)
+        rows_of(draw, kind, 10**6, 5)
+        for step in range(4):
+            apply(model, kind, step)
+        model.extend(rows_of(draw, kind, 10**5, SLOTS + 2))
+        restart(model)
+        if loaded:
+            model.loads(folder / "saved")
+        restart(model)
+        wanted.append(shown(model))
+    assert differences(*wanted)
+    seen = set()
+    for number in range(kills):
+        rows = folder / str(number)
+        shutil.copytree(folder / "before", rows)
+        hear, said = CONTEXT.Pipe(duplex=False)
+        die_at = draw.randrange(1, 5500) if number else 0
+        process = CONTEXT.Process(target=loading, args=(kind, rows, folder / "saved", said, die_at))
+        process.start()
+        said.close()
+        done = -1
+        with contextlib.suppress(EOFError):
+            while True:
+                done = hear.recv()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+        found = shown(new_buffer(kind, rows))
+        gc.collect()
+        off = [differences(found, one) for one in wanted]
+        assert [] in off[max(done, 0) :], (done, off)
+        seen.add(off.index([]))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["ring", "lanes", "best", "once streams"])
+def test_killed_while_it_loads_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """What was there before, or all of the checkpoint."""
+    assert _killed_while_it_loads(kind, tmp_path, 6, 3) == {0, 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
+def test_killed_while_it_loads_for_long(kind: str, tmp_path: Path) -> None:
+    assert _killed_while_it_loads(kind, tmp_path, 20, 4) == {0, 1}
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ import torch
 from replaykit import ReplayBuffer
 from replaykit.recovery import Home
 from replaykit.storages import shared
+from tests.crash.recovering import kill_at
 from tests.crash.sharing import assert_whole, extends, new_buffer, rows, samples, size_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -258,6 +259,50 @@ def test_half_written_rows_are_taken_back_by_who_comes_next(
     assert buffer.sampler.state_dict()["_priorities"].tolist() == priorities
     buffer.extend(rows(0, 4, 12, 1))
     assert numbers_by_writer(buffer) == {0: list(range(3, 13))}
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_killed_while_it_loads_a_checkpoint(disk: bool, tmp_path: Path) -> None:
+    """The others go on with what was there before, or with all of the checkpoint."""
+    saved = new_buffer(45)
+    for batch in range(20):
+        saved.extend(
+            rows(2, batch, sum(size_of(2, one) for one in range(batch)), size_of(2, batch))
+        )
+    saved.update_priority(torch.arange(4), torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    saved.dumps(tmp_path / "saved")
+
+    def known(buffer: ReplayBuffer) -> tuple[Any, ...]:
+        found = numbers_by_writer(buffer)
+        sampler: Any = buffer.sampler
+        priorities = sampler.state_dict()["_priorities"].tolist()
+        return found, buffer.write_count, len(buffer.episodes.index), priorities
+
+    wanted, draw, seen = known(saved), random.Random(int(disk)), set()
+    for number in range(7):
+        buffer = new_buffer(45, tmp_path / f"rows{number}" if disk else None)
+        buffer.extend(rows(7, 0, 0, 60))
+        buffer.update_priority(torch.arange(3), torch.tensor([2.0, 3.0, 4.0]))
+        before = known(buffer)
+        die_at = draw.randrange(1, 6000) if number else 0
+
+        def work(buffer: ReplayBuffer = buffer, die_at: int = die_at) -> None:
+            kill_at(die_at)
+            buffer.loads(tmp_path / "saved")
+
+        died = ended(in_child(work)) == -signal.SIGKILL
+        waited, begun = pause(), time.monotonic()
+        assert len(buffer.sample()) == 16
+        took = time.monotonic() - begun
+        assert took < SECOND + 20 * max(waited, pause()), took
+        found = known(buffer)
+        assert found in (before, wanted)
+        assert died or found == wanted
+        seen.add(found == wanted)
+        buffer.extend(rows(7, 1, 60, 4))
+        assert buffer.write_count == found[1] + 4
+        assert numbers_by_writer(buffer)[7][-4:] == [60, 61, 62, 63]
+    assert seen == {False, True}
 
 
 def test_a_child_of_a_killed_process_does_not_hold_the_lock() -> None:
