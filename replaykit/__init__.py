@@ -1,102 +1,29 @@
 """replaykit: replay buffers and offline data sets over TensorDicts.
 
-Every public name can be imported from here. Those that need more than torch and tensordict are
-loaded when they are first asked for.
+Every public name can be imported from here. What is behind it, torch and tensordict
+too, is loaded when it is first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from replaykit._version import __version__
-from replaykit.buffer import (
-    BufferDataset,
-    BufferLoader,
-    ConditionalUpdateResult,
-    Episode,
-    Episodes,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
-from replaykit.ensembles import (
-    ReplayBufferEnsemble,
-    SamplerEnsemble,
-    StorageEnsemble,
-    WriterEnsemble,
-)
-from replaykit.pace import RateLimiter
-from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
-from replaykit.samplers import (
-    ConsumingSampler,
-    LambdaScheduler,
-    LinearScheduler,
-    ParameterScheduler,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    Sampler,
-    SamplerWithoutReplacement,
-    SampleUnit,
-    SchedulerList,
-    Sequence,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-    StalenessAwareSampler,
-    StepScheduler,
-    Transition,
-)
-from replaykit.storages import (
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    Storage,
-    TensorStorage,
-)
-from replaykit.ted import DEFAULT_DONE_KEYS
-from replaykit.trajectories import join_trajectories, pad_collate, split_trajectories
-from replaykit.transfer import to_device
-from replaykit.transforms import (
-    Around,
-    Bootstrap,
-    Cast,
-    CatTensors,
-    Compose,
-    ExcludeTransform,
-    FrameStream,
-    HindsightGoal,
-    HistoryTransform,
-    ImageScale,
-    KeepRaw,
-    NStep,
-    NStepWriting,
-    PreviousStep,
-    RenameTransform,
-    ReturnToGo,
-    RewardClip,
-    RewardMap,
-    RewardScale,
-    RewardShift,
-    SelectTransform,
-    StackFrames,
-    StepCount,
-    Surroundings,
-    TrajectoryTransform,
-    Transform,
-)
-from replaykit.writers import (
-    ImmutableDatasetWriter,
-    LaneWriter,
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorDictRoundRobinWriter,
-    Writer,
-)
 
 if TYPE_CHECKING:
+    from replaykit.buffer import (
+        BufferDataset,
+        BufferLoader,
+        ConditionalUpdateResult,
+        Episode,
+        Episodes,
+        PrioritizedReplayBuffer,
+        ReplayBuffer,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+    )
     from replaykit.datasets import (
         AlohaExperienceReplay,
         BaseDatasetExperienceReplay,
@@ -110,17 +37,105 @@ if TYPE_CHECKING:
         RobosetExperienceReplay,
         VD4RLExperienceReplay,
     )
+    from replaykit.ensembles import (
+        ReplayBufferEnsemble,
+        SamplerEnsemble,
+        StorageEnsemble,
+        WriterEnsemble,
+    )
+    from replaykit.pace import (
+        RateLimiter,
+    )
+    from replaykit.priorities import (
+        MaxSegmentTree,
+        MinSegmentTree,
+        SumSegmentTree,
+    )
     from replaykit.remote import (
         DEFAULT_REMOTE_CLASS_CONFIG,
         RayReplayBuffer,
         RayReplayBufferClient,
         RemoteResult,
     )
+    from replaykit.samplers import (
+        ConsumingSampler,
+        LambdaScheduler,
+        LinearScheduler,
+        ParameterScheduler,
+        PrioritizedSampler,
+        PrioritizedSliceSampler,
+        RandomSampler,
+        Sampler,
+        SamplerWithoutReplacement,
+        SampleUnit,
+        SchedulerList,
+        Sequence,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+        StalenessAwareSampler,
+        StepScheduler,
+        Transition,
+    )
     from replaykit.sharding import (
         ShardedClient,
         ShardedReplayBuffer,
         ShardedResult,
         ShardLoss,
+    )
+    from replaykit.storages import (
+        LazyMemmapStorage,
+        LazyStackStorage,
+        LazyTensorStorage,
+        ListStorage,
+        Storage,
+        TensorStorage,
+    )
+    from replaykit.ted import (
+        DEFAULT_DONE_KEYS,
+    )
+    from replaykit.trajectories import (
+        join_trajectories,
+        pad_collate,
+        split_trajectories,
+    )
+    from replaykit.transfer import (
+        to_device,
+    )
+    from replaykit.transforms import (
+        Around,
+        Bootstrap,
+        Cast,
+        CatTensors,
+        Compose,
+        ExcludeTransform,
+        FrameStream,
+        HindsightGoal,
+        HistoryTransform,
+        ImageScale,
+        KeepRaw,
+        NStep,
+        NStepWriting,
+        PreviousStep,
+        RenameTransform,
+        ReturnToGo,
+        RewardClip,
+        RewardMap,
+        RewardScale,
+        RewardShift,
+        SelectTransform,
+        StackFrames,
+        StepCount,
+        Surroundings,
+        TrajectoryTransform,
+        Transform,
+    )
+    from replaykit.writers import (
+        ImmutableDatasetWriter,
+        LaneWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+        Writer,
     )
 
 __all__ = [
@@ -223,34 +238,116 @@ __all__ = [
     "to_device",
 ]
 
-_LAZY = {
+
+_MODULES = {
     "AlohaExperienceReplay": "replaykit.datasets",
+    "Around": "replaykit.transforms",
     "BaseDatasetExperienceReplay": "replaykit.datasets",
+    "Bootstrap": "replaykit.transforms",
+    "BufferDataset": "replaykit.buffer",
+    "BufferLoader": "replaykit.buffer",
+    "Cast": "replaykit.transforms",
+    "CatTensors": "replaykit.transforms",
+    "Compose": "replaykit.transforms",
+    "ConditionalUpdateResult": "replaykit.buffer",
+    "ConsumingSampler": "replaykit.samplers",
     "CorpusExperienceReplay": "replaykit.datasets",
     "D4RLExperienceReplay": "replaykit.datasets",
-    "IsaacLabExperienceReplay": "replaykit.datasets",
-    "LiberoExperienceReplay": "replaykit.datasets",
-    "ManiSkillExperienceReplay": "replaykit.datasets",
-    "MinariExperienceReplay": "replaykit.datasets",
-    "RobomimicExperienceReplay": "replaykit.datasets",
-    "VD4RLExperienceReplay": "replaykit.datasets",
-    "RobosetExperienceReplay": "replaykit.datasets",
+    "DEFAULT_DONE_KEYS": "replaykit.ted",
     "DEFAULT_REMOTE_CLASS_CONFIG": "replaykit.remote",
+    "Episode": "replaykit.buffer",
+    "Episodes": "replaykit.buffer",
+    "ExcludeTransform": "replaykit.transforms",
+    "FrameStream": "replaykit.transforms",
+    "HindsightGoal": "replaykit.transforms",
+    "HistoryTransform": "replaykit.transforms",
+    "ImageScale": "replaykit.transforms",
+    "ImmutableDatasetWriter": "replaykit.writers",
+    "IsaacLabExperienceReplay": "replaykit.datasets",
+    "KeepRaw": "replaykit.transforms",
+    "LambdaScheduler": "replaykit.samplers",
+    "LaneWriter": "replaykit.writers",
+    "LazyMemmapStorage": "replaykit.storages",
+    "LazyStackStorage": "replaykit.storages",
+    "LazyTensorStorage": "replaykit.storages",
+    "LiberoExperienceReplay": "replaykit.datasets",
+    "LinearScheduler": "replaykit.samplers",
+    "ListStorage": "replaykit.storages",
+    "ManiSkillExperienceReplay": "replaykit.datasets",
+    "MaxSegmentTree": "replaykit.priorities",
+    "MinSegmentTree": "replaykit.priorities",
+    "MinariExperienceReplay": "replaykit.datasets",
+    "NStep": "replaykit.transforms",
+    "NStepWriting": "replaykit.transforms",
+    "ParameterScheduler": "replaykit.samplers",
+    "PreviousStep": "replaykit.transforms",
+    "PrioritizedReplayBuffer": "replaykit.buffer",
+    "PrioritizedSampler": "replaykit.samplers",
+    "PrioritizedSliceSampler": "replaykit.samplers",
+    "RandomSampler": "replaykit.samplers",
+    "RateLimiter": "replaykit.pace",
     "RayReplayBuffer": "replaykit.remote",
     "RayReplayBufferClient": "replaykit.remote",
     "RemoteResult": "replaykit.remote",
+    "RenameTransform": "replaykit.transforms",
+    "ReplayBuffer": "replaykit.buffer",
+    "ReplayBufferEnsemble": "replaykit.ensembles",
+    "ReturnToGo": "replaykit.transforms",
+    "RewardClip": "replaykit.transforms",
+    "RewardMap": "replaykit.transforms",
+    "RewardScale": "replaykit.transforms",
+    "RewardShift": "replaykit.transforms",
+    "RobomimicExperienceReplay": "replaykit.datasets",
+    "RobosetExperienceReplay": "replaykit.datasets",
+    "RoundRobinWriter": "replaykit.writers",
+    "SampleUnit": "replaykit.samplers",
+    "Sampler": "replaykit.samplers",
+    "SamplerEnsemble": "replaykit.ensembles",
+    "SamplerWithoutReplacement": "replaykit.samplers",
+    "SchedulerList": "replaykit.samplers",
+    "SelectTransform": "replaykit.transforms",
+    "Sequence": "replaykit.samplers",
     "ShardLoss": "replaykit.sharding",
     "ShardedClient": "replaykit.sharding",
     "ShardedReplayBuffer": "replaykit.sharding",
     "ShardedResult": "replaykit.sharding",
+    "SliceSampler": "replaykit.samplers",
+    "SliceSamplerWithoutReplacement": "replaykit.samplers",
+    "StackFrames": "replaykit.transforms",
+    "StalenessAwareSampler": "replaykit.samplers",
+    "StepCount": "replaykit.transforms",
+    "StepScheduler": "replaykit.samplers",
+    "Storage": "replaykit.storages",
+    "StorageEnsemble": "replaykit.ensembles",
+    "SumSegmentTree": "replaykit.priorities",
+    "Surroundings": "replaykit.transforms",
+    "TensorDictMaxValueWriter": "replaykit.writers",
+    "TensorDictPrioritizedReplayBuffer": "replaykit.buffer",
+    "TensorDictReplayBuffer": "replaykit.buffer",
+    "TensorDictRoundRobinWriter": "replaykit.writers",
+    "TensorStorage": "replaykit.storages",
+    "TrajectoryTransform": "replaykit.transforms",
+    "Transform": "replaykit.transforms",
+    "Transition": "replaykit.samplers",
+    "VD4RLExperienceReplay": "replaykit.datasets",
+    "Writer": "replaykit.writers",
+    "WriterEnsemble": "replaykit.ensembles",
+    "join_trajectories": "replaykit.trajectories",
+    "pad_collate": "replaykit.trajectories",
+    "split_trajectories": "replaykit.trajectories",
+    "to_device": "replaykit.transfer",
 }
+"""Where each name is; a type checker reads the imports above instead."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
         globals()[name] = value
         return value
+    full = f"{__name__}.{name}"
+    if not name.startswith("_") and importlib.util.find_spec(full) is not None:
+        return importlib.import_module(full)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,8 +1,8 @@
-"""``python -m replaykit``: the command."""
+"""``python -m replaykit``: the command, begun as the script begins it."""
 
 import sys
 
-from replaykit.cli import main
+from replaykit_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,14 @@ import pytest
 
 import replaykit
 
+_LOAD = """
+others = ("replaykit.datasets", "replaykit.remote", "replaykit.sharding")
+for name, module in replaykit._MODULES.items():
+    if module not in others:
+        getattr(replaykit, name)
+"""
+"""What needs no more than torch and tensordict."""
+
 _LOOK = """
 import atexit, json, os, signal, sys, threading
 import tensordict  # what it loads is not this package's doing
@@ -42,6 +50,7 @@ def noting(function, *arguments, **keywords):
 atexit.register = noting
 sys.addaudithook(audit)
 import replaykit
+LOAD
 after = set(sys.modules), handlers(), threading.active_count(), dict(os.environ)
 during = list(opened)  # what follows writes pipes of its own
 print(json.dumps({
@@ -53,7 +62,7 @@ print(json.dumps({
     "opened": during,
     "files": sorted(path.name for path in Path.cwd().iterdir()),
 }))
-"""
+""".replace("LOAD", _LOAD)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +115,7 @@ def test_importing_takes_at_most_a_sixth_of_a_second_longer(run_python: Any) -> 
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     program = (
-        "import time, tensordict; t = time.process_time(); import replaykit; "
+        f"import time, tensordict; t = time.process_time(); import replaykit\n{_LOAD}\n"
         "print(time.process_time() - t)"
     )
     run_python("import replaykit", env=environment)
@@ -116,6 +125,18 @@ def test_importing_takes_at_most_a_sixth_of_a_second_longer(run_python: Any) -> 
             break
         seconds = min(seconds, float(run_python(program, env=environment).stdout))
     assert seconds <= 0.15
+
+
+@pytest.mark.programs
+def test_the_name_alone_loads_next_to_nothing(run_python: Any) -> None:
+    program = "import replaykit, sys; print({*sys.modules} & {'torch', 'numpy', 'tensordict'})"
+    assert run_python(program).stdout == "set()\n"
+    found = run_python("import replaykit; print(replaykit.samplers.RandomSampler.__name__)")
+    assert found.stdout == "RandomSampler\n"
+    with pytest.raises(AttributeError, match="has no attribute 'sampler'"):
+        _ = replaykit.sampler
+    with pytest.raises(ImportError, match="cannot import name 'Sample' from 'replaykit'"):
+        exec("from replaykit import Sample")
 
 
 def test_every_public_name_resolves() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from replaykit_command import tell
+
 __all__ = ["main"]
 
 
@@ -31,22 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        print(
-            f"replaykit: the command needs {error.name}, which is not installed: "
-            "pip install 'replaykit[cli]'",
-            file=sys.stderr,
+        text = (
+            f"the command needs {error.name}, which is not installed: pip install 'replaykit[cli]'"
         )
-        return 6
+        return tell(type(error).__name__, text, 6, given)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(given)
     try:
         from replaykit.cli.running import run
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(given)
     return run(given)
 
 
-def _interrupted() -> int:
-    """What is imported takes a second: who goes away meanwhile need not see of what."""
-    print("replaykit: interrupted: nothing was begun", file=sys.stderr)
-    return 130
+def _interrupted(given: Sequence[str]) -> int:
+    """What is imported takes a while: who goes away meanwhile need not see of what."""
+    return tell("KeyboardInterrupt", "interrupted: nothing was begun", 130, given)

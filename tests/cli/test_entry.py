@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-S"]  # without what is installed, which may come before any folder
 RUN = "import sys; from replaykit_command import main; sys.exit(main())"
+WAYS = {"the script": ["-c", RUN], "the module": ["-m", "replaykit"]}
 WAIT = "import time; print('loading', flush=True); time.sleep(60)"
 LOADS = {
     "plainly": WAIT,
+    "out of source": f"exec({WAIT!r})",
     "with another error": f"""
 try:
     {WAIT}
@@ -33,18 +37,23 @@ except BaseException:
 
 
 def package(folder: Path, load: str) -> dict[str, str]:
-    """Writes a package that stands for the real one; returns the environment that has it."""
+    """Writes a package that stands for the real one, and begins as it does; returns the environment
+    that has it."""
     (folder / "replaykit/cli").mkdir(parents=True)
-    (folder / "replaykit/__init__.py").write_text(load)
+    for name in ("__init__.py", "__main__.py"):
+        shutil.copy(ROOT / "replaykit" / name, folder / "replaykit" / name)
+    (folder / "replaykit/_version.py").write_text("__version__ = '0'\n")
+    (folder / "replaykit/buffer.py").write_text(load)  # the first to import torch
     (folder / "replaykit/cli/__init__.py").write_text("def main(): print('run'); return 7\n")
     paths = os.pathsep.join([str(folder), str(ROOT)])
     return {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", LOADS)
-def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, how):
+def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, how, way):
     with subprocess.Popen(
-        [*PYTHON, "-c", RUN],
+        [*PYTHON, *WAYS[way]],
         env=package(tmp_path, LOADS[how]),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -59,6 +68,24 @@ def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, ho
     assert err == "replaykit: interrupted: nothing was begun\n"
 
 
+def test_with_json_it_is_a_document(tmp_path):
+    done = subprocess.run(
+        [*PYTHON, *WAYS["the module"], "datasets", "--json"],
+        env=package(tmp_path, "raise KeyboardInterrupt"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+    assert json.loads(done.stdout)["error"] == {
+        "kind": "KeyboardInterrupt",
+        "message": "interrupted: nothing was begun",
+        "exit_code": 130,
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("load", "code", "out", "err"),
     [
@@ -72,10 +99,10 @@ def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, ho
         ("raise KeyboardInterrupt", 130, "", "replaykit: interrupted: nothing was begun\n"),
     ],
 )
-def test_what_is_imported_is_run_or_says_why_not(tmp_path, load, code, out, err):
+def test_what_is_imported_is_run_or_says_why_not(tmp_path, load, code, out, err, way):
     environment = package(tmp_path, load)
     done = subprocess.run(
-        [*PYTHON, "-c", RUN],
+        [*PYTHON, *WAYS[way]],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
