@@ -10,17 +10,17 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.core import as_chain
-from replaykit.buffer.drawing import Lent
+from replaykit.buffer.elsewhere import Elsewhere
 from replaykit.buffer.prefetch import Prefetcher
+from replaykit.ensembles.elsewhere import Member, as_given, as_member
 from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.sampler import SamplerEnsemble
-from replaykit.ensembles.storage import StorageEnsemble, rows_in
+from replaykit.ensembles.storage import StorageEnsemble
 from replaykit.ensembles.writer import WriterEnsemble, refuse_writing
-from replaykit.errors import NotEnoughData
 from replaykit.transfer import device_named
 from replaykit.transforms import Compose
 
-__all__ = ["Buffers", "EnsembleCore"]
+__all__ = ["EnsembleCore"]
 
 
 class EnsembleCore(ReplayBuffer):
@@ -37,7 +37,7 @@ class EnsembleCore(ReplayBuffer):
 
     def __init__(
         self,
-        *rbs: ReplayBuffer,
+        *rbs: ReplayBuffer | Elsewhere,
         storages: StorageEnsemble | None = None,
         samplers: SamplerEnsemble | None = None,
         writers: WriterEnsemble | None = None,
@@ -84,12 +84,8 @@ class EnsembleCore(ReplayBuffer):
                 "expected p=, sample_from_all=, num_buffer_sampled=, counts= and unready= of the "
                 "SamplerEnsemble where one is given"
             )
-        members = rbs or _made_of(parts, collate_fns, priority_key)
+        members = _checked_members(rbs or _made_of(parts, collate_fns, priority_key))
         for number, member in enumerate(members):
-            if not isinstance(member, ReplayBuffer):
-                raise TypeError(
-                    f"expected member {number} as a ReplayBuffer, got {type(member).__name__}"
-                )
             if member._rate_limiter is not None:
                 raise ValueError(
                     f"expected member {number} without a rate limiter, which does not see draws of "
@@ -100,8 +96,8 @@ class EnsembleCore(ReplayBuffer):
                     f"expected member {number} without a ConsumingSampler where prefetch={prefetch}"
                     ": batches that nobody takes would use its records up"
                 )
-        self._members = tuple(members)
-        self._collate_fns = _checked_collates(collate_fns, len(members))
+        self._members = members
+        self._collate_fns = _checked_collates(collate_fns, members)
         self._keys = None if keys is None else _checked_keys(keys)
         self._device = None if device is None else device_named(device)
         self._priority_name = priority_key
@@ -154,6 +150,8 @@ class EnsembleCore(ReplayBuffer):
     def _be_known_to_members(self) -> None:
         """What is written to them waits for draws that were asked for before it."""
         for member in self._members:
+            if isinstance(member, Member):  # writes reach it through any handle
+                continue
             living = [one for one in member._drawn_by if one() not in (None, self)]
             member._drawn_by = (*living, weakref.ref(self))
 
@@ -168,9 +166,9 @@ class EnsembleCore(ReplayBuffer):
     # -- description ----------------------------------------------------------------------------
 
     @property
-    def members(self) -> tuple[ReplayBuffer, ...]:
-        """The buffers that it draws from."""
-        return self._members
+    def members(self) -> tuple[Any, ...]:
+        """The buffers that it draws from; of those elsewhere the handles that were given."""
+        return tuple(map(as_given, self._members))
 
     @property
     def storage(self) -> StorageEnsemble:
@@ -193,7 +191,7 @@ class EnsembleCore(ReplayBuffer):
     @property
     def write_count(self) -> int:
         """Rows written so far through all members (elements, where they have lanes)."""
-        return sum(member.write_count for member in self.members)
+        return sum(member.write_count for member in self._members)
 
     def __len__(self) -> int:
         """Number of members."""
@@ -214,7 +212,7 @@ class EnsembleCore(ReplayBuffer):
             >>> stats["size"], stats["utilization"], stats["num_buffers"]
             (5, 0.25, 2)
         """
-        each = [member.stats() for member in self.members]
+        each = [member.stats() for member in self._members]
         size, capacity = (sum(one[name] for one in each) for name in ("size", "capacity"))
         queue = self._queue() if self._initialized else None
         return {
@@ -230,7 +228,7 @@ class EnsembleCore(ReplayBuffer):
     def __repr__(self) -> str:
         if not self._initialized:
             return f"{type(self).__name__}(not initialized)"
-        parts = [f"{member!r}" for member in self.members]
+        parts = [f"{member!r}" for member in self._members]
         parts += [
             f"p={self._sampler.p}",
             f"batch_size={self._batch_size}",
@@ -278,38 +276,27 @@ class EnsembleCore(ReplayBuffer):
     register_load_hook = _only_of_members("register_load_hook")
 
 
-class Buffers:
-    """The buffers of an ensemble as members of a choice."""
-
-    def __init__(self, members: Sequence[ReplayBuffer], generator: torch.Generator | None) -> None:
-        self.members, self.generator = members, generator
-
-    def size(self, member: int) -> int:
-        """Rows that a member holds."""
-        return rows_in(self.members[member].storage)
-
-    def ready(self, member: int, rows: int) -> bool:
-        """Whether a member can give that many rows now."""
-        buffer = self.members[member]
-        if isinstance(buffer, EnsembleCore) or not buffer.sampler.consumes:
-            return buffer.can_sample(rows)
-        return len(buffer) >= rows  # what it gives less of fills no part
-
-    def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raises the error of a member that cannot."""
-        buffer = self.members[member]
-        try:
-            drawn = buffer._draw(rows, Lent(self.generator))
-        except Exception as error:
-            raise naming_member(error, member) from error
-        buffer._give_back(drawn)  # it has become ready, or cannot tell before
-        raise NotEnoughData(f"member {member}: expected {rows} rows, it was not ready to give them")
-
-
-def _uses_up(buffer: ReplayBuffer) -> bool:
+def _uses_up(buffer: Any) -> bool:
     if isinstance(buffer, EnsembleCore):
-        return any(_uses_up(member) for member in buffer.members)
-    return buffer.sampler.consumes
+        return any(_uses_up(member) for member in buffer._members)
+    return bool(buffer.sampler.consumes)
+
+
+def _checked_members(given: Sequence[Any]) -> tuple[Any, ...]:
+    """Buffers, and handles in the form of members; TypeError or ValueError names another one."""
+    for number, member in enumerate(given):
+        if not isinstance(member, (ReplayBuffer, Elsewhere)):
+            raise TypeError(
+                f"expected member {number} as a ReplayBuffer, got {type(member).__name__}; of a "
+                "buffer elsewhere a RayReplayBuffer, a ShardedReplayBuffer, or a client() of one"
+            )
+    found = []
+    for number, member in enumerate(given):
+        try:
+            found.append(as_member(member))
+        except Exception as error:
+            raise naming_member(error, number) from error
+    return tuple(found)
 
 
 def _made_of(
@@ -339,12 +326,19 @@ def _made_of(
     )
 
 
-def _checked_collates(given: Sequence[Any] | None, count: int) -> list[Any]:
+def _checked_collates(given: Sequence[Any] | None, members: Sequence[Any]) -> list[Any]:
+    count = len(members)
     if given is None:
         return [None] * count
     found = list(given)
     if len(found) != count or not all(one is None or callable(one) for one in found):
         raise TypeError(f"expected collate_fns as {count} functions, one a member, got {given!r}")
+    for number, (one, member) in enumerate(zip(found, members, strict=True)):
+        if one is not None and isinstance(member, Member):
+            raise ValueError(
+                f"expected None in collate_fns for member {number}, whose rows are put together "
+                "where they lie: give its buffer the collate_fn"
+            )
     return found
 
 
@@ -354,7 +348,7 @@ def _checked_keys(keys: Sequence[Any]) -> list[Any]:
     return list(keys)
 
 
-def _check_shared(members: Sequence[ReplayBuffer]) -> None:
+def _check_shared(members: Sequence[Any]) -> None:
     for number, member in enumerate(members):
         if not member.shared and member.writer.kind != "immutable":
             raise ValueError(

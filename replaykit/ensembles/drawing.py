@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from replaykit._compat import TensorDict
-from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.drawing import Lent, show
-from replaykit.buffer.prefetch import Drawn
 from replaykit.buffer.random_states import random_state, set_random_state
+from replaykit.ensembles.asking import Asking, lost
 from replaykit.ensembles.batches import Places, flat_rows, length_of, select, sliced, stacked
-from replaykit.ensembles.core import Buffers, EnsembleCore
+from replaykit.ensembles.buffers import Buffers
+from replaykit.ensembles.core import EnsembleCore
+from replaykit.ensembles.drawn import EnsembleDrawn, Part
+from replaykit.ensembles.elsewhere import Known, Member
 from replaykit.ensembles.pairs import naming_member
+from replaykit.ensembles.parts import piece_of
 from replaykit.ensembles.requests import filled, requests
 from replaykit.ensembles.sampler import Choice
 from replaykit.ensembles.told import IDS, INDEX, INNER, Layout, joined, merged, put_back_marks
 from replaykit.leafwise import contiguous
 from replaykit.transfer import pin, to_device
 
-__all__ = ["EnsembleDrawing", "EnsembleDrawn", "Part"]
+__all__ = ["EnsembleDrawing"]
 
 
-@dataclass(slots=True)
-class Part:
-    """What one member has drawn for a batch."""
-
-    member: int
-    draws: list[Any]
-
-
-@dataclass(slots=True, eq=False)
-class EnsembleDrawn:
-    """A draw of an ensemble: the members of its parts, and what each of them drew.
-
-    ``rows``: that a member is asked for, a part. ``size``: the batch size asked for. ``lent``: it
-    is part of the batch of an ensemble above. ``ended``: who had ended a pass before it. ``late``:
-    the batch is made when it is delivered.
-    """
-
-    members: list[int]
-    rows: int
-    size: int
-    parts: list[Part]
-    ran_out: bool = False
-    lent: bool = False
-    ended: frozenset[int] = frozenset()
-    was_out: bool = False
-    random: Any = field(default=None)
-    late: bool = False
-
-    def kept(self) -> EnsembleDrawn:
-        """The draw alone, to be delivered later."""
-        parts = [Part(part.member, [draw.kept() for draw in part.draws]) for part in self.parts]
-        return EnsembleDrawn(self.members, self.rows, self.size, parts, self.ran_out)
-
-
-class EnsembleDrawing(EnsembleCore):
+class EnsembleDrawing(Asking):
     """``sample``, ``can_sample``, iteration, prefetch."""
 
     def sample(
@@ -76,7 +44,8 @@ class EnsembleDrawing(EnsembleCore):
             batch_size: number of rows of all parts together; None: that of the constructor.
             return_info: also return what is known of the draw.
             include_info: ``False`` leaves it out of the TensorDict; deprecated.
-            timeout: as for a ReplayBuffer; members have no rate limiters, so that nothing waits.
+            timeout: seconds to wait for members elsewhere; None: as long as they live, those over
+                shards their own ``timeout``. No others wait.
 
         Returns:
             For TensorDict content a TensorDict of batch size ``[K, B // K]`` for K parts, with
@@ -90,7 +59,8 @@ class EnsembleDrawing(EnsembleCore):
             RuntimeError: no batch size anywhere, or a transform that changed the number of rows.
             ValueError: a batch size that the number of parts does not divide; samples of members
                 that differ in keys, shapes or dtypes: names them. The error of a member that cannot
-                give its rows, with the number of the member.
+                give its rows, with the number of the member. TimeoutError, ActorLost: a member
+                elsewhere has not answered in time, or has ended.
 
         Where it raises, no row has left a pass, and the next batch is that which this would have
         been.
@@ -127,10 +97,11 @@ class EnsembleDrawing(EnsembleCore):
             RuntimeError: no batch size anywhere.
         """
         size = self._size_of(batch_size)
+        known = self._known(size, everyone=True)
         with self._locked():
             if self._kept_of(size) is not None:
                 return True
-            return self._sampler.can_choose(size, Buffers(self.members, self._generator))
+            return self._sampler.can_choose(size, Buffers(self._members, self._generator, known))
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Takes another source of randomness for members to be chosen by, and to draw from.
@@ -148,11 +119,12 @@ class EnsembleDrawing(EnsembleCore):
 
     # -- drawing --------------------------------------------------------------------------------
 
-    def _draw(self, size: int, lent: Lent | None = None) -> Any:
+    def _draw(self, size: int, lent: Lent | None = None, until: float | None = None) -> Any:
+        known = self._known(size, until)
         with self._locked():
-            return self._drawn_together(size, lent)
+            return self._drawn_together(size, lent, known)
 
-    def _drawn_together(self, size: int, lent: Lent | None) -> EnsembleDrawn:
+    def _drawn_together(self, size: int, lent: Lent | None, known: Known) -> EnsembleDrawn:
         """Chooses members and has them draw; all of them or none. The lock is held."""
         sampler, generator = self._sampler, self._generator
         kept: EnsembleDrawn | None = None
@@ -166,18 +138,22 @@ class EnsembleDrawing(EnsembleCore):
         noted = self._prefetcher is not None if lent is None else lent.noted
         before = random_state(generator)
         ended, was_out = sampler._ended, sampler.ran_out
-        done: list[tuple[ReplayBuffer, Any]] = []
+        done: list[tuple[Any, Any]] = []
         try:
             if kept is None:
-                choice = sampler.choose(size, Buffers(self.members, generator), generator)
+                members = Buffers(self._members, generator, known, trusting=True)
+                choice = sampler.choose(size, members, generator)
                 stored: dict[int, list[Any]] = {}
             else:
                 choice = Choice(kept.members, kept.rows, frozenset())
                 stored = {part.member: list(part.draws) for part in kept.parts}
+            checks = self._checks(choice)
+            # Who draws elsewhere does it while those here do.
             parts = [
                 self._part(member, choice, generator, noted, stored.get(member, []), done)
-                for member in sorted(set(choice.members))
+                for member in sorted(set(choice.members), key=self._is_here)
             ]
+            parts.sort(key=lambda part: part.member)
         except BaseException:
             for buffer, drawn in reversed(done):
                 buffer._give_back(drawn)
@@ -200,6 +176,9 @@ class EnsembleDrawing(EnsembleCore):
             lent=lent is not None,
             ended=ended,
             was_out=was_out,
+            checks=checks,
+            before=before,
+            after=random_state(generator) if self._asks else None,
         )
 
     def _readable(self, draws: list[Any]) -> int:
@@ -219,7 +198,7 @@ class EnsembleDrawing(EnsembleCore):
         generator: torch.Generator | None,
         noted: bool,
         stored: list[Any],
-        done: list[tuple[ReplayBuffer, Any]],
+        done: list[tuple[Any, Any]],
     ) -> Part:
         """Has a member draw for its parts of a batch. The lock is held.
 
@@ -227,8 +206,10 @@ class EnsembleDrawing(EnsembleCore):
             stored: draws of it that were kept, to be read again.
             done: what has been drawn is noted there.
         """
-        buffer, collate = self.members[member], self._collate_fns[member]
+        buffer, collate = self._members[member], self._collate_fns[member]
         plain = not isinstance(buffer, EnsembleCore)
+        if isinstance(buffer, Member):
+            return self._asked_of(member, choice, generator, stored)
 
         def draw(rows: int) -> tuple[Any, int, bool]:
             kept = stored.pop(0) if stored else None
@@ -255,6 +236,7 @@ class EnsembleDrawing(EnsembleCore):
         return None
 
     def _draw_ahead(self, entry: Any) -> Any:
+        known = self._known(self._size_of(None))
         with self._locked():
             prefetcher, sampler = self._prefetcher, self._sampler
             if prefetcher is None or not prefetcher.wanted(entry):
@@ -262,14 +244,14 @@ class EnsembleDrawing(EnsembleCore):
             entry.written = self._written()
             delivered = sampler.ran_out
             try:
-                entry.drawn = drawn = self._drawn_together(self._size_of(None), None)
+                entry.drawn = drawn = self._drawn_together(self._size_of(None), None, known)
                 drawn.late = _is_ordered(self)
             finally:
                 show(sampler, delivered)
             return entry.drawn
 
     def _written(self) -> int:
-        return sum(member._written() for member in self.members)
+        return sum(member._written() for member in self._members)
 
     def _give_back(self, drawn: Any) -> None:
         with self._locked():
@@ -277,8 +259,10 @@ class EnsembleDrawing(EnsembleCore):
                 # Whose batch it was takes care of the generator.
                 for part in reversed(drawn.parts):
                     for one in reversed(part.draws):
-                        self.members[part.member]._give_back(one)
+                        self._members[part.member]._give_back(one)
                 self._sampler._ended = drawn.ended
+            elif lost(drawn):
+                self._drop(drawn)
             else:
                 self._pending.extend([drawn.kept(), *self._take_prepared()])
             show(self._sampler, drawn.was_out)
@@ -286,8 +270,10 @@ class EnsembleDrawing(EnsembleCore):
     def _return(self, drawn: EnsembleDrawn) -> None:
         """Gives draws of members that will not be delivered back to them. The lock is held."""
         for part in reversed(drawn.parts):
-            buffer = self.members[part.member]
+            buffer = self._members[part.member]
             for one in reversed(part.draws):
+                if isinstance(buffer, Member):
+                    continue
                 if isinstance(buffer, EnsembleDrawing):
                     with buffer._locked():
                         buffer._return(one)
@@ -298,16 +284,22 @@ class EnsembleDrawing(EnsembleCore):
     # -- putting together -----------------------------------------------------------------------
 
     def _next(
-        self, batch_size: int | None, *, merge: bool = True, needed: bool = True
+        self,
+        batch_size: int | None,
+        *,
+        merge: bool = True,
+        needed: bool = True,
+        until: float | None = None,
     ) -> tuple[Any, Any, dict[Any, Any]]:
         size = self._size_of(batch_size)
         queue = self._queue() if size == self._batch_size else None
         made = None
         if queue is None:
-            drawn = self._draw(size)
+            drawn = self._draw(size, until=until)
         else:
             drawn, made = queue.next()
         try:
+            drawn.wait_until(until)
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, needed)
@@ -323,14 +315,17 @@ class EnsembleDrawing(EnsembleCore):
         """Has members make their samples, puts them together, transforms and pins; no lock."""
         pieces: list[tuple[int, Any]] = []
         infos: list[dict[Any, Any]] = []
-        layout, width = Layout.of(self.members), 0
+        found = {
+            part.member: [self._finished(part.member, one) for one in part.draws]
+            for part in drawn.parts
+            if not isinstance(self._members[part.member], Member)
+        }
+        for member, come in self._awaited(drawn):
+            found[member] = [self._as_rows(member, *piece) for piece in come]
+        layout, width = Layout.of(self._members), 0
         for part in drawn.parts:
-            parts, count = drawn.members.count(part.member), 0
-            made = []
-            for one in part.draws:
-                data, info = self._finished(part.member, one)
-                count += len(info[INDEX])
-                made.append((data, info))
+            made, parts = found[part.member], drawn.members.count(part.member)
+            count = sum(len(info[INDEX]) for _, info in made)
             rows = count // parts
             width = width or rows
             if rows != width or count % parts:
@@ -353,23 +348,26 @@ class EnsembleDrawing(EnsembleCore):
 
     def _finished(self, member: int, drawn: Any) -> tuple[Any, dict[Any, Any]]:
         """A member's sample with its rows along dimension 0, and what is known of them."""
-        buffer = self.members[member]
+        buffer = self._members[member]
+        if not isinstance(buffer, EnsembleCore):
+            return self._as_rows(member, *piece_of(buffer, drawn))
         data, info = buffer._finish(drawn)
-        if isinstance(drawn, Drawn):
-            if drawn.arrival is not None:
-                drawn.arrival.order()
-            info[INDEX] = info.pop("index")
-            if drawn.stack_dim:
-                data = data.transpose(0, drawn.stack_dim)
-            data = put_back_marks(data, info)
-        else:
-            rows = info[INDEX].shape[:2].numel()
-            if length_of(data) != rows:
-                data = flat_rows(data)
-            info = {key: value.flatten(0, 1) for key, value in info.items()}
-            inner = info.pop(INNER, None)
-            ids = info.pop(IDS)[:, None]
-            info[INNER] = ids if inner is None else torch.cat([ids, inner], 1)
+        rows = info[INDEX].shape[:2].numel()
+        if length_of(data) != rows:
+            data = flat_rows(data)
+        info = {key: value.flatten(0, 1) for key, value in info.items()}
+        inner = info.pop(INNER, None)
+        ids = info.pop(IDS)[:, None]
+        info[INNER] = ids if inner is None else torch.cat([ids, inner], 1)
+        return self._filling(member, data, info)
+
+    def _as_rows(self, member: int, data: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+        """What a buffer has drawn, in the words of the ensemble."""
+        info = {INDEX: info["index"], **{key: info[key] for key in info if key != "index"}}
+        return self._filling(member, put_back_marks(data, info), info)
+
+    def _filling(self, member: int, data: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+        """The same with what is wanted of it, where it is wanted."""
         rows, made = len(info[INDEX]), length_of(data)
         if made != rows:
             raise RuntimeError(
@@ -391,4 +389,4 @@ class EnsembleDrawing(EnsembleCore):
 
 def _is_ordered(buffer: Any) -> bool:
     """Whether a transform of a buffer, or of a member, takes batches in the order of delivery."""
-    return buffer._chain.ordered or any(map(_is_ordered, getattr(buffer, "members", ())))
+    return buffer._chain.ordered or any(map(_is_ordered, getattr(buffer, "_members", ())))

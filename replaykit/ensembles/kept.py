@@ -29,7 +29,9 @@ from replaykit.buffer.state import (
     take_rows,
 )
 from replaykit.ensembles.core import EnsembleCore
-from replaykit.ensembles.drawing import EnsembleDrawn, Part
+from replaykit.ensembles.drawn import EnsembleDrawn, Part
+from replaykit.ensembles.elsewhere import Drawn as Asked
+from replaykit.ensembles.elsewhere import Member
 from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.told import depth
 from replaykit.errors import CheckpointError
@@ -41,6 +43,7 @@ __all__ = [
     "Loading",
     "buffers_of",
     "checked_draws",
+    "described",
     "ensembles_of",
     "leaves_of",
     "member_state",
@@ -51,20 +54,20 @@ __all__ = [
 
 
 def buffers_of(ensemble: EnsembleCore, path: str = "") -> Iterator[tuple[str, ReplayBuffer]]:
-    """Yields the buffers of an ensemble, also those of members that are ensembles, with the names
-    of their parts in a checkpoint."""
-    for number, member in enumerate(ensemble.members):
+    """Yields the buffers of an ensemble that are here, also those of members that are ensembles,
+    with the names of their parts in a checkpoint."""
+    for number, member in enumerate(ensemble._members):
         name = f"{path}members/{number}"
         if isinstance(member, EnsembleCore):
             yield from buffers_of(member, f"{name}/")
-        else:
+        elif not isinstance(member, Member):
             yield name, member
 
 
 def ensembles_of(ensemble: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields an ensemble and its members that are ones, with the beginning of their names."""
     yield path, ensemble
-    for number, member in enumerate(ensemble.members):
+    for number, member in enumerate(ensemble._members):
         if isinstance(member, EnsembleCore):
             yield from ensembles_of(member, f"{path}members/{number}/")
 
@@ -120,9 +123,11 @@ def saved_draws(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> dict[str, Any]:
     """Returns a draw without its rows, as values that can be saved. The locks are held."""
     parts = []
     for part in drawn.parts:
-        member = ensemble.members[part.member]
+        member = ensemble._members[part.member]
         if isinstance(member, EnsembleCore):
             draws = [saved_draws(member, one) for one in part.draws]
+        elif isinstance(member, Member):
+            draws = [{"rows": one.rows, "seed": one.seed} for one in part.draws]
         else:
             draws = [draw_state(one, member.storage) for one in part.draws]
         parts.append({"member": part.member, "draws": draws})
@@ -153,10 +158,12 @@ def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
         raise ValueError(f"expected a prepared draw of {len(ensemble)} members, got {record!r}")
     found = []
     for part in parts:
-        member = ensemble.members[part["member"]]
+        member = ensemble._members[part["member"]]
         draws: list[Any]
         if isinstance(member, EnsembleCore):
             draws = [checked_draws(member, one) for one in part["draws"]]
+        elif isinstance(member, Member):
+            draws = [Asked.of(member, one) for one in part["draws"]]
         else:
             draws = [checked_draw(one) for one in part["draws"]]
         found.append(Part(part["member"], draws))
@@ -165,13 +172,13 @@ def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
 
 
 def leaves_of(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> Iterator[tuple[ReplayBuffer, Drawn]]:
-    """Yields what the buffers have drawn for a draw."""
+    """Yields what the buffers that are here have drawn for a draw."""
     for part in drawn.parts:
-        member = ensemble.members[part.member]
+        member = ensemble._members[part.member]
         for one in part.draws:
             if isinstance(member, EnsembleCore):
                 yield from leaves_of(member, one)
-            else:
+            elif not isinstance(member, Member):
                 yield member, one
 
 
@@ -197,6 +204,24 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
         "transforms": buffer.transform.state_dict(),
         "generator": generator_state(buffer._generator),
         "prepared": prepared,
+    }
+
+
+def described(name: str, buffer: ReplayBuffer) -> dict[str, Any]:
+    """What the head of a manifest says of a member."""
+    storage = buffer.storage
+    return {
+        "name": name,
+        "buffer": type(buffer).__name__,
+        "storage": type(storage).__name__,
+        "sampler": type(buffer.sampler).__name__,
+        "writer": type(buffer.writer).__name__,
+        "schema": None if storage.schema is None else storage.schema.to_json(),
+        "ndim": storage.ndim,
+        "lanes": list(storage.lanes),
+        "len": len(storage),
+        "max_size": storage.max_size,
+        "write_count": buffer.write_count,
     }
 
 
@@ -307,7 +332,7 @@ class Loading:
         """
         try:
             state = state_of(name, buffer)
-            checked = check_state(buffer, state, stacklevel=7)
+            checked = check_state(buffer, state, stacklevel=8)
             elsewhere = self._elsewhere.get(id(buffer), [])
             check_rows([one for one, _ in elsewhere], state)
             for one, generator in elsewhere:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from replaykit._compat import TensorDict, as_tensor, is_tensordict, lookup
-from replaykit.buffer import ReplayBuffer
 from replaykit.ensembles.core import EnsembleCore
+from replaykit.ensembles.elsewhere import Member
+from replaykit.ensembles.pairs import naming_member
+from replaykit.ensembles.parts import check_stored
 from replaykit.ensembles.told import IDS, INDEX, INNER
 from replaykit.samplers.markers import MASK
-from replaykit.storages.indexing import check_range
 from replaykit.ted import Key, format_key, unravel
 
 __all__ = ["EnsemblePriorities"]
@@ -24,7 +27,7 @@ class Routed(NamedTuple):
     """Rows of one buffer, and the key under which it looks for priorities."""
 
     member: str
-    buffer: ReplayBuffer
+    buffer: Any
     rows: TensorDict
     key: Key
 
@@ -47,6 +50,10 @@ class EnsemblePriorities(EnsembleCore):
             KeyError: no ``priority_key``, or nothing that says which member a row is of.
             ValueError: a priority of a real row is NaN, negative or infinite.
             IndexError: no such member, or a row that it does not hold. Nothing has changed then.
+            ActorLost, TimeoutError: a member elsewhere has ended, or does not answer; nothing has
+                changed, unless that was after all of them had said that they hold their rows.
+
+        Members elsewhere are asked first, all at a time. Cost: of them two round trips.
 
         Example:
             >>> import torch
@@ -65,9 +72,8 @@ class EnsemblePriorities(EnsembleCore):
             >>> ensemble.update_tensordict_priority(batch.set("td_error", torch.ones(2, 4)))
         """
         routed = self._routed(_row_by_row(data), "")
-        for part in routed:
-            _check(part)
-        for part in routed:
+        _check_all(routed)
+        for part in _far_first(routed, lambda part: ("update_tensordict_priority", part.rows)):
             part.buffer.update_tensordict_priority(part.rows)
 
     def update_priority(
@@ -119,13 +125,15 @@ class EnsemblePriorities(EnsembleCore):
         if generation is not None:
             rows.set("index_generation", generation)
         routed = self._routed(rows.reshape(-1), "", ("_priority",))
-        for part in routed:
-            _check(part)
-        for part in routed:
+        _check_all(routed)
+
+        def update(part: Routed) -> tuple[Any, ...]:
+            return "update_priority", part.rows.get("index"), part.rows.get("_priority")
+
+        for part in _far_first(routed, update):
             told = part.rows.get("index_generation", None)
-            part.buffer.update_priority(
-                part.rows.get("index"), part.rows.get("_priority"), generation=told
-            )
+            _, index, values = update(part)
+            part.buffer.update_priority(index, values, generation=told)
 
     def _routed(self, flat: Any, path: str, given: Key | None = None) -> list[Routed]:
         """Rows of the buffers that have priorities; what each of them needs of these.
@@ -146,7 +154,7 @@ class EnsemblePriorities(EnsembleCore):
             raise IndexError(f"expected members in [0, {len(self)}), got {numbers}")
         routed: list[Routed] = []
         for number in numbers:
-            buffer, name = self.members[number], f"{path}{number}"
+            buffer, name = self._members[number], f"{path}{number}"
             below = isinstance(buffer, EnsemblePriorities)
             if not below and not buffer.sampler.prioritized:
                 continue
@@ -163,9 +171,7 @@ class EnsemblePriorities(EnsembleCore):
         return routed
 
 
-def _of_member(
-    name: str, buffer: ReplayBuffer, flat: Any, rows: torch.Tensor, given: Key | None
-) -> Routed:
+def _of_member(name: str, buffer: Any, flat: Any, rows: torch.Tensor, given: Key | None) -> Routed:
     """The rows of a buffer as it knows them, with priorities under a key that it looks for."""
     own = buffer._priority_key
     key = own if given is None else given
@@ -211,8 +217,50 @@ def _as_own(index: torch.Tensor, ndim: int) -> torch.Tensor:
     return index[:, 0] if ndim == 1 else index[:, :ndim]
 
 
-def _check(part: Routed) -> None:
+def _check_all(routed: list[Routed]) -> None:
     """Raises where a member would refuse the priorities of its rows; changes nothing."""
+    for part in routed:
+        _check_values(part)
+    asked = []
+    for part in routed:
+        with _naming(part):
+            if isinstance(part.buffer, Member):
+                asked.append((part, part.buffer.handle._ask_stored(part.rows.get("index"))))
+            else:
+                check_stored(part.buffer, part.rows.get("index"))
+    for part, answer in asked:
+        with _naming(part):
+            answer.result()
+
+
+def _far_first(routed: list[Routed], call: Callable[[Routed], tuple[Any, ...]]) -> Iterator[Routed]:
+    """Has members elsewhere take their priorities, all at a time; then yields the others."""
+    asked = []
+    for part in routed:
+        if isinstance(part.buffer, Member):
+            name, *arguments = call(part)
+            given = {}
+            if name == "update_priority":
+                given["generation"] = part.rows.get("index_generation", None)
+            with _naming(part):
+                asked.append((part, part.buffer.handle._ask_call(name, *arguments, **given)))
+    for part, answer in asked:
+        with _naming(part):
+            answer.result()
+    yield from (part for part in routed if not isinstance(part.buffer, Member))
+
+
+@contextlib.contextmanager
+def _naming(part: Routed) -> Iterator[None]:
+    """Has an error name the member."""
+    try:
+        yield
+    except Exception as error:
+        raise naming_member(error, f"member {part.member}") from error
+
+
+def _check_values(part: Routed) -> None:
+    """Raises where the priorities of rows cannot be any."""
     value, index = part.rows.get(part.key), part.rows.get("index")
     real = part.rows.get("validity_mask", part.rows.get(MASK, None))
     wrong = ~((value >= 0) & value.isfinite())
@@ -225,8 +273,3 @@ def _check(part: Routed) -> None:
             f"expected priorities that are finite and not negative for member {part.member}, got "
             f"{value[row].tolist()}"
         )
-    storage = part.buffer.storage
-    shape = (storage.ledger.length, *storage.lanes)
-    cells = index.reshape(len(index), -1)
-    for column, limit in enumerate(shape):
-        check_range(cells[:, column], -1, limit)

@@ -10,6 +10,7 @@ from replaykit._compat import is_tensordict
 from replaykit.ensembles.batches import Places, length_of, select, stacked
 from replaykit.ensembles.choosing import chosen
 from replaykit.ensembles.core import EnsembleCore
+from replaykit.ensembles.elsewhere import as_given
 from replaykit.ensembles.sampler import SamplerEnsemble
 from replaykit.structure import map_leaves
 
@@ -55,7 +56,9 @@ class EnsembleReading(EnsembleCore):
             )
         if not isinstance(index, tuple):
             numbers = chosen(index, len(self), "an ensemble")
-            return self.members[numbers] if isinstance(numbers, int) else self._of(numbers)
+            return (
+                as_given(self._members[numbers]) if isinstance(numbers, int) else self._of(numbers)
+            )
         if not index:
             return self
         numbers = chosen(index[0], len(self), "an ensemble")
@@ -63,7 +66,7 @@ class EnsembleReading(EnsembleCore):
             return self[index[0]]
         inner = index[1] if len(index) == 2 else index[1:]
         if isinstance(numbers, int):
-            return self.members[numbers][inner]
+            return self._members[numbers][inner]
         return self._rows(numbers, inner)
 
     def _rows(self, numbers: list[int], inner: Any) -> Any:
@@ -71,7 +74,7 @@ class EnsembleReading(EnsembleCore):
         single = _is_number(inner)
         pieces = []
         for number in numbers:
-            data = self.members[number][inner]
+            data = self._members[number][inner]
             if self._keys is not None:
                 data = select(data, self._keys, number)
             pieces.append((number, _as_batch(data) if single else data))

@@ -7,26 +7,37 @@ import copy
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.buffer.state import continue_draws, generator_state, saved_generator
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
-from replaykit.ensembles.drawing import EnsembleDrawing, EnsembleDrawn
+from replaykit.ensembles.drawing import EnsembleDrawing
+from replaykit.ensembles.drawn import EnsembleDrawn
+from replaykit.ensembles.elsewhere import Member
 from replaykit.ensembles.kept import (
     Loading,
     buffers_of,
     checked_draws,
+    described,
     ensembles_of,
     leaves_of,
     member_state,
     members_locked,
     saved_draws,
     state_of_member,
+)
+from replaykit.ensembles.saved_elsewhere import (
+    ELSEWHERE,
+    checked_elsewhere,
+    folders_elsewhere,
+    load_elsewhere,
+    saved_elsewhere,
+    states_elsewhere,
+    take_elsewhere,
 )
 from replaykit.ensembles.storage import StorageEnsemble
 from replaykit.ensembles.writer import WriterEnsemble
@@ -48,7 +59,7 @@ class EnsembleSaving(EnsembleDrawing):
 
         Args:
             path: the directory; made with its parents, replaced atomically if it holds a
-                checkpoint.
+                checkpoint. Members elsewhere write there too, each at an instant of its own.
             keep: how many checkpoints the directory holds afterwards, at most.
 
         Raises:
@@ -73,16 +84,19 @@ class EnsembleSaving(EnsembleDrawing):
             >>> [bool((ensemble.sample() == other.sample()).all()) for _ in range(3)]
             [True, True, True]
         """
-        save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
+        with saved_elsewhere(self, path) as far:
+            save_snapshot(path, lambda base: self._snapshot(path, base, far), keep=keep)
 
-    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
+    def _snapshot(
+        self, path: str | os.PathLike[str], base: Base, far: Mapping[str, Any] | None = None
+    ) -> Snapshot:
         with members_locked(self) as lock:
-            parts: dict[str, Any] = {}
+            parts: dict[str, Any] = {} if far is None else {ELSEWHERE: far}
             documents = []
             for name, buffer in buffers_of(self):
                 for part, state in member_state(buffer, path).items():
                     parts[f"{name}/{part}"] = state
-                documents.append(_described(name, buffer))
+                documents.append(described(name, buffer))
             for name, ensemble in ensembles_of(self):
                 parts[f"{name}{_OWN}"] = ensemble._own_state()
             document = {
@@ -116,12 +130,13 @@ class EnsembleSaving(EnsembleDrawing):
         Raises:
             FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
                 format; names the file. ValueError: it is not one of such members; names the member.
-            NotImplementedError: ``mmap`` elsewhere than on a 64-bit POSIX system.
+            NotImplementedError: ``mmap`` with members elsewhere, or not on a 64-bit POSIX system.
             OSError: the system does not map the files.
 
         All members are checked first, and the files read; nothing has changed if it raises. Where
         memory for the rows of a member runs out after others have theirs, these get back what they
-        held; a copy of it is kept meanwhile.
+        held; a copy of it is kept meanwhile. Members elsewhere take theirs after all that has been
+        checked, one after the other; where one fails at that its error says who has taken theirs.
         """
         members = dict(buffers_of(self))
         with (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
@@ -135,6 +150,7 @@ class EnsembleSaving(EnsembleDrawing):
                     f"expected the checkpoint of an ensemble with the members {names}, got "
                     f"{there or 'that of one buffer'} in {path}"
                 )
+            far = folders_elsewhere(self, saved, path, mmap=mmap)
 
             def part(name: str, which: str) -> Any:
                 key = f"{name}/{which}"
@@ -146,7 +162,10 @@ class EnsembleSaving(EnsembleDrawing):
 
             own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}
             self._take(
-                lambda name, buffer: state_of_member(buffer, name, part, path, mapped=mmap), own
+                lambda name, buffer: state_of_member(buffer, name, part, path, mapped=mmap),
+                own,
+                lambda: load_elsewhere(far, verify=verify is not False),
+                apart=bool(far),
             )
 
     dump = save = dumps
@@ -167,8 +186,10 @@ class EnsembleSaving(EnsembleDrawing):
             >>> rb[:]
             tensor([0, 1])
         """
+        far = states_elsewhere(self)
         with members_locked(self):
             return {
+                "_elsewhere": far,
                 "_members": {name: member_state(buffer, None) for name, buffer in buffers_of(self)},
                 "_own": {name: ensemble._own_state() for name, ensemble in ensembles_of(self)},
                 "_batch_size": self._batch_size,
@@ -183,6 +204,7 @@ class EnsembleSaving(EnsembleDrawing):
         members = state_dict.get("_members") if isinstance(state_dict, Mapping) else None
         own = state_dict.get("_own") if isinstance(state_dict, Mapping) else None
         names = [name for name, _ in buffers_of(self)]
+        far = checked_elsewhere(self, state_dict)
         if (
             not isinstance(members, Mapping)
             or not isinstance(own, Mapping)
@@ -199,24 +221,34 @@ class EnsembleSaving(EnsembleDrawing):
                 raise ValueError(f"expected the entry {which!r} in its state")
             return state[which]
 
-        self._take(lambda name, buffer: state_of_member(buffer, name, part, None), own)
+        self._take(
+            lambda name, buffer: state_of_member(buffer, name, part, None),
+            own,
+            lambda: take_elsewhere(far),
+            apart=bool(far),
+        )
 
-    def _take(self, state_of: Any, own: Mapping[str, Any]) -> None:
-        """Has all members and ensembles take over their states, all or nothing."""
+    def _take(
+        self,
+        state_of: Any,
+        own: Mapping[str, Any],
+        take_far: Callable[[], None],
+        *,
+        apart: bool,
+    ) -> None:
+        """Has all members and ensembles take over their states, all or nothing.
+
+        Args:
+            take_far: has members elsewhere take theirs; called after all have been checked, without
+                a lock.
+            apart: whether there are any.
+        """
+        if apart:
+            with members_locked(self):
+                self._checked_all(state_of, own)
+            take_far()
         with members_locked(self):
-            ensembles = [
-                (ensemble, ensemble._checked_own(own[name]))
-                for name, ensemble in ensembles_of(self)
-            ]
-            loading = Loading(
-                [
-                    (ensemble, one, state.random)
-                    for ensemble, state in ensembles
-                    for one in state.draws
-                ]
-            )
-            for name, buffer in buffers_of(self):
-                loading.check(name, buffer, state_of)
+            ensembles, loading = self._checked_all(state_of, own)
             with contextlib.ExitStack() as taken:
                 for ensemble, state in ensembles:
                     taken.enter_context(ensemble._own_taken(state))
@@ -224,6 +256,20 @@ class EnsembleSaving(EnsembleDrawing):
             for ensemble, state in ensembles:
                 kept = [one for one in state.draws if loading.deliverable(ensemble, one)]
                 ensemble._finish_own(state.random, kept)
+
+    def _checked_all(
+        self, state_of: Any, own: Mapping[str, Any]
+    ) -> tuple[list[tuple[Any, _Own]], Loading]:
+        """States that all can take over; changes nothing. The locks are held."""
+        ensembles = [
+            (ensemble, ensemble._checked_own(own[name])) for name, ensemble in ensembles_of(self)
+        ]
+        loading = Loading(
+            [(ensemble, one, state.random) for ensemble, state in ensembles for one in state.draws]
+        )
+        for name, buffer in buffers_of(self):
+            loading.check(name, buffer, state_of)
+        return ensembles, loading
 
     # -- what is the ensemble's own -------------------------------------------------------------
 
@@ -294,7 +340,10 @@ class EnsembleSaving(EnsembleDrawing):
                 # Threads that draw ahead go on while the rest is pickled: what members are now
                 # belongs to the draws that are taken along.
                 state["_members"] = [
-                    _Taken(type(member), member.__getstate__()) for member in self.members
+                    member
+                    if isinstance(member, Member)
+                    else _Taken(type(member), member.__getstate__())
+                    for member in self._members
                 ]
                 state["_storage"] = state["_writer"] = None
                 state["_sampler"] = self._sampler.alone()
@@ -303,7 +352,9 @@ class EnsembleSaving(EnsembleDrawing):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if isinstance(state["_members"], list):
-            self._members = tuple(taken.made() for taken in state["_members"])
+            self._members = tuple(
+                one.made() if isinstance(one, _Taken) else one for one in state["_members"]
+            )
             self._storage = StorageEnsemble(*(member.storage for member in self._members))
             self._writer = WriterEnsemble(*(member.writer for member in self._members))
             for part in (self._storage, self._sampler, self._writer):
@@ -340,21 +391,3 @@ class _Own(NamedTuple):
     transforms: dict[str, Any]
     random: torch.Generator | None
     draws: list[EnsembleDrawn]
-
-
-def _described(name: str, buffer: ReplayBuffer) -> dict[str, Any]:
-    """What the head of a manifest says of a member."""
-    storage = buffer.storage
-    return {
-        "name": name,
-        "buffer": type(buffer).__name__,
-        "storage": type(storage).__name__,
-        "sampler": type(buffer.sampler).__name__,
-        "writer": type(buffer.writer).__name__,
-        "schema": None if storage.schema is None else storage.schema.to_json(),
-        "ndim": storage.ndim,
-        "lanes": list(storage.lanes),
-        "len": len(storage),
-        "max_size": storage.max_size,
-        "write_count": buffer.write_count,
-    }

@@ -32,7 +32,7 @@ _GENERATION = "index_generation"
 def tells(member: Any) -> frozenset[Any]:
     """Keys of what a member always tells of its rows, but for the index and marks of ends."""
     if isinstance(member, EnsembleCore):
-        return frozenset().union(*(tells(one) for one in member.members))
+        return frozenset().union(*(tells(one) for one in member._members))
     return frozenset((*member.sampler.tells, *member._sample_unit.tells))
 
 
@@ -78,13 +78,13 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
 def index_width(member: Any) -> int:
     """How many numbers say where a row lies in a member: more than one where it has lanes."""
     if isinstance(member, EnsembleCore):
-        return max(map(index_width, member.members))
+        return max(map(index_width, member._members))
     return int(member.storage.ndim)
 
 
 def depth(member: Any) -> int:
     """How many members one has to go down in a member to a buffer: none in a buffer."""
-    return 1 + max(map(depth, member.members)) if isinstance(member, EnsembleCore) else 0
+    return 1 + max(map(depth, member._members)) if isinstance(member, EnsembleCore) else 0
 
 
 def weight_dtype(members: Iterable[Any]) -> torch.dtype:
@@ -92,7 +92,7 @@ def weight_dtype(members: Iterable[Any]) -> torch.dtype:
     found = torch.float32
     for member in members:
         if isinstance(member, EnsembleCore):
-            known = weight_dtype(member.members)
+            known = weight_dtype(member._members)
         else:
             known = getattr(member.sampler, "dtype", found)
         found = torch.promote_types(found, known)

@@ -13,6 +13,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.drawing import Lent
 from replaykit.buffer.iterable import check_loaded
+from replaykit.ensembles.parts import check_stored, facts_of, part_of, standing_of
 from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.packing import ITSELF, Message, pack, unpack
 from replaykit.remote.replies import Failed
@@ -160,6 +161,34 @@ class Host:
             return pack(self._buffer._delivered(self._buffer._draw(size, lent), None)[0])
 
         return self._with_warnings(made)
+
+    # -- as a member of an ensemble -----------------------------------------------------------
+
+    @_answering
+    def facts(self) -> Message:
+        """Returns what an ensemble has to know of the buffer, which has to be fit for one."""
+        return pack(facts_of(self._buffer))
+
+    @_answering
+    def part(self, rows: list[int], seed: int, known: Any) -> Message:
+        """Returns what the buffer gives to a batch, and its facts where these are not the known
+        ones."""
+
+        def made() -> Message:
+            pieces, facts = part_of(self._buffer, rows, seed), facts_of(self._buffer)
+            return pack((pieces, None if facts == known else facts))
+
+        return self._with_warnings(made)
+
+    @_answering
+    def standing(self, rows: int) -> Message:
+        """Returns how many rows there are, and whether the buffer can give that many."""
+        return pack(standing_of(self._buffer, rows))
+
+    @_telling
+    def check_stored(self, index: Message) -> None:
+        """Raises IndexError where one of these rows is not stored."""
+        check_stored(self._buffer, unpack(index, devices=self._devices))
 
     # Ray takes a tenth of the time of a call for its first argument: these have none.
 

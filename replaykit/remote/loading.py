@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from replaykit._ray import Carried
 from replaykit.buffer.core import checked_batch_size
-from replaykit.buffer.elsewhere import Asked
+from replaykit.buffer.elsewhere import Asked, MemberFacts
 from replaykit.buffer.loading import LoadingElsewhere
 from replaykit.remote.forwarding import Forwarding
-from replaykit.remote.replies import Reply, fetch
+from replaykit.remote.replies import RemoteResult, Reply, fetch
 
 __all__ = ["Loaded"]
 
@@ -52,11 +52,50 @@ class Loaded(Forwarding, LoadingElsewhere):
         return asked
 
     def _carried(self) -> Carried:
+        return Carried.of(self._handed_on())
+
+    # -- as a member of an ensemble -----------------------------------------------------------
+
+    def _facts_of_member(self) -> MemberFacts:
+        return cast(MemberFacts, Reply(self._told("facts")).get())
+
+    def _be_fresh(self, rows: int) -> None:
+        """Nothing is known here."""
+
+    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> Asked:
+        return RemoteResult(Reply(self._told("part", rows, seed, known)))
+
+    def _ask_standing(self, rows: int) -> Asked:
+        return RemoteResult(Reply(self._told("standing", rows)))
+
+    def _ask_stored(self, index: torch.Tensor) -> Asked:
+        return _Plain(self._told("check_stored", self._packed(index)))
+
+    def _ask_call(self, name: str, *args: Any, **keywords: Any) -> Asked:
+        self._before(name)
+        return RemoteResult(Reply(self._submit(name, args, keywords)))
+
+    def _told(self, name: str, *args: Any) -> Any:
+        """Sends a message of an ensemble's, after the writes of this handle."""
+        self._before(name)
+        return self._method(name, None).remote(*args)
+
+    def _handed_on(self) -> Loaded:
         from replaykit.remote.client import RayReplayBufferClient
 
-        return Carried.of(
-            RayReplayBufferClient(self._live(), self._cls, devices=self._devices, paced=self._paced)
+        return RayReplayBufferClient(
+            self._live(), self._cls, devices=self._devices, paced=self._paced
         )
+
+
+class _Plain:
+    """The answer to a message that only says whether something is so."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    def result(self, timeout: float | None = None) -> Any:
+        return fetch(self._ref, timeout)
 
 
 class _Seeded:

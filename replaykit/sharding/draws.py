@@ -33,10 +33,25 @@ class Draws:
 
     Where a shard has died, or has nothing to draw from any more, its draws are made again among the
     others, so that the batch is one of the rows that are there.
+
+    Args:
+        seeded: what to draw with; None: the client's generator.
+        generations: whether batches have those of their rows in any case.
     """
 
-    def __init__(self, client: Sampled) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: Sampled,
+        seeded: torch.Generator | None = None,
+        *,
+        generations: bool = False,
+    ) -> None:
+        self._client, self._seeded, self.generations = client, seeded, generations
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What shards and seeds are drawn with."""
+        return self._client.generator if self._seeded is None else self._seeded
 
     def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Returns rows and what is known of them."""
@@ -168,13 +183,15 @@ class Pending:
         if masses is None:
             until = time.monotonic() + members.timeout
             masses = self._draws._masses(self._terms, self._batch_size, until)
-        self._masses, generator = masses, client.generator
+        self._masses, generator = masses, self._draws.generator
         self._shards = choose(masses, len(self._left), generator)
         device = "cpu" if generator is None else generator.device
         seeds = torch.randint(_SEEDS, (client.num_shards,), generator=generator, device=device)
         counts = np.bincount(self._shards, minlength=client.num_shards)
         self._sent = {
-            shard: members.send(shard, "draw", int(counts[shard]), self._terms, seed)
+            shard: members.send(
+                shard, "draw", int(counts[shard]), self._terms, seed, False, self._draws.generations
+            )
             for shard, seed in enumerate(seeds.tolist())
             if members.table.is_there(shard)
         }

@@ -130,8 +130,13 @@ class ShardHolder(SavedShard):
 
     # -- reading ------------------------------------------------------------------------------
 
-    def draw(self, count: int, terms: Terms, seed: int, anyway: bool = False) -> Part:
-        """Draws ``count`` times; none where there is nothing to draw from, unless ``anyway``."""
+    def draw(
+        self, count: int, terms: Terms, seed: int, anyway: bool = False, generations: bool = False
+    ) -> Part:
+        """Draws ``count`` times; none where there is nothing to draw from, unless ``anyway``.
+
+        ``generations``: tells those of the rows in any case.
+        """
         with self.buffer._locked() as storage:
             facts = self.facts(terms)
             if not anyway and (not count or not facts.mass):
@@ -139,7 +144,9 @@ class ShardHolder(SavedShard):
             lent = Lent(generator=self._generator.manual_seed(seed))
             drawn = self.law.draw(self.buffer, count, terms, lent)
             values = self.law.values(self.buffer, drawn)
-            if not (self.buffer._writer.tracks_generations or self.buffer._sampler.prioritized):
+            buffer = self.buffer
+            tracked = buffer._writer.tracks_generations or buffer._sampler.prioritized
+            if not (tracked or generations):
                 drawn.info.pop("index_generation", None)
         del storage
         data, info = self.buffer._finish(drawn)

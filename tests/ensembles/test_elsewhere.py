@@ -1,0 +1,516 @@
+"""Members of an ensemble that draw elsewhere: shards, and a member that misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    LinearScheduler,
+    PrioritizedSampler,
+    RandomSampler,
+    RateLimiter,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    ShardedReplayBuffer,
+    SliceSampler,
+)
+from replaykit.errors import CheckpointError, NotEnoughData, SchemaError
+from tests.ensembles.members import check_rows, make_member, rows_of, same
+
+CHI_SQUARE_3 = 16.27
+"""Of 3 degrees of freedom, exceeded by chance once in a thousand times; seeds are fixed."""
+
+
+@pytest.fixture
+def far() -> Iterator[Callable[..., ShardedReplayBuffer]]:
+    """``far(number, rows)``: a sharded buffer with the rows of that member."""
+    made: list[ShardedReplayBuffer] = []
+
+    def make(number: int, rows: int = 20, **arguments: Any) -> ShardedReplayBuffer:
+        arguments.setdefault("storage", lambda: LazyTensorStorage(50))
+        made.append(ShardedReplayBuffer(num_shards=2, backend="local", **arguments))
+        if rows:
+            made[-1].extend(rows_of(number, rows))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
+
+
+# -- which rows -----------------------------------------------------------------------------------
+
+
+def test_counts_are_exact_and_every_row_is_where_it_says(far: Any) -> None:
+    shards = far(1)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0),
+        shards,
+        p=[1, 3],
+        num_buffer_sampled=8,
+        counts="exact",
+        batch_size=32,
+        generator=seeded(),
+    )
+    for _ in range(5):
+        batch = ensemble.sample()
+        assert batch["index", "buffer_ids"][:, 0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+        check_rows(batch)
+        assert batch.shape == (8, 4)
+        assert "index_generation" in batch
+    assert ensemble[1] is shards
+    assert ensemble.members[1] is shards
+    assert len(ensemble) == 2
+
+
+@pytest.mark.parametrize("p", [[1, 2, 3, 4], "size", None])
+def test_members_are_drawn_by_their_weights(far: Any, p: Any) -> None:
+    sizes = [10, 20, 30, 40]
+    ensemble = ReplayBufferEnsemble(
+        make_member(0, 10),
+        far(1, 20),
+        make_member(2, 30),
+        far(3, 40),
+        p=p,
+        num_buffer_sampled=4000,
+        generator=seeded(1),
+    )
+    batch = ensemble.sample(4000)
+    check_rows(batch)
+    found = np.bincount(batch["index", "buffer_ids"].reshape(-1).numpy(), minlength=4)
+    weights = np.array(sizes if p == "size" else p or [1, 1, 1, 1], float)
+    expected = 4000 * weights / weights.sum()
+    assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_3
+
+
+def test_size_is_that_of_the_draw(far: Any) -> None:
+    shards = far(1, 0)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0), shards, p="size", num_buffer_sampled=64, generator=seeded()
+    )
+    assert not ensemble.sample(64)["index", "buffer_ids"].any()
+    shards.extend(rows_of(1, 80))
+    assert ensemble.sample(64)["index", "buffer_ids"].double().mean() > 0.6
+
+
+def test_rows_of_a_member_have_its_law(far: Any) -> None:
+    shards = far(1, 4, sampler=prioritized)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0), shards, p=[0, 1], num_buffer_sampled=1, generator=seeded(2)
+    )
+    shards.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    batch = ensemble.sample(4000)
+    found = np.bincount(batch["index", "index"].reshape(-1).numpy(), minlength=4)
+    expected = np.array([400, 800, 1200, 1600])
+    assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_3
+    weights = 1 / (1.0 + batch["index", "index"])
+    assert torch.allclose(batch["priority_weight"], weights.float())
+
+
+def test_batches_follow_from_the_generator(far: Any) -> None:
+    members = make_member(0, sampler=SamplerWithoutReplacement()), far(1, sampler=prioritized)
+    one = ReplayBufferEnsemble(*members, batch_size=8, generator=seeded())
+    batches = [one.sample() for _ in range(3)]
+    members[0].sampler.empty()
+    # The member's own draws are its own: nothing that it draws for others changes these.
+    members[1].sample(3)
+    ahead = ReplayBufferEnsemble(*members, batch_size=8, generator=seeded(), prefetch=2)
+    assert all(same(batch, ahead.sample()) for batch in batches)
+    ahead.shutdown()
+
+
+def test_schedules_and_weights_set_by_hand(far: Any) -> None:
+    ensemble = ReplayBufferEnsemble(
+        make_member(0),
+        far(1),
+        p=[1.0, 0.0],
+        num_buffer_sampled=4,
+        counts="exact",
+        batch_size=8,
+        generator=seeded(),
+    )
+    schedule = LinearScheduler(ensemble, "p", [0.0, 1.0], num_steps=4)
+    for step in range(5):
+        assert ensemble.sample()["index", "buffer_ids"].sum() == 2 * step
+        schedule.step()
+
+
+def test_windows_are_those_of_one_part_each(far: Any) -> None:
+    shards = far(
+        1,
+        0,
+        sampler=lambda: SliceSampler(num_slices=2, end_key=("next", "done")),
+        shard_key="env",
+    )
+    shards.extend(rows_of(1, 20).set("env", torch.zeros(20).long()))
+    here = make_member(0, 20, sampler=RandomSampler())
+    ensemble = ReplayBufferEnsemble(
+        here,
+        shards,
+        keys=["id", ("next", "reward")],
+        num_buffer_sampled=4,
+        counts="exact",
+        generator=seeded(),
+    )
+    batch = ensemble.sample(32)
+    check_windows = batch["id"][2:].reshape(2, 2, 4)
+    assert (check_windows.diff(dim=-1) == 1).all()
+    assert batch["sequence_id"][0].tolist() == list(range(8))
+    assert batch["sequence_id"][2:].max() == 1
+
+
+def test_an_ensemble_below_an_ensemble(far: Any) -> None:
+    inner = ReplayBufferEnsemble(make_member(1), far(2), sample_from_all=True)
+    outer = ReplayBufferEnsemble(
+        make_member(0), inner, sample_from_all=True, batch_size=16, generator=seeded()
+    )
+    batch = outer.sample()
+    number = batch["index", "buffer_ids"] + (batch["index", "inner_ids"][..., 0] == 1)
+    assert (batch["id"] == 1000 * number + batch["index", "index"]).all()
+
+
+def test_transforms_collate_and_rows_by_index(far: Any) -> None:
+    ensemble = ReplayBufferEnsemble(
+        make_member(0),
+        far(1),
+        transform=lambda batch: batch.set("twice", 2 * batch["id"]),
+        sample_from_all=True,
+        batch_size=4,
+    )
+    batch = ensemble.sample()
+    assert (batch["twice"] == 2 * batch["id"]).all()
+    assert ensemble[:, 3]["id"].tolist() == [3, 1003]
+    assert ensemble[:, 1:3]["id"].tolist() == [[1, 2], [1001, 1002]]
+    assert ensemble[[1]].sample(2)["id"].shape == (1, 2)
+    stats = ensemble.stats()
+    assert (stats["size"], stats["write_count"], stats["capacity"]) == (40, 40, 150)
+    assert ensemble.write_count == 40
+    assert ensemble.storage.max_size == 150
+    listed = ReplayBufferEnsemble(
+        make_member(0), far(1), sample_from_all=True, collate_fn=lambda parts: parts
+    )
+    assert [part["id"].shape for part in listed.sample(6)] == [(3,), (3,)]
+
+
+# -- priorities -----------------------------------------------------------------------------------
+
+
+def test_priorities_reach_the_member(far: Any) -> None:
+    shards = far(1, 10, sampler=prioritized)
+    here = make_member(0, 10, sampler=prioritized())
+    ensemble = ReplayBufferEnsemble(
+        here, shards, sample_from_all=True, batch_size=200, generator=seeded()
+    )
+    batch = ensemble.sample()
+    batch["td_error"] = (batch["index", "index"] == 7).float()
+    ensemble.update_tensordict_priority(batch)
+    assert (ensemble.sample()["index", "index"] == 7).all()
+    ensemble.update_priority(
+        {"index": torch.tensor([7, 3]), "buffer_ids": torch.tensor([1, 1])},
+        torch.tensor([0.0, 1.0]),
+    )
+    assert (shards.sample(20)["id"] == 1003).all()
+    # What was written since keeps its own.
+    old = ensemble.sample()
+    for _ in range(2):
+        shards.extend(rows_of(1, 100))
+    old["td_error"] = torch.zeros(2, 100)
+    ensemble.update_tensordict_priority(old)
+    assert shards.dropped_updates == 100
+    assert len(shards.sample(50)["id"].unique()) > 10
+
+
+def test_priorities_of_all_members_or_of_none(far: Any) -> None:
+    shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
+    ensemble = ReplayBufferEnsemble(here, shards)
+    index = {"index": torch.tensor([2, 77]), "buffer_ids": torch.tensor([0, 1])}
+    with pytest.raises(IndexError, match=r"member 1: .*77"):
+        ensemble.update_priority(index, torch.tensor([100.0, 1.0]))
+    index["index"] = torch.tensor([20, 2])
+    with pytest.raises(IndexError, match="member 0"):
+        ensemble.update_priority(index, torch.tensor([1.0, 100.0]))
+    with pytest.raises(ValueError, match="member 1"):
+        ensemble.update_priority(index, torch.tensor([1.0, -1.0]))
+    for one in (here, shards):
+        assert len(one.sample(100)["id"].unique()) > 5
+
+
+# -- what cannot be -------------------------------------------------------------------------------
+
+
+def test_what_is_refused(far: Any) -> None:
+    paced = far(1, 0, rate_limiter=RateLimiter(1.0, 1, error_buffer=5.0))
+    with pytest.raises(ValueError, match=r"member 1: .*rate limiter"):
+        ReplayBufferEnsemble(make_member(0), paced)
+    shards = far(1)
+    with pytest.raises(ValueError, match="collate_fns for member 1"):
+        ReplayBufferEnsemble(make_member(0), shards, collate_fns=[None, lambda data: data])
+    with pytest.raises(TypeError, match=r"member 1 as a ReplayBuffer, got int; .*RayReplay"):
+        ReplayBufferEnsemble(make_member(0), 3)  # type: ignore[arg-type]
+    ensemble = ReplayBufferEnsemble(make_member(0), shards)
+    with pytest.raises(RuntimeError, match="its handle"):
+        ensemble.sampler.sample(ensemble.storage, 2)
+    with pytest.raises(RuntimeError, match="its handle"):
+        ensemble.storage[1].set(0, rows_of(1, 1))
+    with pytest.raises(NotImplementedError, match=r"ensemble\[i\]"):
+        ensemble.extend(rows_of(1, 1))
+
+
+def test_samples_have_to_be_alike(far: Any) -> None:
+    ensemble = ReplayBufferEnsemble(make_member(0), far(1, 0), sample_from_all=True)
+    ensemble[1].extend(TensorDict({"other": torch.zeros(4)}, [4]))
+    before = ensemble.sampler.ran_out
+    for _ in range(2):
+        with pytest.raises(SchemaError, match="members 0 and 1"):
+            ensemble.sample(4)
+    assert ensemble.sampler.ran_out == before
+
+
+@pytest.mark.parametrize("sizes", [(0, 20), (20, 0)])
+def test_a_member_that_is_empty_is_named_whoever_is_chosen(far: Any, sizes: Any) -> None:
+    ensemble = ReplayBufferEnsemble(
+        far(0, sizes[0]), far(1, sizes[1]), num_buffer_sampled=1, batch_size=2, generator=seeded()
+    )
+    empty = sizes.index(0)
+    for _ in range(6):
+        with pytest.raises(NotEnoughData, match=f"member {empty}: .*empty"):
+            ensemble.sample()
+    assert not ensemble.can_sample()
+    skipping = ReplayBufferEnsemble(
+        *ensemble.members, unready="skip", num_buffer_sampled=2, batch_size=2
+    )
+    assert skipping.can_sample()
+    assert (skipping.sample()["index", "buffer_ids"] == 1 - empty).all()
+    ensemble[empty].extend(rows_of(empty, 3))
+    check_rows(ensemble.sample())
+
+
+# -- members that do not answer -------------------------------------------------------------------
+
+
+class Slow:
+    """An answer that a member gives when somebody lets it."""
+
+    def __init__(self, inner: Any, member: Trouble) -> None:
+        self._inner, self._member = inner, member
+
+    def result(self, timeout: float | None = None) -> Any:
+        member = self._member
+        member.waited.append(timeout)
+        if member.error is not None:
+            raise member.error
+        return self._inner.result(timeout)
+
+
+class Trouble:
+    """Has a handle raise, and note what it is asked and when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, handle: Any) -> None:
+        self.error: Exception | None = None
+        self.asked: list[str] = []
+        self.waited: list[float | None] = []
+        for name in ("_ask_part", "_ask_standing", "_ask_stored", "_ask_call"):
+            monkeypatch.setattr(handle, name, self._noting(name, getattr(handle, name)))
+
+    def _noting(self, name: str, method: Any) -> Any:
+        def noted(*args: Any, **keywords: Any) -> Any:
+            self.asked.append(name)
+            return Slow(method(*args, **keywords), self)
+
+        return noted
+
+
+def test_a_batch_is_whole_or_nothing_has_happened(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = far(1)
+    here = make_member(0, 6, sampler=SamplerWithoutReplacement())
+    trouble = Trouble(monkeypatch, shards)
+    ensemble = ReplayBufferEnsemble(
+        here, shards, sample_from_all=True, batch_size=4, generator=seeded()
+    )
+    expected = ReplayBufferEnsemble(
+        make_member(0, 6, sampler=SamplerWithoutReplacement()),
+        shards,
+        sample_from_all=True,
+        batch_size=4,
+        generator=seeded(),
+    )
+    first = ensemble.sample()
+    assert same(first, expected.sample())
+    trouble.error = RuntimeError("it has ended")
+    state = ensemble._generator.get_state()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="member 1: it has ended"):
+            ensemble.sample()
+    assert torch.equal(ensemble._generator.get_state(), state)
+    trouble.error = None
+    seen = [first["id"][0], *(ensemble.sample()["id"][0] for _ in range(2))]
+    assert sorted(torch.cat(seen).tolist()) == list(range(6))  # no row has left the pass
+
+
+def test_without_the_member_that_has_ended(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = far(1)
+    trouble = Trouble(monkeypatch, shards)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0), shards, num_buffer_sampled=4, batch_size=8, prefetch=2
+    )
+    ensemble.sample()
+    trouble.error = RuntimeError("it has ended")
+    told = []
+    for _ in range(5):
+        try:
+            ensemble.sample()
+        except RuntimeError as error:
+            told.append(str(error))
+    assert told
+    assert set(told) == {"member 1: it has ended"}
+    ensemble.sampler.p = [1.0, 0.0]
+    for _ in range(4):  # those that were asked for before come to an end
+        with contextlib.suppress(RuntimeError):
+            ensemble.sample()
+    assert not ensemble.sample()["index", "buffer_ids"].any()
+    ensemble.shutdown()
+
+
+def test_members_elsewhere_are_asked_before_and_waited_for_after(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = far(1)
+    here = make_member(0)
+    trouble = Trouble(monkeypatch, shards)
+    ensemble = ReplayBufferEnsemble(here, shards, sample_from_all=True, batch_size=4)
+    order: list[str] = []
+    draw, finish = here._draw, here._finish
+    monkeypatch.setattr(
+        here, "_draw", lambda *args: (order.append(f"draw {trouble.asked}"), draw(*args))[1]
+    )
+    monkeypatch.setattr(
+        here, "_finish", lambda drawn: (order.append(f"read {trouble.waited}"), finish(drawn))[1]
+    )
+    ensemble.sample(timeout=5.0)
+    assert order == ["draw ['_ask_part']", "read []"]
+    seconds = trouble.waited[0]
+    assert seconds is not None
+    assert 0 < seconds <= 5.0
+
+
+def test_priorities_where_a_member_has_ended(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
+    trouble = Trouble(monkeypatch, shards)
+    ensemble = ReplayBufferEnsemble(here, shards, sample_from_all=True, batch_size=20)
+    batch = ensemble.sample()
+    batch["td_error"] = (batch["index", "index"] == 7).float()
+    trouble.error = TimeoutError("no answer")
+    with pytest.raises(TimeoutError, match="member 1: no answer"):
+        ensemble.update_tensordict_priority(batch)
+    assert len(here.sample(100)["id"].unique()) > 5
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def two(far: Any, rows: int = 20) -> ReplayBufferEnsemble:
+    return ReplayBufferEnsemble(
+        make_member(0, rows),
+        far(1, rows, sampler=prioritized),
+        p=[1, 3],
+        num_buffer_sampled=4,
+        batch_size=8,
+        generator=seeded(),
+    )
+
+
+def test_a_checkpoint_has_all_members(far: Any, tmp_path: Path) -> None:
+    ensemble = two(far)
+    ensemble[1].update_priority(torch.arange(10), torch.zeros(10))
+    ensemble.sample()
+    ensemble.dumps(tmp_path)
+    state = ensemble.state_dict()
+    batches = [ensemble.sample() for _ in range(3)]
+    for load in (lambda one: one.loads(tmp_path), lambda one: one.load_state_dict(state)):
+        other = two(far, 3)
+        load(other)
+        assert (len(other[0]), len(other[1])) == (20, 20)
+        assert all(same(batch, other.sample(), generations=False) for batch in batches)
+
+
+def test_versions_keep_what_members_have_saved(far: Any, tmp_path: Path) -> None:
+    ensemble = two(far)
+    for size in (25, 30, 35):
+        ensemble[1].extend(rows_of(1, 5))
+        ensemble.dumps(tmp_path, keep=2)
+        assert len(ensemble[1]) == size
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2
+    from replaykit.checkpoint import checkpoint_versions
+
+    old, new = checkpoint_versions(tmp_path)
+    ensemble.loads(tmp_path, version=old)
+    assert len(ensemble[1]) == 30
+    ensemble.loads(tmp_path, version=new)
+    assert len(ensemble[1]) == 35
+
+
+def test_a_save_that_fails_leaves_the_old_one(
+    far: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensemble = two(far)
+    ensemble.dumps(tmp_path)
+    before = sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
+    ensemble[1].extend(rows_of(1, 5))
+    ensemble[0].extend(rows_of(0, 5))
+    with monkeypatch.context() as patch:
+        Trouble(patch, ensemble[1]).error = OSError("the disk is full")
+        with pytest.raises(OSError, match="members/1: the disk is full"):
+            ensemble.dumps(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == before
+    ensemble.loads(tmp_path)
+    assert (len(ensemble[0]), len(ensemble[1])) == (20, 20)
+
+
+def test_a_load_that_does_not_fit_changes_nothing(far: Any, tmp_path: Path) -> None:
+    ensemble = two(far)
+    ensemble.dumps(tmp_path)
+    others = ReplayBufferEnsemble(make_member(0, 3), make_member(1, 3))
+    with pytest.raises(ValueError, match=r"members/0', 'members/1'\]"):
+        others.loads(tmp_path)
+    turned = ReplayBufferEnsemble(ensemble[1], ensemble[0])
+    with pytest.raises(ValueError, match="members/1"):
+        turned.loads(tmp_path)
+    with pytest.raises(ValueError, match=r"members/1.* elsewhere"):
+        ensemble.load_state_dict(others.state_dict())
+    other = two(far, 3)
+    with pytest.raises(NotImplementedError, match="members/1"):
+        other.loads(tmp_path, mmap=True)
+    damaged = next(path for path in (tmp_path / "elsewhere").rglob("*.bin"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=damaged.name):
+        other.loads(tmp_path)
+    assert (len(other[0]), len(other[1])) == (3, 3)
+
+
+def test_time_is_not_spent_on_members_of_no_weight(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = far(1)
+    trouble = Trouble(monkeypatch, shards)
+    ensemble = ReplayBufferEnsemble(make_member(0), shards, p=[1, 0], batch_size=4)
+    ensemble.sample()
+    assert not trouble.asked
