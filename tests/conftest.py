@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import multiprocessing
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,3 +280,23 @@ def marked_with() -> Callable[[str], set[str]]:
         return set().union(*(_marks(ast.parse(path.read_text("utf-8")), name) for path in files))
 
     return identifiers
+
+
+def _sign(manifest: dict[str, Any]) -> str:
+    """The text of a manifest: its last entry is the crc32 of the text without it."""
+    text = json.dumps(manifest)
+    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
+
+
+@pytest.fixture(scope="session")
+def forge() -> Callable[[Path, Callable[[dict[str, Any]], Any]], None]:
+    """``forge(folder, change)``: changes a manifest and gives it the right checksum."""
+
+    def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+        file = folder / "manifest.json"
+        manifest = json.loads(file.read_text())
+        del manifest["crc32"]
+        change(manifest)
+        file.write_text(_sign(manifest))
+
+    return change_manifest

@@ -15,9 +15,11 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint.manifests import MANIFEST
 from replaykit.errors import CheckpointError
 from replaykit.sharding.barrier import Barrier, Known
 from replaykit.sharding.facts import ShardFacts, Terms
+from replaykit.sharding.heads import checked_own
 from replaykit.sharding.laws import DrawLaw, law_of
 from replaykit.sharding.recipe import ShardRecipe
 from replaykit.sharding.resharding import check_sampler, load_share
@@ -125,13 +127,20 @@ class SavedShard:
 
     def _restore(self, folder: Path) -> None:
         try:
-            self.buffer.loads(folder)
             with Checkpoint(folder) as saved:
-                known = saved.manifest["sharding"]
-                self._before = known["before"]
-                self.barrier.load(known["writes"])
+                before, writes = self._own(saved)
+            self.buffer.loads(folder)
+            self._before = before
+            self.barrier.load(writes)
         except CheckpointError as error:  # better an empty shard than none; its loss says so
             warnings.warn(f"shard {self.shard} starts empty: {error}", UserWarning, stacklevel=2)
+
+    @staticmethod
+    def _own(saved: Checkpoint) -> tuple[int, list[Any]]:
+        try:
+            return checked_own(saved.manifest.get("sharding"))
+        except ValueError as error:
+            raise CheckpointError(f"{saved.folder / MANIFEST} cannot be read: {error}") from None
 
     # -- the checkpoint of all ----------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.manifests import MANIFEST
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
-from replaykit.pace import Pace
 from replaykit.sharding.barrier import missing_parts
 from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardSilent
+from replaykit.sharding.heads import check_common, check_head
 from replaykit.sharding.routing import InTurn
 from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
@@ -101,8 +101,11 @@ def _load(client: ShardedClient, folder: Path) -> None:
         if "sharded" not in saved:
             raise CheckpointError(f"{folder} is the checkpoint of a buffer without shards")
         head = saved.part("sharded")
+        try:
+            check_head(head)
+        except ValueError as error:
+            raise CheckpointError(f"{saved.folder / MANIFEST} cannot be read: {error}") from None
     layout = head.get("layout")
-    Pace.check_state(head.get("pace"))
     count = head["num_shards"]
     own = folder / "shards" / head["save"]
     sources = [str(own / _name(shard)) for shard in range(count)]
@@ -143,7 +146,7 @@ def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: in
         client._router.dealt = dealt
     client._ahead.drop()
     if head["generator"] is not None and client.generator is not None:
-        client.generator.set_state(head["generator"])
+        client.generator.set_state(head["generator"].clone())
     client._members.supervisor.replace(layout if layout is None else from_json(layout))
     client._schema = client._stored = None
 
@@ -191,8 +194,10 @@ def take_state(client: ShardedClient, state: Any) -> None:
                 f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps "
                 "and loads go from one to the other"
             )
-    Pace.check_state(state.get("pace"))
+    check_common(state)
     shards = state["shards"]
+    if not isinstance(shards, list):
+        raise ValueError(f"expected a list of states, got {type(shards).__name__}")
     if len(shards) != client.num_shards:
         raise ValueError(f"expected the states of {client.num_shards} shards, got {len(shards)}")
     token = uuid.uuid4().hex

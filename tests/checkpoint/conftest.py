@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,26 +94,6 @@ def restarted() -> Callable[[Any], Any]:
         return state
 
     return changed
-
-
-def _sign(manifest: dict[str, Any]) -> str:
-    """The text of a manifest: its last entry is the crc32 of the text without it."""
-    text = json.dumps(manifest)
-    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
-
-
-@pytest.fixture(scope="session")
-def forge() -> Callable[[Path, Callable[[dict[str, Any]], Any]], None]:
-    """``forge(folder, change)``: changes a manifest and gives it the right checksum."""
-
-    def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-        file = folder / "manifest.json"
-        manifest = json.loads(file.read_text())
-        del manifest["crc32"]
-        change(manifest)
-        file.write_text(_sign(manifest))
-
-    return change_manifest
 
 
 @pytest.fixture
