@@ -59,7 +59,7 @@ class Saving(BufferCore):
 
         Raises:
             TypeError: something that cannot be represented; names it, nothing was written.
-            ValueError: ``keep`` is below 1.
+            ValueError: ``keep`` is below 1, or ``path`` is empty.
             CheckpointError: the directory has a ``manifest.json`` of something else; other files
                 in it are left alone. OSError: the disk refused; names the file.
 

@@ -40,6 +40,11 @@ _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
 _CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
 
 
+class _NoRecordError(CheckpointError):
+    """JSON of another kind than ours: what a save of the package leaves begins as a record, and
+    cut off or damaged it is no JSON of another kind."""
+
+
 def version_of(manifest: Mapping[str, Any]) -> int:
     """Returns the number of a checkpoint in its directory: 1 for the first one."""
     return int(manifest.get("version", 1))
@@ -124,7 +129,7 @@ def _read(folder: Path, name: str, check: bool) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file} is damaged: it holds no record")
+        raise _NoRecordError(f"{file} is damaged: it holds no record")
     if check:
         _check(manifest, text, file)
     return manifest
@@ -142,13 +147,15 @@ def read_base(folder: Path) -> dict[str, Any] | None:
             return manifest
     try:
         manifest = read_manifest(folder)
+        found = f"format {manifest.get('format')!r}"
+        if manifest.get("format") == FORMAT:
+            return None
+    except _NoRecordError:
+        found = "it holds no record"
     except (FileNotFoundError, CheckpointError):
         return None  # nothing there, or nothing that could still be read
-    if manifest.get("format") == FORMAT:
-        return None
     raise CheckpointError(
-        f"{folder / MANIFEST} is not that of a checkpoint (format "
-        f"{manifest.get('format')!r}); choose another directory"
+        f"{folder / MANIFEST} is not that of a checkpoint ({found}); choose another directory"
     )
 
 

@@ -57,7 +57,7 @@ def save_checkpoint(
 
     Raises:
         TypeError: a state that cannot be represented; nothing has been written.
-        ValueError: ``keep`` is below 1.
+        ValueError: ``keep`` is below 1, or ``path`` is empty.
         CheckpointError: the directory holds something else under ``manifest.json``.
         OSError: the disk refused; names the file. What was there before is untouched.
 
@@ -80,6 +80,8 @@ def save_snapshot(
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"expected keep as an int of at least 1, got {keep!r}")
+    if not os.fspath(path):  # to pathlib the current directory, which is then called "."
+        raise ValueError(f"expected path as that of a directory, got {path!r}")
     folder = Path(path).expanduser()
     with contextlib.ExitStack() as held:
         snapshot = held.enter_context(take(Base.of(folder)))

@@ -21,7 +21,7 @@ from replaykit.structure import Path
 
 __all__ = ["Writer"]
 
-_MOST_WRITTEN = 2**62
+_MOST_WRITTEN = 2**62 - 1
 
 
 class Writer(ABC):
@@ -230,7 +230,9 @@ class Writer(ABC):
         count = state_dict.get("_write_count")
         # Storages in files keep it as an int64, to which rows are added.
         if type(count) is not int or not 0 <= count <= _MOST_WRITTEN:
-            raise ValueError(f"expected a write count, got {count!r}")
+            raise ValueError(
+                f"expected '_write_count' as an int from 0 to {_MOST_WRITTEN}, got {count!r}"
+            )
         Ledger.check(state_dict["_ledger"])
         EpisodeIndexes.check(state_dict.get("_episodes"))
 

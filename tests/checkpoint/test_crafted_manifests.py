@@ -110,7 +110,10 @@ CRAFTED = [
     _set("parts", "writer", "_kind", value="max_value"),
     _set("parts", "writer", "_write_count", value=-1),
     _set("parts", "writer", "_write_count", value="5"),
-    *[_set("parts", "writer", "_write_count", value=v) for v in (2**62 + 1, 2**70)],
+    *[
+        _set("parts", "writer", "_write_count", value=v)
+        for v in (2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**70)
+    ],
     *[_set(*LEDGER, "slots", value=v) for v in (0, -1, 2**70, 7.5, None, 3)],
     *[_set(*LEDGER, "length", value=v) for v in (-1, 9, 7, "8")],
     *[_set(*LEDGER, "cursor", value=v) for v in (-1, 8, 2**70)],
@@ -169,6 +172,19 @@ def test_a_crafted_manifest_is_an_error_and_changes_nothing(
             live.loads(tmp_path)
         assert not isinstance(caught.value, (UnicodeError, RecursionError))
         assert state_of(live) == before
+
+
+def test_the_largest_write_count_is_read_and_the_next_one_is_named(
+    make: Any, forge: Any, tmp_path: Path, save: Any
+):
+    save(tmp_path)
+    forge(tmp_path, _set("parts", "writer", "_write_count", value=2**62 - 1))
+    live = make()
+    live.loads(tmp_path)
+    assert live.write_count == 2**62 - 1
+    forge(tmp_path, _set("parts", "writer", "_write_count", value=2**62))
+    with pytest.raises(ValueError, match=f"expected '_write_count' as .*, got {2**62}"):
+        live.loads(tmp_path)
 
 
 def test_a_manifest_that_nests_without_end_is_damaged(make: Any, tmp_path: Path, save: Any):

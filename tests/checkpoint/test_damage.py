@@ -194,6 +194,34 @@ def test_after_the_last_version_none_is_written(tmp_path: Path, forge: Any):
     new().loads(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "5", '"x"', "[{}]", "{}", '{"format": "x"}'], ids=lambda text: text
+)
+def test_json_of_something_else_is_not_overwritten(tmp_path: Path, text: str):
+    buffer = new()
+    extend(buffer, 0, ROWS)
+    (tmp_path / "manifest.json").write_text(text)
+    for save in (buffer.dumps, buffer.sampler.dumps, buffer.writer.dumps, buffer.storage.dumps):
+        with pytest.raises(CheckpointError, match=r"manifest\.json is not that of a checkpoint"):
+            save(tmp_path)
+    assert (tmp_path / "manifest.json").read_text() == text
+    assert os.listdir(tmp_path) == ["manifest.json"]
+
+
+def test_an_empty_path_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    buffer = new()
+    extend(buffer, 0, ROWS)
+    for save in (buffer.dumps, buffer.sampler.dumps, buffer.writer.dumps, buffer.storage.dumps):
+        with pytest.raises(ValueError, match="expected path as that of a directory, got ''"):
+            save("")
+    assert not os.listdir(tmp_path)
+    buffer.dumps(".")
+    assert checkpoint_versions(tmp_path) == [1]
+
+
 NAME = "data-0123456789ab-00000.bin"
 
 
