@@ -151,6 +151,38 @@ assert {0, 1, 2} <= set(outcomes)
 print(calls)
 """
 
+CALLED_KILL = """
+def save(target, kill_at, done):
+    buffer = state(2)
+    def count(frame, event, argument):
+        if "replaykit" in frame.f_code.co_filename:
+            done.append(frame.f_code.co_name)
+            if len(done) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(count)
+    buffer.dumps(target)
+    sys.setprofile(None)
+
+state(1).dumps(path)
+done = []
+save(path, 0, done)
+outcomes = []
+# Some of all of them, and every second one of those that put the manifest in its place.
+published = [at for at, name in enumerate(done, 1) if name == "_write"]
+assert len(published) > 10
+for kill_at in [*range(1, len(done), len(done) // 8), *published[::2]]:
+    state(1).dumps(path)
+    pid = forked(lambda: save(path, kill_at, []))
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    found = loaded(path)
+    assert found in (1, 2), found
+    outcomes.append(found)
+state(3).dumps(path)
+assert loaded(path) == 3 and not litter(path), litter(path)
+assert {1, 2} == set(outcomes)
+print(len(outcomes))
+"""
+
 MANY_PROCESSES = """
 state(1).dumps(path)
 def save(number):
@@ -299,6 +331,12 @@ def test_a_save_can_be_killed_between_any_two_steps(run_python: Any, tmp_path: P
     tmp_path.mkdir(exist_ok=True)
     done = run_python(STAGE + EVERY_KILL, tmp_path)
     assert int(done.stdout) > 15
+
+
+@pytest.mark.pitfall("CK1")
+def test_a_save_can_be_killed_at_any_call(run_python: Any, tmp_path: Path):
+    """CK1: of the package's functions and of what they call, as while a file is half written."""
+    assert int(run_python(STAGE + CALLED_KILL, tmp_path / "saved").stdout) > 12
 
 
 @pytest.mark.pitfall("CK1")
