@@ -209,27 +209,31 @@ SAMPLERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("saved", "own", "capacity"),
+    ("saved", "own", "capacity", "kind"),
     [
-        (*pair, capacity)
-        for pair, capacity in zip(
-            itertools.permutations(SAMPLERS, 2), itertools.cycle([20, 10, 40]), strict=False
+        (*pair, capacity, kind)
+        for pair, capacity, kind in zip(
+            itertools.permutations(SAMPLERS, 2),
+            itertools.cycle([20, 10, 40]),
+            itertools.cycle([LazyTensorStorage, LazyMemmapStorage]),
+            strict=False,
         )
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*rows.*left out")
 def test_a_sampler_of_another_kind_begins_anew_and_says_so(
-    saved: str, own: str, capacity: int, tmp_path: Path
+    saved: str, own: str, capacity: int, kind: Any, tmp_path: Path
 ) -> None:
-    def made(sampler: str, size: int) -> ReplayBuffer:
-        storage = LazyTensorStorage(size)
-        return ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=4)
+    """Also with another kind of storage, of another capacity."""
+
+    def made(sampler: str, size: int, storage: Any = LazyTensorStorage) -> ReplayBuffer:
+        return ReplayBuffer(storage=storage(size), sampler=SAMPLERS[sampler](), batch_size=4)
 
     def steps(first: int, count: int) -> TensorDict:
         number = torch.arange(first, first + count)
         return TensorDict({"x": number, "next": {"done": number % 5 == 4}}, [count])
 
-    source, buffer = made(saved, 20), made(own, capacity)
+    source, buffer = made(saved, 20), made(own, capacity, kind)
     source.extend(steps(0, 27))
     if saved in PRIORITIZED:
         source.update_priority(torch.arange(20), torch.arange(20.0) + 1)
