@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, put_all
 
-__all__ = ["merged", "shaped", "with_markers", "with_masks"]
+__all__ = ["check_told", "merged", "shaped", "with_markers", "with_masks"]
 
 _MASKS = ("validity_mask", ("collector", "mask"))
+_READ: dict[Any, torch.dtype] = {
+    "sequence_id": torch.int64,
+    "anchor_index": torch.int64,
+    **dict.fromkeys(_MASKS, torch.bool),
+}
+"""What is read of what a draw tells, row by row, some of it by the compiled core."""
+
+
+def check_told(info: Mapping[Any, Any], rows: int) -> None:
+    """Raises ValueError where what a saved draw tells is not what will be read of it.
+
+    What else a sampler tells is its own, and may be anything.
+    """
+    for key, dtype in _READ.items():
+        value = info.get(key)
+        if value is None:
+            continue
+        fits = isinstance(value, torch.Tensor) and value.dtype == dtype and value.ndim
+        if not fits or len(value) != rows:
+            raise ValueError(
+                f"expected {key!r} of a prepared draw as {dtype} of {rows} rows, got {value!r}"
+            )
 
 
 def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.mapped import check_mapped_rows
+from replaykit.buffer.merging import check_told
 from replaykit.buffer.prefetch import Drawn
 from replaykit.pace import Pace
 from replaykit.samplers import Sampler
@@ -336,7 +337,8 @@ def check_rows(prepared: list[Drawn], state: BufferState) -> None:
         return
     shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
     for drawn in prepared:
-        for index in (drawn.index, drawn.anchors):
+        more = drawn.info.get("anchor_index")
+        for index in (drawn.index, drawn.anchors, *([] if more is None else [more])):
             cells = (index if index.ndim > 1 else index[:, None]).cpu()
             if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
                 raise ValueError(
@@ -372,6 +374,7 @@ def checked_draw(record: object) -> Drawn:
     ):
         raise ValueError(f"expected a prepared draw, got {record!r}")
     known = {key: copy.deepcopy(value) for key, value in info}
+    check_told(known, len(index))
     return Drawn(
         index.clone(),
         known,

@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
+from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
 from replaykit.buffer.state import checked_draw
 from replaykit.errors import CheckpointError
 
@@ -211,6 +213,58 @@ def test_a_draw_made_ahead_counts_the_writes_since(since: Any):
     assert checked_draw({**draw, "since": 3}).written == -3
     with pytest.raises(ValueError, match="expected a prepared draw"):
         checked_draw({**draw, "since": since})
+
+
+TOLD = [
+    ("sequence_id", 5),
+    ("sequence_id", [0, 0, 1, 1]),
+    ("sequence_id", torch.zeros(4)),
+    ("sequence_id", torch.zeros(4, dtype=torch.uint8)),
+    ("sequence_id", torch.zeros(3, dtype=torch.int64)),
+    ("sequence_id", torch.tensor(0)),
+    ("validity_mask", "text"),
+    (("collector", "mask"), 1.5),
+    (("collector", "mask"), torch.ones(4, dtype=torch.int64)),
+    (("collector", "mask"), torch.ones(5, dtype=torch.bool)),
+    ("anchor_index", {"x": 1}),
+    ("anchor_index", torch.zeros(4, 0, dtype=torch.int64)),
+    ("anchor_index", torch.tensor([0, 1, 2, 10**6])),
+    ("anchor_index", torch.tensor([0, 1, 2, -1])),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), TOLD, ids=str)
+def test_what_a_draw_made_ahead_tells_is_checked_before_anything_changes(key: Any, value: Any):
+    """Else the first batch would raise, or the compiled core read memory that is not there."""
+
+    def make(first: int) -> ReplayBuffer:
+        rows = TensorDict({"id": torch.arange(first, first + 8), "episode": torch.zeros(8)}, [8])
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(8),
+            sampler=SliceSampler(slice_len=2, traj_key="episode"),
+            generator=torch.Generator().manual_seed(first),
+            batch_size=4,
+            prefetch=1,
+        )
+        buffer.extend(rows)
+        return buffer
+
+    saved, live = make(0), make(8)
+    saved.sample()
+    state = saved.state_dict()
+    assert state["_prefetch_state"]
+    info = state["_prefetch_state"][0]["info"]
+    info.append(["of_its_own", 5])
+    right = copy.deepcopy(state)
+    info[:] = [item for item in info if item[0] != key] + [[key, value]]
+    with pytest.raises(ValueError, match=r"of a prepared draw as|expected draws among"):
+        live.load_state_dict(state)
+    assert live[:]["id"].tolist() == list(range(8, 16))
+    assert live.sample()["id"].min() >= 8
+    live.load_state_dict(right)
+    assert live.sample()["id"].equal(saved.sample()["id"])
+    saved.shutdown()
+    live.shutdown()
 
 
 JUNK = st.sampled_from(
