@@ -27,6 +27,7 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
@@ -45,6 +46,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
     "slices": lambda: SliceSampler(slice_len=4),
     "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=4),
+    "distinct slices": lambda: SliceSampler(slice_len=4, draw="without_replacement"),
+    "slices in order": lambda: SliceSampler(slice_len=4, draw="sequential"),
+    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
     "consuming": lambda: ConsumingSampler(2),
     "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
