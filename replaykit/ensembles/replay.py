@@ -18,7 +18,8 @@ class ReplayBufferEnsemble(EnsembleReading, EnsemblePriorities, EnsembleSaving):
     being written to and sampled by itself, as ``ensemble[i]``.
 
     Args:
-        rbs: the buffers. Or, instead of them, all of the next three.
+        rbs: the buffers; of those in other processes a RayReplayBuffer, a ShardedReplayBuffer, or a
+            ``client()`` of one. Or, instead of them, all of the next three.
         storages, samplers, writers: the parts of buffers that are made of them.
         transform: of the batch, after those of the members; not one that reads the rows around.
         batch_size: default number of rows of a batch.
@@ -38,7 +39,7 @@ class ReplayBufferEnsemble(EnsembleReading, EnsemblePriorities, EnsembleSaving):
         keys: what to take of the samples of members that have more in them; None: everything.
         device: where samples of members are moved to; None: they have to be on one.
         generator: chooses members, and has them draw; None: members are chosen by torch's global
-            generator, and draw by their own.
+            generator, and draw by their own. Those elsewhere draw by seeds from it.
         shared: processes that get the ensemble write and sample the same rows; members have to be
             shared, or data sets.
         priority_key: where learners put priorities, for all members; None: where each looks.
@@ -47,7 +48,8 @@ class ReplayBufferEnsemble(EnsembleReading, EnsemblePriorities, EnsembleSaving):
 
     Raises:
         RuntimeError: buffers and parts of them; weights with ``sample_from_all``.
-        TypeError: neither, or arguments of another kind. ValueError: values that cannot be.
+        TypeError: neither, or arguments of another kind. ValueError: values that cannot be; a
+            buffer with a rate limiter, or one elsewhere whose sampler has passes.
 
     Samples carry ``("index", "index")``, ``("index", "buffer_ids")`` and, where a member is an
     ensemble, ``("index", "inner_ids")``: the member's member, and so on. Beside it is what
