@@ -24,6 +24,9 @@ _SETTLING_SECONDS = 10.0
 _ENDING_SECONDS = 10.0
 """How long `close` waits until the actor has gone."""
 
+_STARTING_SECONDS = 60.0
+"""After how long somebody looks whether the cluster has what an actor asks for at all."""
+
 _WAITING_SAMPLERS = 64
 """Samples that may wait for rows at one time, where the buffer has a rate limiter."""
 
@@ -45,7 +48,9 @@ class RayReplayBuffer(RayReplayBufferClient):
 
     Raises:
         RuntimeError: ray is not installed. ValueError: a class that makes a rate limiter itself.
-            Otherwise what the buffer's own constructor raises.
+            TimeoutError: the actor asks for more than the whole cluster has, which in a minute has
+            not grown; one that only waits for others is waited for. Otherwise what the buffer's own
+            constructor raises.
 
     Example:
         >>> import torch
@@ -83,7 +88,7 @@ class RayReplayBuffer(RayReplayBufferClient):
         host = ray.remote(**options)(Host) if options else ray.remote(Host)
         actor = host.remote(replay_buffer_cls, kwargs, devices=devices)
         try:
-            if fetch(actor.ready.remote()) and not paced:
+            if _ready(actor, options) and not paced:
                 raise ValueError(
                     f"expected rate_limiter= of {type(self).__name__}, found a limiter that "
                     f"{replay_buffer_cls.__name__} makes itself: who waits would hold up all others"
@@ -189,6 +194,34 @@ class RayReplayBuffer(RayReplayBufferClient):
     def shutdown(self) -> None:
         """The same as ``close``."""
         self.close()
+
+
+def _ready(actor: Any, options: Mapping[str, Any]) -> Any:
+    """What the buffer's ``ready`` returns, once it is made, which may take long.
+
+    Raises:
+        TimeoutError: the cluster has not what the actor asks for, so that it cannot start.
+    """
+    ref = actor.ready.remote()
+    ready, _ = running_ray().wait([ref], timeout=_STARTING_SECONDS)
+    if not ready:
+        asked = {
+            **options.get("resources", {}),
+            **{
+                name: options[option]
+                for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU"), ("memory", "memory"))
+                if options.get(option)
+            },
+        }
+        there = running_ray().cluster_resources()
+        lacking = {name: there.get(name, 0) for name in asked if there.get(name, 0) < asked[name]}
+        if lacking:
+            raise TimeoutError(
+                f"the actor has not started within {_STARTING_SECONDS:g} s: it asks for {asked}, "
+                f"and of these the whole cluster has {lacking}; remote_config= changes what it "
+                "asks for"
+            )
+    return fetch(ref)
 
 
 def _end(actor: Any) -> None:

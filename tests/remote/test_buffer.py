@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from replaykit.errors import SchemaError
+from replaykit.remote import owner
 from replaykit.remote.host import Host
 from replaykit.testing import RoboHiveWriter, make_trial
 from tests.conftest import make_rows
@@ -282,3 +284,20 @@ def test_a_data_set_behind_ray(make: Any, tmp_path: Path) -> None:
     assert remote.dataset_id == "mine/recorded"
     with pytest.raises(RuntimeError, match="allow writing"):
         remote.extend(local[:3])
+
+
+def test_an_actor_that_can_never_start_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch):
+    """Without Ray: its actor has not answered after a minute."""
+    cluster = {"CPU": 2.0}
+    ray = SimpleNamespace(
+        wait=lambda refs, timeout: ([], refs), cluster_resources=lambda: dict(cluster)
+    )
+    actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: "asked"))
+    monkeypatch.setattr(owner, "running_ray", lambda: ray)
+    monkeypatch.setattr(owner, "fetch", lambda ref: ref)
+    asked = {"num_cpus": 1000, "resources": {"learner": 1}}
+    with pytest.raises(TimeoutError, match=r"asks for .*1000.* has \{'learner': 0, 'CPU': 2.0\}"):
+        owner._ready(actor, asked)
+    # What there is enough of is waited for: others may let go of it, or it is slow to be made.
+    cluster.update(CPU=1000.0, learner=1.0)
+    assert owner._ready(actor, asked) == "asked"
