@@ -69,7 +69,9 @@ class Saving(BufferCore):
         TensorStorage, or while a view of rows (``rb[a:b]``) is held, and once after that. Rows of
         lists, and what passed through a hook, are always written. With ``shared=True`` it is one of
         the last sixteen, by any of the processes, and what any of them has written; that is copied
-        in memory first, while writers wait.
+        in memory first, while writers wait. A first save thus takes memory for all stored rows and
+        priorities, and writers wait for a copy of all of them; it is given back, some 64 MiB at a
+        time, as they are written.
 
         Example:
             >>> import tempfile, torch

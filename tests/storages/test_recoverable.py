@@ -321,3 +321,39 @@ def test_a_forked_child_reads_and_is_refused_writes(tmp_path: Path) -> None:
     assert os.read(reading, 100) == b"refused"
     rb.extend(rows(12, 1))
     assert rb["number"].tolist() == [10, 11, 12, *range(3, 10)]
+
+
+def test_the_first_save_after_a_restart_writes_all_and_the_next_what_has_changed(
+    tmp_path: Path,
+) -> None:
+    """Which rows changed since a checkpoint is known to who wrote them, not to the folder."""
+    saved = tmp_path / "saved"
+
+    def written(buffer: ReplayBuffer) -> int:
+        def found() -> dict[str, int]:
+            return {file.name: file.stat().st_size for file in saved.glob("data-*.bin")}
+
+        before = found()
+        buffer.dumps(saved)
+        return sum(size for name, size in found().items() if name not in before)
+
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyMemmapStorage(1024, scratch_dir=tmp_path / "rows", recover=True)
+        )
+
+    rows = TensorDict({"x": torch.arange(1024.0)[:, None].repeat(1, 64)}, [1024])
+    buffer = make()
+    buffer.extend(rows)
+    whole = written(buffer)
+    buffer.extend(rows[:4] + 0.5)
+    assert written(buffer) <= whole // 16
+    del buffer
+    gc.collect()
+    buffer = make()
+    assert written(buffer) >= whole
+    buffer.extend(rows[:4] + 0.25)
+    assert written(buffer) <= whole // 16
+    other = ReplayBuffer(storage=LazyTensorStorage(1024))
+    other.loads(saved)
+    assert torch.equal(other[:]["x"], buffer[:]["x"])
