@@ -124,4 +124,5 @@ NB_MODULE(_core, m) {
   replaykit::bind_marks(m);
   replaykit::bind_relabel(m);
   replaykit::bind_rows(m);
+  replaykit::bind_reads(m);
 }

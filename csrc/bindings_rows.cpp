@@ -10,65 +10,28 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "row_arguments.h"
 #include "rows.h"
 
 namespace nb = nanobind;
 using replaykit::Array;
+using replaykit::as_address;
+using replaykit::as_sides;
 using replaykit::check_length;
+using replaykit::check_positions;
+using replaykit::checked_index;
+using replaykit::checked_limit;
 using replaykit::Field;
+using replaykit::List;
 using replaykit::Side;
 using replaykit::Table;
 
 namespace {
 
-using List = std::vector<std::int64_t>;
-
 // Up to this many rows, and bytes, the copy is shorter than handing the interpreter lock over and
 // back.
 constexpr std::int64_t kRowsKept = 64;
 constexpr std::int64_t kBytesKept = 64 << 10;
-
-char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
-
-std::vector<Side> as_sides(const Table& table, const List& addresses, const List& strides,
-                           std::int64_t count = 1) {
-  const auto width = static_cast<std::size_t>(table.width() * count);
-  if (addresses.size() != width || strides.size() != width) {
-    throw nb::value_error(("expected an address and a stride for each of " + std::to_string(width) +
-                           " fields, got " + std::to_string(addresses.size()) + " and " +
-                           std::to_string(strides.size())).c_str());
-  }
-  std::vector<Side> sides;
-  sides.reserve(width);
-  for (std::size_t f = 0; f < width; ++f) sides.push_back({as_address(addresses[f]), strides[f]});
-  return sides;
-}
-
-void check_positions(const List& index, std::int64_t limit) {
-  const auto n = static_cast<std::int64_t>(index.size());
-  const std::int64_t wrong = Table::first_outside(index.data(), n, limit);
-  if (wrong != n) {
-    throw nb::index_error(("expected rows in [0, " + std::to_string(limit) + "), got " +
-                           std::to_string(index[static_cast<std::size_t>(wrong)])).c_str());
-  }
-}
-
-// A copy: what was checked is what is used, whoever writes to the caller's index meanwhile.
-List checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
-  if (n < 0) throw nb::value_error("expected a number of rows of at least 0");
-  const auto* given = reinterpret_cast<const std::int64_t*>(address);
-  List index(given, given + n);
-  check_positions(index, limit);
-  return index;
-}
-
-std::int64_t checked_limit(const Table& table, std::int64_t limit) {
-  if (limit < 0 || limit > table.rows()) {
-    throw nb::value_error(("expected at most " + std::to_string(table.rows()) + " rows, got " +
-                           std::to_string(limit)).c_str());
-  }
-  return limit;
-}
 
 template <typename Work>
 auto unlocked(const Table& table, std::int64_t n, const Work& work) {

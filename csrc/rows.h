@@ -210,7 +210,30 @@ class Table {
     });
   }
 
-  // Copies rows `index` out, field f to sides[f]. Positions have been checked.
+  // Copies rows index[begin .. end) out, field f to sides[f]. Positions have been checked.
+  void gather_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+                    const std::vector<Side>& sides) const {
+    for (std::size_t f = 0; f < fields_.size(); ++f) {
+      const Field& field = fields_[f];
+      if (!field.bytes) continue;
+      const Side& side = sides[f];
+      const std::int64_t ahead =
+          detail::kAheadBytes / std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
+      const std::int64_t warm = std::min(end, begin + ahead);
+      for (std::int64_t i = begin; i < warm; ++i) {
+        detail::prefetch(field.base + index[i] * field.stride, field.bytes);
+      }
+      for (std::int64_t i = begin; i < end; ++i) {
+        if (i + ahead < end) {
+          detail::prefetch(field.base + index[i + ahead] * field.stride, field.bytes);
+        }
+        detail::copy(side.address + i * side.stride, field.base + index[i] * field.stride,
+                     field.bytes);
+      }
+    }
+  }
+
+  // The same of all rows `index`, by as many threads as are worth it.
   void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
               int threads) const {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
@@ -295,28 +318,6 @@ class Table {
         } else {
           detail::copy(target, at(i, std::min(age, reach[i])), field.bytes);
         }
-      }
-    }
-  }
-
-  void gather_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
-                    const std::vector<Side>& sides) const {
-    for (std::size_t f = 0; f < fields_.size(); ++f) {
-      const Field& field = fields_[f];
-      if (!field.bytes) continue;
-      const Side& side = sides[f];
-      const std::int64_t ahead =
-          detail::kAheadBytes / std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
-      const std::int64_t warm = std::min(end, begin + ahead);
-      for (std::int64_t i = begin; i < warm; ++i) {
-        detail::prefetch(field.base + index[i] * field.stride, field.bytes);
-      }
-      for (std::int64_t i = begin; i < end; ++i) {
-        if (i + ahead < end) {
-          detail::prefetch(field.base + index[i + ahead] * field.stride, field.bytes);
-        }
-        detail::copy(side.address + i * side.stride, field.base + index[i] * field.stride,
-                     field.bytes);
       }
     }
   }

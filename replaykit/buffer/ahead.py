@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from replaykit.buffer.prefetch import Drawn, Prefetcher
+from replaykit.samplers import Sampler, SampleUnit, Transition
 from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.transforms import Compose
 
 __all__ = ["Ahead"]
 
@@ -24,6 +30,13 @@ class Ahead:
     _storage: Storage
     _prefetcher: Prefetcher | None
     _pending: deque[Drawn]
+    _sampler: Sampler
+    _sample_unit: SampleUnit
+    _chain: Compose
+    _collate_fn: Callable[[Any], Any] | None
+    _target: torch.device | None
+    _pin_memory: bool
+    _batch_size: int | None
     _drawn_by: tuple[weakref.ref[Any], ...] = ()
 
     if TYPE_CHECKING:
@@ -46,6 +59,24 @@ class Ahead:
             ensemble = reference()
             if ensemble is not None:
                 ensemble._settle_draws(locks)
+
+    def _draws_at_once(self) -> bool:
+        """Whether a draw ahead and what is made of it take little longer than to hand it over."""
+        storage, sampler = self._storage, self._sampler
+        if "prompt" not in vars(type(sampler)) or not isinstance(storage, ColumnStorage):
+            return False
+        if len(self._chain) or self._collate_fn is not None or self._target is not None:
+            return False
+        if self._pin_memory or type(storage).read is not ColumnStorage.read:
+            return False
+        if type(self._sample_unit) is not Transition:
+            return False
+        return storage.reads_at_once(self._batch_size or 0)
+
+    def _free_lock(self) -> Any:
+        """The lock of the storage, taken; None where somebody has it."""
+        lock = self._storage.lock
+        return lock if lock.acquire(blocking=False) else None
 
     def _queue(self) -> Prefetcher | None:
         """What prepares batches in threads; a forked process, where they are not, gets others."""

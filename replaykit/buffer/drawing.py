@@ -173,24 +173,6 @@ class Drawing(BufferCore):
             set_random_state(self._generator, origin.random)
         return False
 
-    def _draws_at_once(self) -> bool:
-        """Whether a draw ahead and what is made of it take little longer than to hand it over."""
-        storage, sampler = self._storage, self._sampler
-        if "prompt" not in vars(type(sampler)) or not isinstance(storage, ColumnStorage):
-            return False
-        if len(self._chain) or self._collate_fn is not None or self._target is not None:
-            return False
-        if self._pin_memory or type(storage).read is not ColumnStorage.read:
-            return False
-        if type(self._sample_unit) is not Transition:
-            return False
-        return storage.reads_at_once(self._batch_size or 0)
-
-    def _free_lock(self) -> Any:
-        """The lock of the storage, taken; None where somebody has it."""
-        lock = self._storage.lock
-        return lock if lock.acquire(blocking=False) else None
-
     def _draw_ahead(self, entry: Any) -> Drawn | None:
         """Draws for a prefetched batch; None if nobody waits for it any more."""
         if self._prefetcher is not None:
@@ -206,7 +188,8 @@ class Drawing(BufferCore):
             size = self._size_of(None)
             try:
                 origin = Origin(storage, sampler, size, delivered)
-                entry.drawn = drawn = self._drawn(storage, size, None, origin)
+                drawn = self._drawn(storage, size, None, origin, begin=entry.here)
+                entry.drawn = drawn
                 drawn.late = entry.here or self._chain.ordered
             finally:
                 show(sampler, delivered)
@@ -219,10 +202,12 @@ class Drawing(BufferCore):
         size: int,
         lent: Lent | None = None,
         origin: Origin | None = None,
+        *,
+        begin: bool = False,
     ) -> Drawn:
         """Draws, or takes what was kept, and reads; where reading fails, the draw is taken back.
 
-        ``origin``: None: there is nothing to be taken back.
+        ``origin``: None: nothing is taken back. ``begin``: reading may go on by itself.
         """
         drawn, fresh, generator, theirs = None, False, self._generator, False
         if lent is not None:
@@ -237,7 +222,7 @@ class Drawing(BufferCore):
             fresh = drawn.index is drawn.anchors  # and not what a sample unit has made of them
         drawn.origin = origin
         try:
-            self._read(drawn, storage, lent, generator, fresh)
+            self._read(drawn, storage, lent, generator, fresh, begin)
         except BaseException:
             if origin is not None and not theirs:
                 if origin.random is not None:
@@ -254,6 +239,7 @@ class Drawing(BufferCore):
         lent: Lent | None,
         generator: torch.Generator | None,
         fresh: bool,
+        begin: bool,
     ) -> None:
         """Reads the rows of a draw, and what transforms read around them."""
         # A draw that was kept meets what its slots hold now.
@@ -270,7 +256,11 @@ class Drawing(BufferCore):
         held = False
         # A storage that defines `read` anew means every read.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
-            drawn.rows = storage.read_held(drawn.index, self._contiguous)
+            # Of what was begun nobody looks at the values before it is over: transforms might.
+            if begin and not len(self._chain):
+                drawn.rows, drawn.begun = storage.begin_held(drawn.index, self._contiguous)
+            else:
+                drawn.rows = storage.read_held(drawn.index, self._contiguous)
             held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)

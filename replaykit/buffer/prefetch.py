@@ -53,6 +53,7 @@ class Drawn:
     generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
     rows were read for this draw alone, and go to who asked for them as they are. ``arrival``: the
     batch is on its way to a device. ``late``: the batch is made of the rows when it is delivered.
+    ``begun``: to be waited for before anybody looks at the rows.
     """
 
     index: torch.Tensor
@@ -71,6 +72,7 @@ class Drawn:
     fresh: bool = False
     arrival: Arrival | None = None
     late: bool = False
+    begun: Any = None
 
     def kept(self) -> Drawn:
         """The draw alone, to be delivered later."""
@@ -198,10 +200,8 @@ class Prefetcher:
         return entry.drawn is None and source is not None and source._written() != entry.written
 
     def _await_release(self, number: int) -> None:
-        """Waits until another thread has delivered the batch that ended a pass.
-
-        Later passes may have ended by the time this thread is awake: it waits for one only.
-        """
+        """Waits until another thread has delivered the batch that ended a pass; later passes may
+        have ended by the time this thread is awake: it waits for one only."""
         with self._changed:
             self._changed.wait_for(lambda: self._releases >= number or self._closed)
 
@@ -259,10 +259,8 @@ class Prefetcher:
             beside()
 
     def feed(self, count: int) -> None:
-        """Has draws that were kept be read at once, before anything is written.
-
-        Without a thread to do it they are when a batch is asked for. The storage's lock is held.
-        """
+        """Has draws that were kept be read at once, before anything is written; without a thread to
+        do it, when a batch is asked for. The storage's lock is held."""
         with self._changed, contextlib.suppress(RuntimeError):
             self._top_up(min(count, self.depth))
 
@@ -326,10 +324,10 @@ class Prefetcher:
                 self._waiting.pop()
 
     def give_way(self, lock: Any) -> None:
-        """Lets those have the storage's lock who have waited for it while a batch was drawn.
-
-        A lock goes to whoever comes first, which would be who draws: he comes again at once.
-        """
+        """Lets those have the storage's lock who have waited for it while a batch was drawn: a
+        lock goes to whoever comes first, which would be who draws; he comes again at once."""
+        if not self._waiting:
+            return
         until = time.monotonic() + _MOST_SECONDS
         while self._waiting and time.monotonic() < until and not lock._is_owned():
             time.sleep(_PAUSE)
@@ -353,10 +351,8 @@ class Prefetcher:
             return [entry.drawn for entry in self._entries if entry.drawn is not None]
 
     def clear(self) -> list[Drawn]:
-        """Gives up all batches; returns their draws. The storage's lock is held.
-
-        Batches that a thread is already waiting for are delivered.
-        """
+        """Gives up all batches, but for those that a thread is already waiting for; returns their
+        draws. The storage's lock is held."""
         with self._changed:
             undelivered = [entry.drawn for entry in self._entries if entry.drawn is not None]
             self._entries.clear()

@@ -211,6 +211,9 @@ class Sampling(Drawing):
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
         """Collates, transforms, and pins or moves; no lock is held."""
         data, drawn.rows = drawn.rows, None
+        if drawn.begun is not None:
+            drawn.begun.wait()
+            drawn.begun = None
         info = {**drawn.info, "index": drawn.index}
         sampler = drawn.sampler
         if sampler is not None:

@@ -67,6 +67,9 @@ class Changes:
     Every chunk has the number of the save before which it was last written. Not thread-safe: calls
     come under the lock that guards the rows.
 
+    Attributes:
+        reads: gathers that go on without the lock: each write waits for them. None: there are none.
+
     Args:
         rows: how many rows there can be; chunks begin at multiples of ``chunk``.
         row_bytes: bytes of a row, of all tensors together.
@@ -110,6 +113,7 @@ class Changes:
         self._exposed = False
         self._frozen: list[FrozenRows] = []
         self._saves: dict[str, SavedRows] = {}
+        self.reads: Any = None
 
     @property
     def now(self) -> int:
@@ -131,6 +135,8 @@ class Changes:
         """
         if count <= 0:
             return
+        if self.reads is not None:
+            self.reads.wait()
         chunk, stop = first // self.chunk, first + count
         # The last chunk may be a part of one: rows beyond it are those at the beginning.
         if keys is None and stop <= self.rows and chunk == (stop - 1) // self.chunk:
@@ -202,6 +208,8 @@ class Changes:
             self.wrote(0, stop, keys)
 
     def _touch(self, chunks: Any, keys: Iterable[Hashable] | None) -> None:
+        if self.reads is not None:
+            self.reads.wait()
         if keys is not None and self.packed:
             keys = {RECORDS if key in self.packed else key for key in keys}
         if self._frozen:
@@ -224,6 +232,8 @@ class Changes:
 
     def expose(self) -> None:
         """Told, before it happens, that somebody gets a view and may write without saying so."""
+        if self.reads is not None:
+            self.reads.wait()
         if not self._exposed:
             # A save in progress holds views that it lets go of: nothing can be told by counting.
             self._users = None if self._frozen else self._count()

@@ -37,14 +37,13 @@ class Columns:
 
     Args:
         tensors: the leaves that lie alone, ``[slots, *lanes, *F]``.
-        layout, records: where the other leaves lie, and the records: uint8
-            ``[slots, *lanes, stride]``.
+        layout, records: where the other leaves lie, and records: uint8 ``[slots, *lanes, stride]``.
         mapped: whether rows lie in mapped files, whose pages may have to come from disk.
         changes: who is told of writes, where these are columns over memory of others.
 
     Attributes:
         advise: whether the kernel is told which pages of mapped files a batch will touch.
-        row_bytes: bytes of the values of an element.
+        row_bytes: bytes of an element's values.
         order: the paths, in the order in which leaves are gathered.
         frames: what copies rows with those before them; None where only ``gather_keys`` can.
         moves: how often the memory was found to lie somewhere else.
@@ -137,6 +136,13 @@ class Columns:
         leaves = self._gather(index, length, contiguous)
         return self._assemble(leaves, index.shape[:1], self.device)
 
+    def begin_read(self, index: torch.Tensor, length: int, contiguous: bool) -> tuple[Any, Any]:
+        """Begins what ``read`` does, where ``native``: see ``NativeRows.begin``."""
+        assert self._native is not None
+        rows = index if self.ndim == 1 else ravel(index, self.lanes)
+        leaves, begun = self._native.begin(rows, length * self._cells, contiguous)
+        return self._assemble(leaves, index.shape[:1], self.device), begun
+
     def gather(
         self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
     ) -> dict[Path, torch.Tensor]:
@@ -174,8 +180,7 @@ class Columns:
         """Copies elements ``[B]`` out, counted through time slots and lanes: leaves in ``order``.
 
         Raises:
-            IndexError: an element outside ``[0, limit)``; not on devices where asking means
-                waiting.
+            IndexError: an element outside ``[0, limit)``; not where asking a device means waiting.
         """
         if self._native is not None:
             return self._native.gather(rows, limit, contiguous)
@@ -273,8 +278,7 @@ class Columns:
         """Writes rows ``kept`` of stored ones, ``count`` of them, to the slots from ``start`` on.
 
         Args:
-            packed: the records in which some of the leaves lie. Where they lie likewise here, they
-                are copied whole.
+            packed: records in which some leaves lie; where they lie likewise here, copied whole.
         """
         if not self.lies_as(packed):
             self.scatter(arange(start, start + count), leaves, kept)
@@ -368,8 +372,7 @@ class Columns:
             carried(self.tensors[path])[at] = carried(leaf.to(self.device))
 
     def check_writable(self) -> None:
-        """Raises RuntimeError where rows of a wrapped tensor share memory: one write would change
-        several of them."""
+        """Raises RuntimeError where rows share memory: one write would change several of them."""
         if self._overlapping:
             key = format_key(self._overlapping[0] or ("(root)",))
             raise RuntimeError(

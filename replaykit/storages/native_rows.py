@@ -167,6 +167,37 @@ class NativeRows:
         leaves += wide
         return leaves
 
+    def begin(
+        self, rows: torch.Tensor, limit: int, contiguous: bool
+    ) -> tuple[Sequence[torch.Tensor], Any]:
+        """Begins what ``gather`` does; returns its leaves, and what has a ``wait`` to be called
+        before anybody looks at them. Writes to the columns wait for it too.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``.
+        """
+        self._owner.follow_memory()
+        changes = self._owner.changes
+        if changes.reads is None:
+            changes.reads = native.core().Reads()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        count, layout = rows.shape[0], None if contiguous else self.batch_layout
+        paths, table, strides = self._alone, self._rows, self._batch_strides
+        if contiguous:
+            paths, table, strides = self.order, self._apart, self._apart_sizes
+        leaves = [self._fresh(path, count) for path in paths]
+        to = [leaf.data_ptr() for leaf in leaves]
+        block = None
+        if layout is not None:
+            block = layout.new_block(count)
+            base = block.data_ptr()
+            to = [base + offset for offset in self._block_offsets] + to
+            leaves = [*layout.split(block), *leaves]
+        kept = block, leaves, self.columns, self._records
+        at, threads = rows.data_ptr(), torch.get_num_threads()
+        return leaves, changes.reads.begin(table, at, count, limit, to, strides, threads, kept)
+
     def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
         """Copies some leaves of elements ``[B]`` out, each in one piece.
 

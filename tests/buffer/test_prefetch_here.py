@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -20,6 +22,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
+    native,
 )
 
 ROWS = 50
@@ -220,9 +223,16 @@ def test_what_may_take_long_is_left_to_threads(
     rb.shutdown()
 
 
-def test_large_batches_are_left_to_threads() -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=3, prefetch=1)
-    rb.extend(torch.zeros(4, 20_000))
+@pytest.mark.parametrize("kind", ["mapped", "without the core"])
+def test_large_batches_are_left_to_threads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = kind == "mapped"
+    if not mapped:
+        monkeypatch.setattr(native, "Table", None)
+    storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
+    rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
+    rb.extend(torch.zeros(4, 40_000))
     assert not rb._draws_at_once()
-    assert rb.sample().shape == (3, 20_000)
+    assert rb.sample().shape == (3, 40_000)
     rb.shutdown()

@@ -5,6 +5,7 @@
 // threads alone, without forks, after which the thread sanitizer cannot follow.
 #include "steps_ahead.h"  // first, so that it has to include what it uses
 #include "harness.h"
+#include "reads.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -252,6 +253,86 @@ void loops_after_a_fork() {
   busy.join();
 }
 
+// Gathers that go on by themselves are waited for, given up, and waited for by who writes, in any
+// order; what was waited for is right, and nothing is touched afterwards.
+void gathers_begun(int turns) {
+  constexpr std::int64_t kRows = 300, kBytes = 4096;
+  Bytes column(kRows * kBytes);
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    std::memset(column.data() + row * kBytes, static_cast<int>(row % 251), kBytes);
+  }
+  Random random(static_cast<std::uint64_t>(turns));
+  const Table table({{address(column), kBytes, kBytes}}, kRows);
+  auto readers = std::make_shared<replaykit::Readers>(replaykit::this_process());
+  for (int turn = 0; turn < turns; ++turn) {
+    std::vector<std::shared_ptr<replaykit::Read>> reads;
+    std::vector<Bytes> to;
+    std::vector<std::vector<std::int64_t>> chosen;
+    for (int one = 0; one < 3; ++one) {
+      std::vector<std::int64_t> index;
+      for (std::int64_t i = 1 + below(random, 400); i > 0; --i) index.push_back(below(random, kRows));
+      to.emplace_back(index.size() * kBytes);
+      chosen.push_back(index);
+      const std::vector<replaykit::Side> sides = {{address(to.back()), kBytes}};
+      const int threads = 1 + static_cast<int>(below(random, 3));
+      reads.push_back(std::make_shared<replaykit::Read>(table, index, sides, threads, readers));
+      replaykit::Reading::begin(reads.back());
+    }
+    if (below(random, 2)) replaykit::Reading::await_all(*readers);
+    for (std::size_t one = 0; one < reads.size(); ++one) {
+      if (!below(random, 3)) {
+        replaykit::Reading::abandon(*reads[one]);
+        Bytes().swap(to[one]);
+        continue;
+      }
+      replaykit::Reading::finish(*reads[one]);
+      for (std::size_t i = 0; i < chosen[one].size(); ++i) {
+        const auto expected = static_cast<char>(chosen[one][i] % 251);
+        REQUIRE(static_cast<char>(to[one][i * kBytes]) == expected);
+        REQUIRE(static_cast<char>(to[one][(i + 1) * kBytes - 1]) == expected);
+      }
+    }
+    replaykit::Reading::await_all(*readers);
+    REQUIRE(readers->under_way == 0);
+    std::memset(column.data(), 0, kBytes);  // a write: nobody reads
+  }
+}
+
+void several_begin_gathers(int turns) {
+  std::thread one([turns] { gathers_begun(turns); });
+  std::thread other([turns] { gathers_begun(turns + 1); });
+  gathers_begun(turns + 2);
+  one.join();
+  other.join();
+}
+
+// What was begun before a fork is done by the child itself, and its own by threads of its own.
+void gathers_after_a_fork() {
+  constexpr std::int64_t kRows = 2000, kBytes = 2048;
+  Bytes column(kRows * kBytes, 7), to(kRows * kBytes, 0);
+  const Table table({{address(column), kBytes, kBytes}}, kRows);
+  std::vector<std::int64_t> index(kRows, 5);
+  const std::vector<replaykit::Side> sides = {{address(to), kBytes}};
+  for (int round = 0; round < 20; ++round) {
+    auto readers = std::make_shared<replaykit::Readers>(replaykit::this_process());
+    auto read = std::make_shared<replaykit::Read>(table, index, sides, 2, readers);
+    replaykit::Reading::begin(read);
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      replaykit::Reading::await_all(*readers);
+      replaykit::Reading::finish(*read);
+      for (const auto byte : to) REQUIRE(static_cast<int>(byte) == 7);
+      gathers_begun(3);
+      std::_Exit(0);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    replaykit::Reading::finish(*read);
+  }
+}
+
 void discounted_sums(Random& random) {
   for (int turn = 0; turn < 50; ++turn) {
     const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 40);
@@ -460,6 +541,8 @@ int main(int count, char** arguments) {
   }
   shared_loops();
   loops_at_the_same_time(150);
+  several_begin_gathers(60);
+  if (argument.empty()) gathers_after_a_fork();
   if (argument.empty()) loops_after_a_fork();
   std::puts("all agree");
   return 0;

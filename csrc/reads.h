@@ -1,0 +1,231 @@
+// Gathers that go on by themselves, in threads that know nothing of Python, until somebody wants
+// what was read or wants to write where it is read.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "rows.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+namespace replaykit {
+
+inline long this_process() {
+#if defined(__unix__) || defined(__APPLE__)
+  return static_cast<long>(getpid());
+#else
+  return 0;
+#endif
+}
+
+// How many gathers of the same rows are under way, in one process.
+struct Readers {
+  explicit Readers(long process) : process(process) {}
+  const long process;
+  std::atomic<std::int64_t> under_way{0};
+};
+
+// A gather that was begun. Its pieces are taken by threads, and by whoever waits for it. Positions
+// have been checked. Whoever has begun it keeps the memory of rows and sides until it is over.
+struct Read {
+  Read(const Table& table, std::vector<std::int64_t> index, std::vector<Side> sides, int threads,
+       std::shared_ptr<Readers> readers)
+      : table(table), index(std::move(index)), sides(std::move(sides)), readers(std::move(readers)),
+        rows(static_cast<std::int64_t>(this->index.size())),
+        piece(std::max<std::int64_t>(1, detail::kBytesAPiece / std::max<std::int64_t>(1, table.row_bytes()))),
+        places(threads), left(rows) {}
+
+  // Copies pieces as long as there are any; returns whether the last row was copied here.
+  bool work() {
+    bool last = false;
+    for (;;) {
+      const std::int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+      if (begin >= rows) return last;
+      const std::int64_t end = std::min(rows, begin + piece);
+      table.gather_range(index.data(), begin, end, sides);
+      last = left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin;
+    }
+  }
+
+  // Has nobody take a piece any more; returns whether nothing is being copied.
+  bool stop() {
+    const std::int64_t taken = std::min(rows, next.exchange(rows, std::memory_order_relaxed));
+    const std::int64_t never = rows - taken;
+    return left.fetch_sub(never, std::memory_order_acq_rel) == never && never > 0;
+  }
+
+  bool over() const { return left.load(std::memory_order_acquire) == 0; }
+  bool taken() const { return next.load(std::memory_order_relaxed) >= rows; }
+
+  const Table table;
+  const std::vector<std::int64_t> index;
+  const std::vector<Side> sides;
+  const std::shared_ptr<Readers> readers;
+  const std::int64_t rows, piece;
+  int places;  // of threads that may still join; guarded by the lock of the reading threads
+  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> left;
+};
+
+// The threads of a process that do them, in the order in which they were begun.
+class Reading {
+ public:
+  // Begins a gather of at least one row.
+  static void begin(const std::shared_ptr<Read>& read) { of_this_process().add(read); }
+
+  // Waits until a gather is over, and takes a part in it.
+  static void finish(Read& read) {
+    if (read.over()) return;
+    if (read.readers->process != this_process()) {
+      // It was begun by the process that this one forked off, whose threads are not here.
+      read.table.gather(read.index.data(), read.rows, read.sides, 1);
+      read.left = 0;
+      return;
+    }
+    Reading& reading = of_this_process();
+    if (read.work()) {
+      reading.ended(read);
+    } else {
+      reading.await([&read] { return read.over(); });
+    }
+  }
+
+  // Ends a gather that nobody wants; what is being copied is waited for.
+  static void abandon(Read& read) {
+    if (read.over() || read.readers->process != this_process()) return;
+    Reading& reading = of_this_process();
+    if (read.stop()) {
+      reading.ended(read);
+    } else {
+      reading.await([&read] { return read.over(); });
+    }
+  }
+
+  // Waits until nothing is read of rows.
+  static void await_all(const Readers& readers) {
+    if (!readers.under_way || readers.process != this_process()) return;
+    of_this_process().await([&readers] { return readers.under_way == 0; });
+  }
+
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+ private:
+  explicit Reading(long process) : process_(process) {}
+
+  // As for `Pool`: a forked process has one of its own, and none is ever destroyed.
+  static Reading& of_this_process() {
+    static std::atomic<Reading*> current{nullptr};
+    Reading* found = current.load(std::memory_order_acquire);
+    const long process = this_process();
+    if (found != nullptr && found->process_ == process) return *found;
+    Reading* made = new Reading(process);
+    if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
+    delete made;  // another thread was first
+    return *found;
+  }
+
+  void add(const std::shared_ptr<Read>& read) {
+    const std::int64_t pieces = (read->rows + read->piece - 1) / read->piece;
+    const int places = static_cast<int>(std::min<std::int64_t>(std::max(1, read->places), pieces));
+    read->places = places;  // nobody else knows of it yet
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      while (threads_ < places) {
+        try {
+          std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+          break;  // no more threads to be had: who waits for it does it
+        }
+        ++threads_;
+      }
+      read->readers->under_way.fetch_add(1);
+      reads_.push_back(read);
+    }
+    if (places > 1) {
+      wake_.notify_all();
+    } else {
+      wake_.notify_one();
+    }
+  }
+
+  void ended(const Read& read) {
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      const auto found = std::find_if(reads_.begin(), reads_.end(),
+                                      [&read](const auto& one) { return one.get() == &read; });
+      if (found != reads_.end()) reads_.erase(found);
+      read.readers->under_way.fetch_sub(1);
+    }
+    done_.notify_all();
+  }
+
+  template <typename Done>
+  void await(const Done& done) {
+    std::unique_lock<std::mutex> guard(state_);
+    while (!done()) {
+      // A thread may have been woken long ago and not be running yet.
+      if (const std::shared_ptr<Read> read = open()) {
+        guard.unlock();
+        if (read->work()) ended(*read);
+        guard.lock();
+      } else {
+        done_.wait(guard);
+      }
+    }
+  }
+
+  // The first gather of which there are pieces to be had.
+  std::shared_ptr<Read> open() const {
+    for (const auto& read : reads_) {
+      if (!read->taken()) return read;
+    }
+    return nullptr;
+  }
+
+  std::shared_ptr<Read> joined() const {
+    for (const auto& read : reads_) {
+      if (read->places > 0 && !read->taken()) {
+        --read->places;
+        return read;
+      }
+    }
+    return nullptr;
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> guard(state_);
+    for (;;) {
+      std::shared_ptr<Read> read = joined();
+      if (read == nullptr) {
+        wake_.wait(guard);
+        continue;
+      }
+      guard.unlock();
+      if (read->work()) ended(*read);
+      read.reset();
+      guard.lock();
+    }
+  }
+
+  const long process_;
+  std::mutex state_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  std::deque<std::shared_ptr<Read>> reads_;  // that are not over
+  int threads_ = 0;
+};
+
+}  // namespace replaykit
