@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from replaykit import (
+    ImmutableDatasetWriter,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -18,7 +19,12 @@ from replaykit import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.mapped import MappedStorage
+from replaykit.datasets.sources import Sources
 from replaykit.errors import ActorLost
+from replaykit.testing.robohive import RoboHiveWriter, make_trial
 from tests.ensembles.members import check_rows, make_member, rows_of, same
 from tests.remote.stand_in import Actor, client_of, stand_in
 
@@ -184,3 +190,24 @@ def test_a_member_that_dies_is_named(make: Any) -> None:
         copy.sample()
     copied.p = [1.0, 0.0]
     check_rows(copy.sample())
+
+
+def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
+    source = tmp_path / "set.h5"
+    with RoboHiveWriter(source) as writer:
+        writer.add_trial(**make_trial(30, seed=0))
+    path = ensure_dataset(
+        tmp_path / "set", get_sources=lambda: Sources.local([source]), layout=ROBOHIVE
+    )
+    handle = far(1, 0, storage=MappedStorage(path), writer=ImmutableDatasetWriter())
+    here = make_member(0, 0)
+    here.extend(handle[:10].select("action"))
+    ensemble = ReplayBufferEnsemble(
+        here, handle, keys=["action"], p="size", num_buffer_sampled=40, generator=seeded()
+    )
+    batch = ensemble.sample(40)
+    where = batch["index", "index"].reshape(-1)
+    assert torch.equal(
+        batch["action"].reshape(-1, batch["action"].shape[-1]), handle[where]["action"]
+    )
+    assert 0.5 < batch["index", "buffer_ids"].double().mean() < 1
