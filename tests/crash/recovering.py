@@ -153,17 +153,22 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return names
 
 
-def kill_at(die_at: int) -> None:
-    """Kills this process at that call of a function of the package; 0: at none."""
-    calls = 0
+def kill_at(die_at: int, since: str = "") -> None:
+    """Kills this process at that call of a function of the package; 0: at none.
+
+    Args:
+        since: the function from whose first call on they are counted.
+    """
+    calls, begun = 0, not since
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
+        nonlocal calls, begun
         if event in ("call", "return", "c_call", "c_return"):
             if "replaykit" not in frame.f_code.co_filename:
                 return
-            calls += 1
-            if calls == die_at:
+            begun = begun or frame.f_code.co_name == since
+            calls += begun
+            if begun and calls == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if die_at:
