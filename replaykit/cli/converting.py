@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +72,8 @@ def convert(
     )
     guess: Any = _guessed(output, files) if layout is None else None
     name = str(guess.layout) if layout is None else layout
-    with output.warnings():
+    # A layout of one's own may print: stdout is for what the command itself says.
+    with output.warnings(), redirect_stdout(sys.stderr):
         data = converted(
             files,
             layout_named(name),

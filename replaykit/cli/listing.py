@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,7 +163,8 @@ def download(
     from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
-    rules = None if layout is None else layout_named(layout)
+    with redirect_stdout(sys.stderr):  # a layout of one's own may print
+        rules = None if layout is None else layout_named(layout)
     if dry_run:
         _tell_plan(output, plan(name, root=root))
         return

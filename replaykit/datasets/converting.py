@@ -20,7 +20,7 @@ from replaykit.datasets.http_cache import WebFile
 from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.planning import room_needed_at
-from replaykit.datasets.sources import Sources, names_of, sha256_of
+from replaykit.datasets.sources import Sources, names_of, require_plain, sha256_of
 from replaykit.errors import CorpusError
 
 __all__ = [
@@ -83,7 +83,8 @@ def convert(
     Raises:
         CorpusError: a file breaks a rule of its layout, or is not the one of its SHA-256; names
             file, episode, key and rule. It is a ValueError.
-        ValueError: the policies name a key or dtype that no file has.
+        ValueError: the policies name a key or dtype that no file has; a file is a pipe or a
+            device, or has a name that is not UTF-8.
         FileNotFoundError: a file is not there, or a directory holds none.
         DownloadError, PermissionError: as `download` does.
         OSError: a file cannot be read, or there is no room; names the file. Before a download:
@@ -258,6 +259,7 @@ def _paths(files: Files) -> list[Path]:
     for path in map(_path, _given(files)):
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        require_plain(path)
         if not path.is_dir():
             paths.append(path)
             continue

@@ -14,7 +14,7 @@ from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
-__all__ = ["SourceFile", "Sources", "names_of", "sha256_of"]
+__all__ = ["SourceFile", "Sources", "names_of", "require_plain", "sha256_of"]
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,12 @@ class Sources:
         Raises:
             CorpusError: a file is not HDF5.
             FileNotFoundError, PermissionError, IsADirectoryError: a file cannot be opened.
-            ValueError: a file is given twice.
+            ValueError: a file is given twice, is a pipe or a device, or has a name that is not
+                UTF-8.
         """
         named = names_of(paths)
         for path, _ in named:
+            require_plain(path)
             if checked:
                 check_signature(path)
         each = [path for path, _ in named]
@@ -116,12 +118,30 @@ class Sources:
 
 
 def names_of(paths: Iterable[str | Path]) -> list[tuple[Path, str]]:
-    """Returns files with their paths below the deepest directory that holds all of them."""
+    """Returns files with their paths below the deepest directory that holds all of them.
+
+    Raises:
+        ValueError: such a path is not UTF-8: manifests and messages could not have it.
+    """
     absolute = [Path(os.path.abspath(path)) for path in paths]
     if not absolute:
         return []
     base = Path(os.path.commonpath([path.parent for path in absolute]))
-    return [(path, path.relative_to(base).as_posix()) for path in absolute]
+    named = [(path, path.relative_to(base).as_posix()) for path in absolute]
+    for _, name in named:
+        if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+            raise ValueError(f"expected names of files in UTF-8, got {os.fsencode(name)!r}")
+    return named
+
+
+def require_plain(path: Path) -> None:
+    """Checks that a path is no pipe, device or socket: who opens one may wait for ever.
+
+    Raises:
+        ValueError: it is one. A path that is not there is for others to tell of.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path}: expected a file, got a pipe, a device or a socket")
 
 
 def sha256_of(path: Path) -> str:

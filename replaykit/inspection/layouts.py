@@ -51,7 +51,8 @@ def layout_named(name: str) -> Layout:
     ``file.py:NAME``.
 
     Raises:
-        ValueError: there is none of that name. ImportError, OSError: the module cannot be loaded.
+        ValueError: there is none of that name.
+        ImportError, OSError: the module cannot be loaded, or fails as it runs.
 
     Example:
         >>> from replaykit.inspection import layout_named
@@ -63,13 +64,19 @@ def layout_named(name: str) -> Layout:
     known = known_layouts()
     if name in known:
         return known[name]
-    module, colon, attribute = name.rpartition(":")
-    if not colon:
+    module, _, attribute = name.rpartition(":")
+    if not module or not attribute:
         raise ValueError(
             f"expected a layout as one of {sorted(known)}, or as module:NAME or file.py:NAME of "
             f"one's own, got {name!r}"
         )
-    found = getattr(_module(module), attribute, None)
+    try:
+        found = getattr(_module(module), attribute, None)
+    except (ImportError, OSError):
+        raise
+    except (Exception, SystemExit) as error:  # what its author wrote may do anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ImportError(f"{module} cannot be loaded: {why}") from error
     if not isinstance(found, Layout):
         raise ValueError(f"expected {name} to be a replaykit.datasets.Layout, got {found!r:.80}")
     return found
@@ -88,7 +95,11 @@ def _module(name: str) -> object:
     module = importlib.util.module_from_spec(spec)
     # Worker processes look the classes of a layout up by the name of their module.
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module
 
 

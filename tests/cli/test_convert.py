@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -39,6 +41,38 @@ def test_a_file_is_converted_by_the_layout_that_fits(command, demos, tmp_path):
         action = np.concatenate([file[f"data/demo_{i}/actions"][...] for i in range(3)])
     data = replaykit.datasets.open(tmp_path / "data")
     np.testing.assert_array_equal(data[:]["action"], action)
+
+
+def test_what_a_layout_prints_is_not_in_the_document(command, tmp_path):
+    (tmp_path / "own.py").write_text(f"print('loaded')\n{OWN}")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["run0/joints"], file["run0/torque"] = np.eye(4), np.ones((4, 1))
+    layout = f"{tmp_path}/own.py:ARM"
+    to = tmp_path / "data"
+    done = command("convert", tmp_path / "a.h5", "--layout", layout, "--to", to, "--json")
+    assert (done.code, done.err, done.json["layout"]) == (0, "loaded\n", "arm")
+
+
+@pytest.mark.parametrize("layout", [["--layout", "robomimic"], []])
+def test_a_pipe_is_refused_and_not_waited_for(command, demos, tmp_path, layout):
+    os.mkfifo(tmp_path / "pipe.h5")
+    made = ["--to", tmp_path / "data", "--json", "--on-invalid", "skip"]
+    done = command("convert", tmp_path / "pipe.h5", *layout, *made)
+    assert done.code == 3
+    assert "pipe.h5: expected a file, got a pipe" in done.json["error"]["message"]
+
+
+def test_a_name_that_is_not_utf8_is_refused_by_name(command, demos, tmp_path):
+    named = os.path.join(os.fsencode(tmp_path), b"n\xff.h5")
+    try:
+        shutil.copy(demos, named)
+    except OSError:
+        pytest.skip("the file system has no such names")
+    made = ["--layout", "robomimic", "--to", tmp_path / "data", "--json"]
+    done = command("convert", os.fsdecode(named), *made)
+    assert done.code == 3
+    expected = r"expected names of files in UTF-8, got b'n\xff.h5'"
+    assert done.json["error"]["message"] == expected
 
 
 def test_json_says_what_was_made(command, demos, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import h5py
@@ -34,9 +35,27 @@ def test_a_layout_of_one_s_own_is_loaded_from_a_file(tmp_path):
         layout_named(f"{tmp_path}/absent.py:ARM")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_fails_as_it_runs_is_named_and_leaves_nothing(tmp_path, text, why):
+    (tmp_path / "failing.py").write_text(text)
+    with pytest.raises(ImportError, match=rf"failing\.py cannot be loaded: {why}"):
+        layout_named(f"{tmp_path}/failing.py:ARM")
+    assert "replaykit_layouts_failing" not in sys.modules
+
+
 def test_an_unknown_name_lists_those_there_are():
     with pytest.raises(ValueError, match=r"'aloha'.*got 'atari'"):
         layout_named("atari")
+    for half in (":", ":ARM", "own.py:"):
+        with pytest.raises(ValueError, match=rf"module:NAME .* got '{half}'"):
+            layout_named(half)
     assert {"aloha", "d4rl", "robomimic", "libero"} <= known_layouts().keys()
     assert all(layout_named(name) is layout for name, layout in known_layouts().items())
 
