@@ -250,6 +250,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
         Raises:
             FileNotFoundError: it is not there (any more).
+            RuntimeError: there are files that are no part of a data set; names one.
         """
         remove_published(self.data_path)
 

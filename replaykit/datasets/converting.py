@@ -77,7 +77,7 @@ def convert(
         policies: what is done with keys, dtypes and episodes that are not as one would wish.
         workers: how many processes convert at once, each a file; the result does not depend on
             it.
-        force: convert anew and replace what is at ``dest``, in one step at the end.
+        force: convert anew and replace the data set at ``dest``, in one step at the end.
         progress: whether a bar is shown; by default only on a terminal.
 
     Raises:
@@ -90,7 +90,8 @@ def convert(
         OSError: a file cannot be read, or there is no room; names the file. Before a download:
             no room for the files and as much again for columns, unless policies may make these
             smaller.
-        RuntimeError: without ``force``, what is at ``dest`` is something else.
+        RuntimeError: without ``force``, what is at ``dest`` is something else; with it, files that
+            are no part of a data set, which are never removed.
         ImportError: h5py is not installed.
 
     Warns:

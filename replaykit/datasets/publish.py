@@ -19,6 +19,7 @@ from typing import Any, Final
 from replaykit.datasets.locking import target_lock, target_lock_if_free
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.opened import FORCE, Published, open_directory, verify_directory
+from replaykit.datasets.own_files import HELD_BACK, META, UNFINISHED_NAME, check_own
 from replaykit.filesystem import (
     disk_errors,
     exchange,
@@ -43,10 +44,6 @@ __all__ = [
 
 _BUILDING: Final = "tmp"
 _RETIRED: Final = "old"
-_META: Final = "meta.json"
-_HELD_BACK: Final = "meta.json.incomplete"
-UNFINISHED_NAME: Final = "unfinished"
-"""A file by which a directory that was not published says that its making can go on."""
 
 
 def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = None) -> Published:
@@ -90,17 +87,19 @@ def verify_published(path: str | Path) -> None:
 
 
 def remove_published(path: str | Path) -> None:
-    """Removes what is at the path; it is gone in one step, never half there.
+    """Removes the data set at the path; it is gone in one step, never half there.
 
     What dead or interrupted processes left beside it goes too.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
+        RuntimeError: there are files that are no part of a data set; names one.
     """
     target = _resolve(path)
     if not target.exists():
         raise FileNotFoundError(f"{target} does not exist")
     with file_limit_errors(target), target_lock(target):
+        check_own(target)
         recover(target)
         doomed = private_path(target, _BUILDING)
         os.rename(target, doomed)
@@ -127,8 +126,8 @@ def ensure_published(
         path: where the data set is, or will be.
         build: fills the empty directory that it is given and returns the manifest, or its text.
             Whatever it raises is raised here, and nothing has changed.
-        force: build even where there is a data set, or something that is none; that is replaced
-            in one step when the new one is complete, and kept if anything fails.
+        force: build even where there is a data set, or a damaged one; that is replaced in one step
+            when the new one is complete, and kept if anything fails.
         identity: as for `open_published`.
         is_current: whether what is there is still what is asked for; if not, it is built anew
             as with ``force``.
@@ -139,7 +138,7 @@ def ensure_published(
 
     Raises:
         RuntimeError: without ``force``, there is something that is not a complete data set, or
-            the data set of another identity.
+            the data set of another identity; in any case, files that are no part of one.
     """
     target = _resolve(path)
     with file_limit_errors(target):
@@ -154,6 +153,7 @@ def ensure_published(
                 if found is not None and (is_current is None or is_current(found.manifest)):
                     recover(target)
                     return found
+            check_own(target)
             if prepare is not None:
                 prepare()
             return publish(target, build, unfinished=unfinished, goes_on=goes_on)
@@ -183,7 +183,7 @@ def publish(
     """
     with _private_directory(target, unfinished, goes_on) as directory:
         manifest = build(directory)
-        (directory / _HELD_BACK).rename(directory / _META)
+        (directory / HELD_BACK).rename(directory / META)
         sync_tree(directory)
         # From here on it is a data set, or nothing.
         (directory / UNFINISHED_NAME).unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def _opened(directory: Path, target: Path) -> Published:
 
 def hold_back(directory: Path) -> None:
     """Hides the root description of the columns, so that a half-built table does not load."""
-    (directory / _META).rename(directory / _HELD_BACK)
+    (directory / META).rename(directory / HELD_BACK)
 
 
 def _resolve(path: str | Path) -> Path:
@@ -268,7 +268,8 @@ def _is_unfinished(directory: Path) -> bool:
 
 
 def _put(directory: Path, target: Path) -> None:
-    """Moves a complete directory to the target, whatever is there."""
+    """Moves a complete directory to the target, which may hold a data set."""
+    check_own(target)
     parent = target.parent
     if not os.path.lexists(target):
         os.rename(directory, target)

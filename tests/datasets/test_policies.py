@@ -348,7 +348,7 @@ def test_same_files_layout_and_policies_are_converted_once(tmp_path):
 
 @pytest.mark.parametrize("force", [False, True])
 def test_source_files_are_never_replaced_by_what_is_made_of_them(tmp_path, force):
-    """D10: with force, whatever is at the place of the data set goes."""
+    """D10: with force, a data set at the place of the new one goes, and nothing else."""
     (tmp_path / "in/deep").mkdir(parents=True)
     path = write(tmp_path / "in/deep/a.h5", 3)
     before = path.read_bytes()
@@ -357,11 +357,23 @@ def test_source_files_are_never_replaced_by_what_is_made_of_them(tmp_path, force
         with pytest.raises((ValueError, RuntimeError)) as caught:
             convert(path, ARM, dest, force=force)
         if force:
-            assert str(caught.value).startswith(f"{dest}: expected a place for the data set apart")
-            assert f"{path} lies there" in str(caught.value)
+            assert "only data sets are replaced" in str(caught.value)
         assert path.read_bytes() == before
         assert [each.name for each in dest.parent.glob("*tmp-*")] == []
     assert len(convert(path, ARM, tmp_path / "in/deep/data", force=force)) == 3
+
+
+def test_a_source_that_is_named_as_a_column_is_not_replaced_either(tmp_path):
+    dest = tmp_path / "data"
+    dest.mkdir()
+    path = write(tmp_path / "a.h5", 3).rename(dest / "a.memmap")
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"data: expected a place for the data set apart"
+    ) as caught:
+        convert(path, ARM, dest, force=True)
+    assert f"{path} lies there" in str(caught.value)
+    assert path.read_bytes() == before
 
 
 def test_folder_is_searched_and_an_empty_one_is_refused(tmp_path):

@@ -48,8 +48,9 @@ def test_file_in_the_place_of_the_data_set_is_named(tmp_path, source, convert):
     (tmp_path / "data").write_text("mine")
     with pytest.raises(RuntimeError, match=r"data is not a complete data set: .*not a directory"):
         convert(tmp_path / "data", source)
+    with pytest.raises(RuntimeError, match="data is no directory, and only data sets are replaced"):
+        convert(tmp_path / "data", source, force=True)
     assert (tmp_path / "data").read_text() == "mine"
-    assert convert(tmp_path / "data", source, force=True).rows == 6
 
 
 def edit(target: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -13,7 +13,7 @@ from replaykit import filesystem
 from replaykit.datasets import publish
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publish import open_published, remove_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path
@@ -102,3 +102,79 @@ def test_exchange_swaps_in_one_step_or_says_that_it_cannot(tmp_path):
     assert (tmp_path / "b").is_dir()
     with pytest.raises(FileNotFoundError):
         filesystem.exchange(tmp_path / "a", tmp_path / "absent")
+
+
+def _others(kind: str, target: Path, tmp_path: Path) -> Path:
+    """Puts something there that no data set has; returns where."""
+    if kind == "file":
+        target.write_text("mine")
+        return target
+    target.mkdir(exist_ok=True)
+    if kind == "deep":
+        (target / "next/notes").mkdir(parents=True)
+    other = {
+        "beside": target / "precious.txt",
+        "deep": target / "next/notes/a.md",
+        "hidden": target / ".git",
+        "link": target / "observation.memmap",
+        "link to a directory": target / "next",
+        "checkpoint": target / "data-0123456789ab-00000.bin",
+    }[kind]
+    if kind.startswith("link"):
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "mine.memmap").write_text("mine")
+        other.symlink_to(elsewhere, target_is_directory=kind != "link")
+        return elsewhere / "mine.memmap"
+    other.write_text("mine")
+    return other
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["file", "beside", "deep", "hidden", "link", "link to a directory", "checkpoint"],
+)
+def test_files_of_others_are_never_replaced(kind, tmp_path, source, convert, names):
+    """D10: force replaces data sets, whole or damaged, and nothing of the user's."""
+    target = tmp_path / "data"
+    other = _others(kind, target, tmp_path)
+    before = names(tmp_path)
+    named = r"data is no directory" if kind == "file" else r"data holds .* no part of a data set"
+    with pytest.raises(RuntimeError, match=named):
+        convert(target, source, force=True)
+    assert other.read_text() == "mine"
+    assert set(names(tmp_path)) - set(before) <= {".data.lock"}
+
+
+def test_a_file_of_the_users_in_a_data_set_keeps_it_from_being_replaced_or_removed(
+    target, source, convert, write_source
+):
+    note = target / "episodes" / "notes.txt"
+    note.write_text("mine")
+    write_source(source, 9, seed=2)
+    for change in (lambda: convert(target, source, force=True), lambda: remove_published(target)):
+        with pytest.raises(RuntimeError, match=r"data holds episodes/notes\.txt"):
+            change()
+        assert note.read_text() == "mine"
+        assert open_published(target).rows == 6
+    note.unlink()
+    assert convert(target, source, force=True).rows == 10
+    remove_published(target)
+    assert not target.exists()
+
+
+def test_what_is_put_there_while_the_new_one_is_made_stays(
+    target, source, swap, convert, write_source, monkeypatch
+):
+    write_source(source, 9, seed=2)
+    put = publish._put
+
+    def late(directory: Path, at: Path) -> None:
+        (target / "notes.txt").write_text("mine")
+        put(directory, at)
+
+    monkeypatch.setattr(publish, "_put", late)
+    with pytest.raises(RuntimeError, match=r"data holds notes\.txt"):
+        convert(target, source, force=True)
+    assert (target / "notes.txt").read_text() == "mine"
+    assert open_published(target).rows == 6

@@ -175,7 +175,10 @@ def test_a_directory_that_is_no_data_set_is_neither_opened_nor_overwritten(
     for download in (True, False):
         with pytest.raises(RuntimeError, match=r"FK1_MicroOpenRandom.*force"):
             construct(root, download=download)
+    with pytest.raises(RuntimeError, match=r"FK1_MicroOpenRandom.* holds mine\.txt"):
+        construct(root, download="force")
     assert (folder / "mine.txt").read_text() == "keep"
+    (folder / "mine.txt").rename(folder / "column.memmap")
     assert len(construct(root, download="force")) == 17
 
 

@@ -98,7 +98,7 @@ def ensure_dataset(
         get_sources: returns the source files; called only when they are needed, by the process
             that converts.
         layout: what the corpus declares.
-        force: convert anew, and replace what is at the path, be it a data set or not.
+        force: convert anew, and replace the data set at the path, be it a damaged one.
         progress: whether a bar is shown; by default only on a terminal.
         identity: JSON values that say which data set this is, such as its id and commit; kept in
             the manifest, and compared with it when a data set is there already.
@@ -109,7 +109,7 @@ def ensure_dataset(
         OSError: a file cannot be read, or there is no room; names the file and what to do.
         ValueError: a source file lies at the path or below it, where it would be replaced.
         RuntimeError: without ``force``, what is at the path is not a complete data set, or one of
-            another identity or converter.
+            another identity or converter; in any case, files that are no part of a data set.
         ImportError: h5py is needed and not installed.
 
     Warns:
