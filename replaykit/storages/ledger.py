@@ -223,6 +223,18 @@ class Ledger:
 
     check = staticmethod(checked_state)
 
+    @classmethod
+    def saved(cls, state: dict[str, Any]) -> Ledger:
+        """The ledger of a checked state, to look at: its tables are those of the state."""
+        found = cls(state["slots"])
+        found.cursor, found.length = state["cursor"], state["length"]
+        found.next_position = state["next_position"]
+        found._positions, found._generations = state["positions"], state["generations"]
+        found.by_stream = found._positions is not None and state.get("by_stream", False)
+        if not found.length:
+            found.cleared = found.next_position
+        return found
+
     @torch.inference_mode(False)
     def restore(self, state: dict[str, Any], rows: torch.Tensor | None) -> None:
         """Takes over a checked state.
@@ -238,10 +250,7 @@ class Ledger:
         self.changes += 1
         self._touch(None)
         used, old = self.next_position, self._generation_table()
-        source = Ledger(state["slots"])
-        source.cursor, source.length = state["cursor"], state["length"]
-        source.next_position = state["next_position"]
-        source._positions, source._generations = state["positions"], state["generations"]
+        source = Ledger.saved(state)
         if rows is None:
             assert source.slots == self.slots
             self.cursor, self.length = source.cursor, source.length

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from replaykit.storages.number_sets import all_distinct
+
 __all__ = ["checked_state"]
 
 
@@ -32,8 +34,8 @@ def checked_state(state: object) -> dict[str, Any]:
         )
     positions = _checked_table(state, "positions", length, length)
     if positions is not None and length:
-        known = positions.unique()  # rising
-        if len(known) != length or int(known[0]) < 0 or int(known[-1]) >= written:
+        known = positions.numpy()
+        if known.min() < 0 or known.max() >= written or not all_distinct(known):
             raise ValueError(f"expected distinct 'positions' below {written}, got {positions}")
     if positions is None and state["cursor"] != length % slots and length < slots:
         raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")

@@ -293,10 +293,8 @@ class Writer(ABC):
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
-    """Returns a ledger as it was when the writer's state was taken."""
-    ledger = Ledger(state["_ledger"]["slots"])
-    ledger.restore(state["_ledger"], None)
-    return ledger
+    """Returns a ledger as it was when the writer's state was taken, to look at."""
+    return Ledger.saved(state["_ledger"])
 
 
 def single_index(index: torch.Tensor) -> int | torch.Tensor | None:

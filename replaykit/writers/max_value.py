@@ -64,6 +64,8 @@ class TensorDictMaxValueWriter(Writer):
         self.rank_key = unravel(("next", "reward") if rank_key is None else rank_key)
         self.reduction = reduction
         self._heap: RankHeap | None = None
+        # Those of a checkpoint, of which the heap is yet to be made.
+        self._ranks_then: np.ndarray[Any, Any] | None = None
         # How far, and with which edits, the heap knows the storage's records.
         self._seen = (-1, -1)
 
@@ -74,7 +76,7 @@ class TensorDictMaxValueWriter(Writer):
                 f"a {type(self).__name__} takes storages with ndim=1, got ndim={storage.ndim}"
             )
         super().register_storage(storage)
-        self._heap = None
+        self._heap = self._ranks_then = None
 
     def prepare(self, data: Any, **options: Any) -> Any:
         """Returns checked rows for ``write``; raises where they have no rank, or one is NaN."""
@@ -118,7 +120,9 @@ class TensorDictMaxValueWriter(Writer):
         Cost: O(1); O(N log N) after an edit.
         """
         if self._heap is None or self._seen != self._state_of_storage():
-            self._heap = self._rebuilt(self._stored_ranks())
+            then = self._ranks_then if self._seen == self._state_of_storage() else None
+            self._heap = self._rebuilt(self._stored_ranks() if then is None else then)
+        self._ranks_then = None
         return self._heap
 
     def _state_of_storage(self) -> tuple[int, int]:
@@ -185,7 +189,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def empty(self, empty_write_count: bool = True) -> None:
         super().empty(empty_write_count)
-        self._heap = None
+        self._heap = self._ranks_then = None
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
         """The records of largest rank; among equals the older ones."""
@@ -216,7 +220,9 @@ class TensorDictMaxValueWriter(Writer):
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         super().restore(state_dict, rows)
         ranks = state_dict["_ranks"] if rows is None else state_dict["_ranks"][rows]
-        self._heap = self._rebuilt(np.ascontiguousarray(ranks.numpy()))
+        # Made when somebody writes: who opens a checkpoint to sample does not wait for it.
+        self._heap, self._ranks_then = None, ranks.numpy().copy() if rows is None else ranks.numpy()
+        self._seen = self._state_of_storage()
 
     def __getstate__(self) -> dict[str, Any]:
         if multiprocessing.context.get_spawning_popen() is not None:
@@ -224,4 +230,4 @@ class TensorDictMaxValueWriter(Writer):
                 f"a {type(self).__name__} cannot be handed to a spawned process: which records "
                 "are the largest is known in one process only"
             )
-        return {**super().__getstate__(), "_heap": None}
+        return {**super().__getstate__(), "_heap": None, "_ranks_then": None}

@@ -9,6 +9,7 @@ import pickle
 import time
 from bisect import insort
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -474,3 +475,35 @@ def test_after_empty_an_episode_goes_on_whether_episodes_were_asked_for_or_not(a
     rb.empty()
     rb.extend(rows(False, True, False))
     assert rb.storage.episodes.table().head.tolist() == [Head.CUT, Head.RESET]
+
+
+@pytest.mark.parametrize("change", ["write", "edit", "empty", "pickle", "save"])
+def test_what_a_loaded_writer_does_next_is_what_the_saved_one_does(change: str, tmp_path: Path):
+    """The heap is made when it is first needed, of the ranks then or of what was changed since."""
+
+    def make() -> ReplayBuffer:
+        writer = TensorDictMaxValueWriter(rank_key="rank")
+        return ReplayBuffer(storage=LazyTensorStorage(8), writer=writer, batch_size=4)
+
+    def ranked(values: list[float]) -> TensorDict:
+        return TensorDict({"rank": torch.tensor(values)}, [len(values)])
+
+    one = make()
+    one.extend(ranked([5.0, 1.0, 7.0, 3.0, 9.0, 2.0, 8.0, 4.0, 6.0]))
+    one.dumps(tmp_path)
+    other = make()
+    other.loads(tmp_path)
+    if change == "pickle":
+        other = pickle.loads(pickle.dumps(other))
+    if change == "save":
+        other.dumps(tmp_path / "again")
+        other = make()
+        other.loads(tmp_path / "again")
+    for rb in (one, other):
+        if change == "edit":
+            rb[int((rb[:]["rank"] == 9.0).nonzero())] = ranked([0.5])[0]
+        if change == "empty":
+            rb.empty()
+    for values in ([2.5, 0.1], [10.0], [6.5, 6.5, 1.0]):
+        assert one.extend(ranked(values)).tolist() == other.extend(ranked(values)).tolist()
+        assert one[:]["rank"].tolist() == other[:]["rank"].tolist()

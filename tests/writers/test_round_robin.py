@@ -332,8 +332,8 @@ def test_a_writer_can_be_saved_alone(make_rows: Any, tmp_path: Any) -> None:
     ("changes", "message"),
     [
         ({"_kind": "max_value"}, "expected the state of a 'round_robin' writer, got 'max_value'"),
-        ({"_write_count": -1}, "a write count"),
-        ({"_write_count": 1.0}, "a write count"),
+        ({"_write_count": -1}, "_write_count"),
+        ({"_write_count": 1.0}, "_write_count"),
         ({"_ledger": {}}, "slots"),
         ({"_ledger": None}, "a mapping"),
     ],

@@ -1,0 +1,35 @@
+"""Distinct numbers close together and far apart, beside sets of Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaykit.storages.number_sets import all_distinct, contained
+
+NUMBERS = st.one_of(
+    st.lists(st.integers(0, 40), max_size=30),
+    st.lists(st.integers(2**53, 2**53 + 40), max_size=30),
+    st.lists(st.integers(-(2**62), 2**62), max_size=30),
+)
+
+
+@given(numbers=NUMBERS, asked=NUMBERS)
+def test_sets_agree(numbers: list[int], asked: list[int]):
+    array = np.array(numbers, np.int64)
+    assert all_distinct(array) == (len(set(numbers)) == len(numbers))
+    asked = [*asked, *numbers, *(number + 1 for number in numbers)]
+    found = contained(np.array(asked, np.int64), array)
+    assert found.tolist() == [number in set(numbers) for number in asked]
+
+
+@pytest.mark.parametrize("spread", [1, 1000])
+def test_many(spread: int):
+    numbers = np.random.default_rng(0).permutation(100_000) * spread
+    assert all_distinct(numbers)
+    numbers[77] = numbers[5]
+    assert not all_distinct(numbers)
+    asked = np.arange(200_000)
+    assert np.array_equal(contained(asked, numbers), np.isin(asked, numbers))
