@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,12 @@ class Asking(EnsembleCore):
             for member in self._members
         )
 
+    if TYPE_CHECKING:
+
+        def _next(self, *args: Any, **made: Any) -> Any: ...
+
+        def _return(self, drawn: EnsembleDrawn) -> None: ...
+
     def _is_here(self, number: int) -> bool:
         return not isinstance(self._members[number], Member)
 
@@ -51,27 +57,10 @@ class Asking(EnsembleCore):
             if isinstance(member, Member) and (not isinstance(p, torch.Tensor) or p[number] > 0)
         ]
 
-    def _in_turn(
-        self,
-        batch_size: int | None,
-        timeout: float | None = None,
-        *,
-        merge: bool = True,
-        needed: bool = True,
-    ) -> Any:
+    def _in_turn(self, batch_size: int | None, timeout: float | None = None, **made: bool) -> Any:
         seconds = checked_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        return self._next(batch_size, merge=merge, needed=needed, until=until)
-
-    def _next(
-        self,
-        batch_size: int | None,
-        *,
-        merge: bool = True,
-        needed: bool = True,
-        until: float | None = None,
-    ) -> Any:
-        raise NotImplementedError
+        return self._next(batch_size, until=until, **made)
 
     def _known(self, size: int, until: float | None = None, *, everyone: bool = False) -> Known:
         """Asks members elsewhere for what a choice depends on, all at a time, and waits.
@@ -160,10 +149,6 @@ class Asking(EnsembleCore):
         self._sampler._ended = drawn.ended
         if drawn.after is not None and torch.equal(random_state(self._generator), drawn.after):
             set_random_state(self._generator, drawn.before)
-
-    def _return(self, drawn: EnsembleDrawn) -> None:
-        """Gives draws of members that will not be delivered back to them. The lock is held."""
-        raise NotImplementedError
 
 
 def refuse(member: Member, rows: int) -> None:

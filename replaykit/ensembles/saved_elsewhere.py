@@ -140,12 +140,12 @@ def folders_elsewhere(
     """Where members elsewhere have saved themselves, by name.
 
     Raises:
-        ValueError: those that were saved are others than those of the ensemble.
-            NotImplementedError: ``mmap`` with members elsewhere.
+        ValueError: those that were saved are others than those of the ensemble; ``mmap`` with
+            members elsewhere.
     """
     far = dict(far_of(ensemble))
     if mmap and far:
-        raise NotImplementedError(
+        raise ValueError(
             f"expected mmap=False with members elsewhere, which are loaded into memory: {[*far]}"
         )
     part = {"save": "", "members": []}

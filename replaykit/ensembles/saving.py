@@ -129,8 +129,9 @@ class EnsembleSaving(EnsembleDrawing):
 
         Raises:
             FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
-                format; names the file. ValueError: it is not one of such members; names the member.
-            NotImplementedError: ``mmap`` with members elsewhere, or not on a 64-bit POSIX system.
+                format; names the file. ValueError: it is not one of such members, or ``mmap`` with
+                members elsewhere; names the member. NotImplementedError: ``mmap`` elsewhere than on
+                a 64-bit POSIX system.
             OSError: the system does not map the files.
 
         All members are checked first, and the files read; nothing has changed if it raises. Where

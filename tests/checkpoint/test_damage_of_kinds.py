@@ -31,6 +31,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import CheckpointError
+from tests.checkpoint.values import plain
 
 SLOTS = 24
 
@@ -89,16 +90,6 @@ def fill(found: Any, first: int, count: int) -> None:
         return
     for start in range(first, first + count, 9):
         found.extend(rows(start, min(9, first + count - start)))
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, TensorDict):
-        return plain(value.to_dict())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.pitfall("CK2")

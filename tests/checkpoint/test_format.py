@@ -22,6 +22,7 @@ from replaykit import (
 from replaykit.checkpoint import FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.changes import RECORDS, Changes, TrackedTensor
 from tests.checkpoint import make_parts
+from tests.checkpoint.values import plain
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -67,16 +68,6 @@ def test_every_format_version_is_read(format_version: int, storage: Any):
     episodes = [episode.index.tolist() for episode in newer.episodes]
     assert episodes == [[5, 6, 7, 8, 9], [10, 11, 0, 1, 2], [3, 4]]
     assert newer.sample()["index"].tolist() == [11, 9, 6, 11]  # the generator's next draw
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, TensorDict):
-        return plain(value.to_dict())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.parametrize("format_version", range(2, FORMAT_VERSION + 1))

@@ -25,6 +25,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.checkpoint import changes, chunks
+from tests.checkpoint.values import plain
 
 CAPACITY = 60
 
@@ -66,16 +67,6 @@ def make(storage: Any, seed: int = 0) -> ReplayBuffer:
         generator=torch.Generator().manual_seed(seed),
         batch_size=4,
     )
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.tolist()
-    if isinstance(value, TensorDict):
-        return plain(value.to_dict())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def state_of(buffer: ReplayBuffer) -> Any:

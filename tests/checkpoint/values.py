@@ -1,0 +1,21 @@
+"""States as values of Python, to be compared whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+__all__ = ["plain"]
+
+
+def plain(value: Any) -> Any:
+    """A state with every tensor as its dtype, shape and numbers, and every TensorDict as a dict."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.tolist()
+    if isinstance(value, TensorDict):
+        return plain(value.to_dict())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
