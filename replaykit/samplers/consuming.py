@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
+from replaykit.checkpoint import ReadLater
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
 from replaykit.samplers.live import LiveSlots
 from replaykit.samplers.priority_arguments import stored_elements
-from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
+from replaykit.samplers.saved_arrays import saved_arrays
 from replaykit.storages import Storage
 
 __all__ = ["ConsumingSampler", "checked_uses"]

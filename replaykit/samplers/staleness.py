@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
+from replaykit.checkpoint import ReadLater
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.eligible import index_for, refuse_nothing
-from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
+from replaykit.samplers.saved_arrays import saved_arrays
 from replaykit.samplers.version_groups import VersionGroups
 from replaykit.samplers.versions_followed import FollowedVersions
 from replaykit.storages import Storage

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from replaykit._compat import lookup
+from replaykit.checkpoint import ReadLater
 from replaykit.samplers.live import rising
-from replaykit.samplers.saved_arrays import ReadLater
 from replaykit.samplers.version_groups import VersionGroups
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage

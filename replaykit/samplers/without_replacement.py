@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import ReadLater
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.samplers.eligible import eligible_records
-from replaykit.samplers.saved_arrays import ReadLater, saved_arrays
+from replaykit.samplers.saved_arrays import saved_arrays
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 

@@ -33,9 +33,8 @@ from replaykit import (
     TensorStorage,
     mapping,
 )
-from replaykit.checkpoint import MappedCheckpoint, MappedRows, save_checkpoint
+from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
 from replaykit.errors import CheckpointError
-from replaykit.samplers.saved_arrays import ReadLater
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
