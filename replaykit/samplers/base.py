@@ -199,7 +199,8 @@ class Sampler(ABC):
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``.
 
-        Follows ``load_state_dict`` where the state was saved from another capacity.
+        Follows ``load_state_dict`` where rows lie elsewhere, or are gone, in another capacity than
+        the one that was saved.
         """
 
     # -- priorities ---------------------------------------------------------------------------

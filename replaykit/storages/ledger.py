@@ -120,6 +120,12 @@ class Ledger:
         """Whether no row is gone that is newer than a stored one, of all or of its stream."""
         return self.in_order or self.by_stream
 
+    def keeps_slots(self, slots: int) -> bool:
+        """Whether every record can stay in its slot where there are ``slots`` of them: as many, or
+        others that hold all, which lie in write order from 0. O(1)."""
+        from_0 = self.in_order and self.cursor == self.length % self.slots
+        return slots == self.slots or (from_0 and self.length <= slots)
+
     def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Positions ``[length]`` and generations, to look at; None where they follow from the
         counters."""
@@ -241,8 +247,8 @@ class Ledger:
 
         Args:
             state: what ``state`` gave, of a ledger with any number of slots.
-            rows: ``None`` to keep every record in its slot, in as many slots; else the old slots,
-                oldest first, of the records that now lie in slots ``0, 1, ...``.
+            rows: ``None`` to keep every record in its slot, where ``keeps_slots`` allows it; else
+                the old slots, oldest first, of the records that now lie in slots ``0, 1, ...``.
 
         A ledger that was in use keeps its promise: positions go on above those it gave out, and
         no slot and generation that it gave out name another record now.
@@ -252,10 +258,15 @@ class Ledger:
         used, old = self.next_position, self._generation_table()
         source = Ledger.saved(state)
         if rows is None:
-            assert source.slots == self.slots
+            assert source.keeps_slots(self.slots)
             self.cursor, self.length = source.cursor, source.length
             self._positions = _copy(source._positions)
             self._generations = _copy(source._generations)
+            if source.slots != self.slots:
+                self.cursor = self.length % self.slots
+                # Nothing to count where each slot was written once at most, in either ring.
+                if not source.counted or source.next_position != source.length:
+                    self._generations = source._generation_table()[: self.length]
         else:
             self.length = len(rows)
             self.cursor = self.length % self.slots

@@ -99,7 +99,7 @@ def _restore(
     rows = None
     saved = Ledger(state["slots"])
     saved.restore(state, None)
-    if slots != state["slots"]:
+    if not saved.keeps_slots(slots):
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))
     episodes = storage.episodes_of_kept(content, episodes, saved, rows)

@@ -91,8 +91,9 @@ class Writer(ABC):
         return ledger.write_order()[-capacity:]
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
-        """Whether the records of a saved state can stay in their slots: as many, none too many."""
-        return bool(capacity == state["_ledger"]["slots"])
+        """Whether the records of a saved state can all stay in their slots, of ``capacity``: see
+        ``Ledger.keeps_slots``."""
+        return ledger_of(state).keeps_slots(capacity)
 
     # -- writing ------------------------------------------------------------------------------
 

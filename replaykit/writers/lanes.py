@@ -173,7 +173,7 @@ class LaneWriter(Writer):
     # -- state --------------------------------------------------------------------------------
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
-        """Whether the capacity is the same, and no stream has more rows than ``length``."""
+        """Whether no slot changes hands, and no stream has more rows than ``length``."""
         lanes = state["_lanes"]
         fits = not len(lanes) or int(torch.bincount(lanes).max()) <= self.length
         return super().keeps_all(capacity, state) and fits

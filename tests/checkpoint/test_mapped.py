@@ -31,10 +31,12 @@ from replaykit import (
     StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
+    Writer,
     mapping,
 )
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
 from replaykit.errors import CheckpointError
+from replaykit.storages.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -190,16 +192,70 @@ def test_an_empty_buffer_and_one_never_written_to(tmp_path: Path):
         assert equal(mapped[:], rows(0, 10))
 
 
-@pytest.mark.parametrize("capacity", [3000, 2 * CAPACITY])
-def test_another_capacity_where_no_row_has_to_move(capacity: int, tmp_path: Path):
-    filled("prioritized", 2500).dumps(tmp_path)
-    mapped, plain = make("prioritized", capacity), make("prioritized", capacity)
-    mapped.loads(tmp_path, mmap=True)
-    plain.loads(tmp_path)
-    for _ in range(3):
-        assert equal(mapped.sample(), plain.sample())
-        for buffer in (mapped, plain):
-            buffer.extend(rows(10**5, 400))
+@pytest.mark.parametrize(
+    ("sampler", "count", "capacity"),
+    [
+        *((sampler, 2500, CAPACITY + 1000) for sampler in SAMPLERS),
+        *((sampler, 2500, 2500) for sampler in ("prioritized", "consuming", "slices in order")),
+        ("without replacement", CAPACITY, CAPACITY + 1000),
+        ("prioritized", 2 * CAPACITY, CAPACITY + 1000),
+    ],
+)
+def test_another_capacity_where_no_row_has_to_move(
+    sampler: str, count: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same as where all are told where each row lies now."""
+    filled(sampler, count).dumps(tmp_path / "saved")
+    mapped, told = make(sampler, capacity), make(sampler, capacity)
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "survivors", None)
+        mapped.loads(tmp_path / "saved", mmap=True)
+    with monkeypatch.context() as patch:
+        if sampler != "staleness":  # rows of a version would be in another order then
+            patch.setattr(Ledger, "keeps_slots", lambda self, slots: slots == self.slots)
+        told.loads(tmp_path / "saved")
+
+    def check_same(mapped: ReplayBuffer, told: ReplayBuffer) -> None:
+        assert equal(mapped[:], told[:])
+        ledgers = [buffer.storage.ledger for buffer in (mapped, told)]
+        every = torch.arange(capacity)
+        for of in (Ledger.positions, Ledger.generations):
+            assert torch.equal(*(of(ledger, every) for ledger in ledgers))
+        assert len({ledger.cursor for ledger in ledgers}) == 1
+        assert equal(mapped.sample(), told.sample())
+
+    for round_ in range(4):
+        check_same(mapped, told)
+        more = rows(10**5 + 1200 * round_, 1200)
+        for buffer in (mapped, told):
+            buffer.extend(more)
+            if buffer.sampler.prioritized:
+                buffer.update_priority(torch.arange(9), torch.linspace(0, 9, 9))
+    again = [make(sampler, capacity), make(sampler, capacity)]
+    for number, buffer in enumerate((mapped, told)):
+        buffer.dumps(tmp_path / str(number))
+        again[number].loads(tmp_path / str(number), mmap=True)
+    check_same(*again)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_with_more_room_draws_made_ahead_come_first(mmap: bool, tmp_path: Path):
+    def ahead(capacity: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(capacity),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=32,
+            prefetch=2,
+            generator=torch.Generator().manual_seed(3),
+        )
+
+    buffer, larger = ahead(CAPACITY), ahead(2 * CAPACITY)
+    buffer.extend(rows(0, 2500))
+    buffer.sample()
+    buffer.dumps(tmp_path)
+    larger.loads(tmp_path, mmap=mmap)
+    for _ in range(10):
+        assert equal(larger.sample(), buffer.sample())
 
 
 def test_priorities_change_before_they_are_read(tmp_path: Path):
@@ -424,19 +480,21 @@ def test_what_the_system_refuses_to_map_is_an_error_and_nothing_changes(
 # -- its cost -------------------------------------------------------------------------------------
 
 
-def _grown(folder: Path, capacity: int, wide: int) -> Callable[[dict[str, Any]], None]:
+def _grown(
+    folder: Path, capacity: int, wide: int, piece: int = 16_384
+) -> Callable[[dict[str, Any]], None]:
     """Turns a checkpoint of 8 rows into one of ``capacity``, in files of holes."""
 
     def change(manifest: dict[str, Any]) -> None:
-        priorities = manifest["parts"]["sampler"]["_priorities"]["name"]
+        priorities = manifest["parts"]["sampler"].get("_priorities", {"name": None})["name"]
         for name, record in manifest["tensors"].items():
             if record["shape"][:1] != [8]:
                 continue
             record["shape"][0] = capacity
             width = wide if len(record["shape"]) > 1 else 8 if record["dtype"] == "int64" else 4
             record["pieces"] = []
-            for first in range(0, capacity, 16_384):
-                count = min(16_384, capacity - first)
+            for first in range(0, capacity, piece):
+                count = min(piece, capacity - first)
                 file = f"data-{manifest['save']}-{len(manifest['files']):05d}.bin"
                 with open(folder / file, "wb") as opened:
                     os.truncate(opened.fileno(), count * width)
@@ -488,3 +546,27 @@ def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(
     assert torch.equal(batch["id"], written)
     assert torch.equal(batch["frame"].long().amax(-1), written)
     assert torch.equal(batch["frame"].long().amin(-1), written)
+
+
+def test_one_of_many_rows_is_open_in_a_fifth_of_a_second_with_more_room(
+    tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
+):
+    """One number for each of the rows, however made, takes longer."""
+    capacity = 2**27
+
+    def new(capacity: int) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=16)
+
+    small = new(8)
+    small.extend(TensorDict({"frame": torch.zeros(8, 64).byte()}, [8]))
+    small.dumps(tmp_path)
+    forge(tmp_path, _grown(tmp_path, capacity, 64, 2**24))
+    times = []
+    for room in (1, 2**20, capacity):
+        buffer = new(capacity + room)
+        start = time.perf_counter()
+        buffer.loads(tmp_path, mmap=True)
+        times.append(time.perf_counter() - start)
+        assert len(buffer) == capacity
+        assert not buffer.sample()["frame"].any()
+    assert min(times) < 0.2

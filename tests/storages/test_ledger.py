@@ -140,6 +140,12 @@ class LedgerMachine(RuleBasedStateMachine):
             len(kept) % slots,
             whole.next_position,
         )
+        if rows.keeps_slots(slots):  # as where they all stay
+            assert kept.tolist() == list(range(len(order))) or slots == state["slots"]
+            staying = Ledger(slots)
+            staying.restore(state, None)
+            assert read(staying) == (whole if slots == state["slots"] else source)
+            kept = data.draw(st.sampled_from([kept, None])) if slots != state["slots"] else kept
         fresh = Ledger(slots)
         fresh.restore(state, kept)
         assert read(fresh) == source
