@@ -18,7 +18,7 @@ def check_mappable(storage: Storage) -> None:
     kind = type(storage).__name__
     if not isinstance(storage, LazyTensorStorage) or isinstance(storage, LazyMemmapStorage):
         why = f"got a {kind}, whose rows lie elsewhere"
-    elif storage.initialized:
+    elif storage.initialized or storage.ledger.next_position:
         why = f"got one that was written to, with {len(storage)} rows"
     elif str(storage.device).partition(":")[0] not in ("auto", "cpu"):
         why = f"got one on {storage.device}"

@@ -201,7 +201,7 @@ class Saving(BufferCore):
             if checked:
                 saved.verify(wait=mmap)
             head = saved.part("storage", mapped=["groups"])
-            late = self._sampler.mapped_entries if mmap else ()
+            late = (self._writer.mapped_entries, self._sampler.mapped_entries) if mmap else ((), ())
             with self._locked() as storage:
                 try:
                     content = Content.from_state(head)
@@ -214,7 +214,8 @@ class Saving(BufferCore):
                     else:
                         saved.verify()
                 content = content_after_load(storage, content)
-                writer, sampler = saved.part("writer"), saved.part("sampler", mapped=late)
+                writer = saved.part("writer", mapped=late[0])
+                sampler = saved.part("sampler", mapped=late[1])
                 prepared = saved.part("prepared")
                 if not mmap and of_another_kind(sampler, self._sampler):
                     sampler, prepared = begun_anew(self._sampler, sampler, content), []

@@ -283,6 +283,8 @@ def _place(
     keeps_all = buffer._writer.keeps_all(slots, state.writer)
     rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
     if state.mapped:
+        if rows is not None:
+            ledger_of(state.writer).read_tables()  # what is wrong with them is an error here
         check_mapped_rows(cast(LazyTensorStorage, storage), state.content, slots, rows)
     if rows is None:
         return target, None

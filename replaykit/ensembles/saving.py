@@ -157,8 +157,8 @@ class EnsembleSaving(EnsembleDrawing):
                 key = f"{name}/{which}"
                 if which == "storage" and "identity" not in saved.manifest["parts"][key]:
                     return saved.part(key, mapped=["groups"])
-                if which == "sampler" and mmap:
-                    return saved.part(key, mapped=members[name].sampler.mapped_entries)
+                if which in ("writer", "sampler") and mmap:
+                    return saved.part(key, mapped=getattr(members[name], which).mapped_entries)
                 return saved.part(key)
 
             own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}

@@ -326,8 +326,8 @@ class ColumnStorage(ColumnReads):
         over their flags: whether the last episode is open says how the next one begins.
         """
         if self._columns is not None:
-            self._columns.clear()
             self.indexes.settle()
+            self._columns.clear()
 
 
 def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any] | range:

@@ -36,7 +36,9 @@ class EpisodeIndexes:
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
         self._marks = CutMarks()
-        # Whether what was open has yet to be ended by a restart; see ``marks``.
+        # A saved state of which nothing was taken over yet, and whether what was open has yet to be
+        # ended by a restart; see ``marks``.
+        self._restoring: dict[str, Any] | None = None
         self._restarted = False
         # Whether there may be stored rows that are not noted as they are: their columns were
         # edited, or they came otherwise than by a write.
@@ -62,15 +64,20 @@ class EpisodeIndexes:
     def marks(self) -> CutMarks:
         """Where streams were severed.
 
-        Cost: nothing, but the first time after interleaved streams were loaded: which of their rows
-        are the newest takes all of them to know.
+        Cost: nothing, but the first time after interleaved streams were loaded, or positions that
+        do not follow from counters were opened in place: which rows are the newest takes all of
+        them to know.
         """
         self._end_what_was_open()
         return self._marks
 
     def _end_what_was_open(self) -> None:
-        """Cuts what a restart has ended, where nobody has asked since: all who look at rows as
-        streams come through here, or write or edit them."""
+        """Takes over what was saved and cuts what a restart has ended, where nobody has asked
+        since: all who look at rows as streams come through here, or write or edit them."""
+        if self._restoring is not None:
+            ledger = self.storage.ledger
+            self._take(self._restoring, MovedPositions(ledger, ledger, None))
+            self._restoring = None
         if self._restarted:
             self._restarted = False
             try:
@@ -136,6 +143,7 @@ class EpisodeIndexes:
         """Told that stored rows are about to be overwritten or forgotten: what they say is noted
         first."""
         self._end_what_was_open()
+        self.storage.ledger.read_tables()
         self.stale = False
         for index in self._live():
             index.sync()
@@ -290,37 +298,46 @@ class EpisodeIndexes:
         """
         self._main, self.stale = None, True
         self._others.clear()
-        self._marks, self._restarted = CutMarks(), False
+        self._marks, self._saved = CutMarks(), None
+        self._restarted, self._restoring = False, None
         storage = self.storage
-        ledger, lanes = storage.ledger, storage.lanes.numel()
-        heads = None
-        if state is not None and old is not None and ledger.length:
-            moved = MovedPositions(old, ledger, rows)
-            marks = np.array(state["marks"], np.int64)
-            codes = np.array(state["codes"], np.uint8)
-            known, now = moved.find(marks // lanes)
-            numbers = now * lanes + marks[known] % lanes
-            for code in (SEVERED, RESTORED):
-                self._marks.add(numbers[codes[known] == code], code, 0)
-            heads = state["heads"]
-            if heads is not None:
-                oldest, shift = moved.oldest, moved.shift
-                fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
-                streams = np.array(heads.get("streams", []), np.int64).reshape(-1, 4)
-                there, now = moved.find(streams[:, 0])
-                streams = streams[there]
-                streams[:, :2] += (now - streams[:, 0])[:, None]
-                heads = {
-                    "oldest": oldest + shift if fits else -1,
-                    "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
-                    "head": heads["head"] if fits else [],
-                    "streams": streams.tolist(),
-                }
+        ledger = storage.ledger
+        if not ledger.length:
+            return
+        if state is not None and old is not None:
+            if rows is None and ledger.unread:
+                # No row has moved, and no position changes before somebody has asked.
+                self._restoring = state
+            else:
+                self._take(state, MovedPositions(old, ledger, rows))
+        self._restarted = restarted
+        if restarted and storage.lane_key is None and not ledger.unread:
+            self._end_what_was_open()
+
+    def _take(self, state: dict[str, Any], moved: MovedPositions) -> None:
+        """Takes over cuts and begins of a saved state, of rows that lie elsewhere now."""
+        lanes = self.storage.lanes.numel()
+        marks = np.array(state["marks"], np.int64)
+        codes = np.array(state["codes"], np.uint8)
+        known, now = moved.find(marks // lanes)
+        numbers = now * lanes + marks[known] % lanes
+        for code in (SEVERED, RESTORED):
+            self._marks.add(numbers[codes[known] == code], code, 0)
+        heads = state["heads"]
+        if heads is not None:
+            oldest, shift = moved.oldest, moved.shift
+            fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
+            streams = np.array(heads.get("streams", []), np.int64).reshape(-1, 4)
+            there, now = moved.find(streams[:, 0])
+            streams = streams[there]
+            streams[:, :2] += (now - streams[:, 0])[:, None]
+            heads = {
+                "oldest": oldest + shift if fits else -1,
+                "begin": [b + shift if b >= 0 else -1 for b in heads["begin"]] if fits else [],
+                "head": heads["head"] if fits else [],
+                "streams": streams.tolist(),
+            }
         self._saved = heads
-        if restarted and ledger.length:
-            self._restarted = True
-            if storage.lane_key is None:
-                self._end_what_was_open()
 
     def follow(self, marks: Array, codes: Array, *, anew: bool, edited: bool) -> None:
         """Takes over what another process has done: the rows that nothing follows, and why.
@@ -335,7 +352,8 @@ class EpisodeIndexes:
             for index in self._live():
                 index.edited()
         self.stale, self._saved = True, None
-        self._marks, self._restarted = CutMarks(marks.tolist(), codes.tolist()), False
+        self._marks = CutMarks(marks.tolist(), codes.tolist())
+        self._restarted, self._restoring = False, None
 
     def noted(self) -> int | None:
         """Position from which on rows have yet to be noted by an index; None: there is none."""

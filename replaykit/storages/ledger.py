@@ -9,7 +9,9 @@ import torch
 
 from replaykit import native
 from replaykit._compat import arange
-from replaykit.storages.ledger_state import checked_state
+from replaykit.checkpoint import ReadLater
+from replaykit.storages.ledger_state import check_generations, check_positions, checked_state
+from replaykit.storages.ledger_tables import Table, Tables, followed, grown, own_table, saved_table
 
 __all__ = ["Ledger"]
 
@@ -17,7 +19,7 @@ __all__ = ["Ledger"]
 _core = native.core()
 
 
-class Ledger:
+class Ledger(Tables):
     """Bookkeeping of a store of ``slots`` slots, in int64.
 
     *Slot*: where a record lies now. *Position*: the number of a record in write order, never used
@@ -26,13 +28,16 @@ class Ledger:
 
     As long as records are only ever written at the cursor, both follow from the counters and no
     memory is spent on them. The first write elsewhere (positions) or the first ``clear``
-    (generations) makes a table of 8 bytes per slot.
+    (generations) makes a table of 8 bytes per slot. Tables of a checkpoint that was opened in place
+    are read and checked when somebody needs them; CheckpointError then, where they contradict the
+    counters.
 
     Stored records always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards
     it.
     """
 
     def __init__(self, slots: int) -> None:
+        super().__init__()
         self.slots = slots
         self.cursor = 0
         self.length = 0
@@ -43,8 +48,6 @@ class Ledger:
         # Whether, where positions do not follow from the counters, rows were always displaced by
         # newer ones of their own stream, the oldest first.
         self.by_stream = False
-        self._positions: torch.Tensor | None = None
-        self._generations: torch.Tensor | None = None
         # Slots whose entries in the tables have changed, None for all, where somebody wants to
         # know.
         self.touched: list[torch.Tensor | None] | None = None
@@ -58,22 +61,25 @@ class Ledger:
 
     def write_order(self) -> torch.Tensor:
         """Stored slots from the oldest record to the newest: int64 ``[length]``."""
-        if self._positions is not None:
-            return torch.argsort(self._positions[: self.length])
+        positions = self._positions
+        if positions is not None:
+            return torch.argsort(positions[: self.length])
         return (arange(self.length) + (self.cursor - self.length)) % self.slots
 
     @property
     def newest(self) -> int:
         """The slot of the newest record; one is stored."""
-        if self._positions is not None:
-            return int(self._positions[: self.length].argmax())
+        positions = self._positions
+        if positions is not None:
+            return int(positions[: self.length].argmax())
         return (self.cursor - 1) % self.slots
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of the records in ``slots``; -1 where no record is stored."""
         stored = (slots >= 0) & (slots < self.length)
-        if self._positions is not None:
-            table = self._positions.to(slots.device)
+        table = self._positions
+        if table is not None:
+            table = table.to(slots.device)
             found = table[slots.clamp(0, max(self.length - 1, 0))] if self.length else slots
         else:
             found = self.next_position - 1 - (self.cursor - 1 - slots) % self.slots
@@ -81,7 +87,7 @@ class Ledger:
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """How often each of ``slots`` was written, from 0; -1 where it never was."""
-        if self._generations is None:
+        if self._generation_table is None:
             if _core is not None and is_plain_index(slots):
                 found = torch.empty_like(slots)
                 count = slots.numel()
@@ -91,9 +97,11 @@ class Ledger:
                 return found
             found = torch.div(self.next_position - 1 - slots, self.slots, rounding_mode="floor")
             return torch.where((slots >= 0) & (slots < self.slots), found, -1)
-        if not len(self._generations):
+        table = self._generations
+        assert table is not None
+        if not len(table):
             return torch.full_like(slots, -1)
-        table = self._generations.to(slots.device)
+        table = table.to(slots.device)
         known = (slots >= 0) & (slots < len(table))
         return torch.where(known, table[slots.clamp(0, len(table) - 1)], -1)
 
@@ -104,16 +112,6 @@ class Ledger:
             at, number = slots.data_ptr(), slots.numel()
             return bool(_core.any_next(at, number, self.cursor, count, self.slots))
         return bool(((slots - self.cursor) % self.slots < count).any())
-
-    @property
-    def counted(self) -> bool:
-        """Whether generations follow from the counters, without a table."""
-        return self._generations is None
-
-    @property
-    def in_order(self) -> bool:
-        """Whether positions follow from the counters: records were only written at the cursor."""
-        return self._positions is None
 
     @property
     def oldest_first(self) -> bool:
@@ -137,13 +135,15 @@ class Ledger:
     def advance(self, count: int) -> None:
         """Commits ``count`` records written at the cursor; only the last ``slots`` are stored."""
         after = self.next_position + count
-        if self._generations is not None:
+        if not self.counted:
+            assert self._generations is not None
             laps, rest = divmod(count, self.slots)
             self._touch(None if laps else self.next_slots(rest))
             self._grow_generations(min(self.slots, self.cursor + count))
             self._generations += laps
             self._generations[self.next_slots(rest)] += 1
-        if self._positions is not None:
+        if not self.in_order:
+            assert self._positions is not None
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
@@ -235,8 +235,18 @@ class Ledger:
         found = cls(state["slots"])
         found.cursor, found.length = state["cursor"], state["length"]
         found.next_position = state["next_position"]
-        found._positions, found._generations = state["positions"], state["generations"]
-        found.by_stream = found._positions is not None and state.get("by_stream", False)
+        length, written = found.length, found.next_position
+        found._positions = saved_table(
+            state["positions"],
+            lambda table: check_positions(table, written),
+            "positions of rows",
+        )
+        found._generations = saved_table(
+            state["generations"],
+            lambda table: check_generations(table, length),
+            "generations of slots",
+        )
+        found.by_stream = not found.in_order and state.get("by_stream", False)
         if not found.length:
             found.cleared = found.next_position
         return found
@@ -255,18 +265,18 @@ class Ledger:
         """
         self.changes += 1
         self._touch(None)
-        used, old = self.next_position, self._generation_table()
+        used, old = self.next_position, self._all_generations()
         source = Ledger.saved(state)
         if rows is None:
             assert source.keeps_slots(self.slots)
             self.cursor, self.length = source.cursor, source.length
-            self._positions = _copy(source._positions)
-            self._generations = _copy(source._generations)
+            self._positions = own_table(source._position_table)
+            self._generations = own_table(source._generation_table)
             if source.slots != self.slots:
                 self.cursor = self.length % self.slots
                 # Nothing to count where each slot was written once at most, in either ring.
                 if not source.counted or source.next_position != source.length:
-                    self._generations = source._generation_table()[: self.length]
+                    self._generations = source._generations_later(self.length)
         else:
             self.length = len(rows)
             self.cursor = self.length % self.slots
@@ -275,7 +285,7 @@ class Ledger:
             # The newest records, in order: their positions follow from the counters again.
             self._positions = None if torch.equal(positions, newest) else positions
             self._generations = source.generations(rows)
-        self.by_stream = self._positions is not None and state.get("by_stream", False)
+        self.by_stream = not self.in_order and state.get("by_stream", False)
         self.next_position = source.next_position
         if used:
             lowest = self.next_position - self.length
@@ -308,13 +318,13 @@ class Ledger:
         """
         self.cursor, self.length, self.next_position = cursor, length, next_position
         self.cleared, self.by_stream, self.changes = cleared, by_stream, changes
-        if positions[0] is not None or self._positions is not None:
-            self._positions = _followed(self._positions, *positions)
-        if generations[0] is not None or self._generations is not None:
-            self._generations = _followed(self._generations, *generations)
+        if positions[0] is not None or not self.in_order:
+            self._positions = followed(self._positions, *positions)
+        if generations[0] is not None or not self.counted:
+            self._generations = followed(self._generations, *generations)
 
     def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
-        new = source._generation_table() if new is None else new
+        new = source._all_generations() if new is None else new
         merged = torch.full((max(len(old), len(new)),), -1, device="cpu")
         merged[: len(old)] = torch.where(old >= 0, old + 1, -1)
         merged[: len(new)] = torch.maximum(merged[: len(new)], new)
@@ -326,10 +336,17 @@ class Ledger:
         if self.touched is not None:
             self.touched.append(slots)
 
-    def _generation_table(self) -> torch.Tensor:
+    def _all_generations(self) -> torch.Tensor:
         if self._generations is not None:
             return self._generations.clone()
         return self.generations(arange(min(self.slots, self.next_position)))
+
+    def _generations_later(self, length: int) -> Table:
+        """Those of the first slots, for another ledger: worked out when it needs them, but of a
+        table in memory, which may change meanwhile."""
+        if isinstance(self._generation_table, torch.Tensor):
+            return self._generation_table[:length].clone()
+        return ReadLater(lambda: self._all_generations()[:length], [], "generations of slots")
 
     @torch.inference_mode(False)
     def _make_positions(self, size: int) -> None:
@@ -340,48 +357,20 @@ class Ledger:
 
     def _grow_positions(self, size: int) -> None:
         assert self._positions is not None
-        self._positions = _grown(self._positions, size, self.slots)
+        self._positions = grown(self._positions, size, self.slots)
 
     @torch.inference_mode(False)
     def _make_generations(self, size: int) -> None:
         if self._generations is None:
-            self._generations = self._generation_table()
+            self._generations = self._all_generations()
             self._touch(None)
         self._grow_generations(size)
 
     def _grow_generations(self, size: int) -> None:
         assert self._generations is not None
-        self._generations = _grown(self._generations, size, self.slots)
+        self._generations = grown(self._generations, size, self.slots)
 
 
 def is_plain_index(slots: torch.Tensor) -> bool:
     """Whether the core can read the tensor as the int64 numbers that it is."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-
-
-@torch.inference_mode(False)
-def _followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor | None:
-    if values is None:
-        return None
-    if table is None or at is None or len(table) > len(values):
-        return torch.from_numpy(values.copy())
-    table = _grown(table, len(values), len(values))
-    table.numpy()[at] = values[at]
-    return table
-
-
-def _copy(table: torch.Tensor | None) -> torch.Tensor | None:
-    return None if table is None else table.clone()
-
-
-# Tables made in inference mode could not be changed outside of it.
-@torch.inference_mode(False)
-def _grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
-    """Returns the table with at least ``size`` entries, new ones -1; doubles to stay linear."""
-    if size <= len(table):
-        return table
-    grown = torch.full(
-        (min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64, device="cpu"
-    )
-    grown[: len(table)] = table
-    return grown

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from replaykit.checkpoint import MappedRows
 from replaykit.storages.number_sets import all_distinct
 
-__all__ = ["checked_state"]
+__all__ = ["check_generations", "check_positions", "checked_state"]
 
 
 def checked_state(state: object) -> dict[str, Any]:
     """Returns the state of a ledger if it is one that `Ledger.state` can have given.
+
+    What tables say that lie in files is left to who reads them: `Ledger.saved`.
 
     Raises:
         ValueError: names the entry that is missing or impossible.
@@ -33,27 +36,44 @@ def checked_state(state: object) -> dict[str, Any]:
             f"stored records or after them, got {state}"
         )
     positions = _checked_table(state, "positions", length, length)
-    if positions is not None and length:
-        known = positions.numpy()
-        if known.min() < 0 or known.max() >= written or not all_distinct(known):
-            raise ValueError(f"expected distinct 'positions' below {written}, got {positions}")
+    if isinstance(positions, torch.Tensor):
+        check_positions(positions, written)
     if positions is None and state["cursor"] != length % slots and length < slots:
         raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")
     if type(state.get("by_stream", False)) is not bool:
         raise ValueError(f"expected a bool for 'by_stream', got {state['by_stream']!r}")
     generations = _checked_table(state, "generations", length, slots)
-    if generations is not None and bool((generations[:length] < 0).any()):
-        raise ValueError(f"expected 'generations' of all {length} stored records")
+    if isinstance(generations, torch.Tensor):
+        check_generations(generations, length)
     return state
 
 
-def _checked_table(state: dict[str, Any], name: str, fewest: int, most: int) -> torch.Tensor | None:
+def check_positions(table: torch.Tensor, written: int) -> None:
+    """Raises ValueError where these are not positions of stored records, of ``written`` ones."""
+    known = table.numpy()
+    if len(known) and (known.min() < 0 or known.max() >= written or not all_distinct(known)):
+        raise ValueError(f"expected distinct 'positions' below {written}, got {table}")
+
+
+def check_generations(table: torch.Tensor, length: int) -> None:
+    """Raises ValueError where a slot of the first ``length`` was never written."""
+    if bool((table[:length] < 0).any()):
+        raise ValueError(f"expected 'generations' of all {length} stored records")
+
+
+def _checked_table(
+    state: dict[str, Any], name: str, fewest: int, most: int
+) -> torch.Tensor | MappedRows | None:
     if name not in state:
         raise ValueError(f"expected the entry {name!r} in a ledger's state")
     table = state[name]
     if table is None:
         return None
-    if not isinstance(table, torch.Tensor) or table.dtype != torch.int64 or table.ndim != 1:
+    if (
+        not isinstance(table, (torch.Tensor, MappedRows))
+        or table.dtype != torch.int64
+        or len(table.shape) != 1
+    ):
         raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
     if not fewest <= len(table) <= most:
         raise ValueError(f"expected {fewest} to {most} entries in {name!r}, got {len(table)}")

@@ -46,6 +46,10 @@ class Writer(ABC):
     kind = "custom"
     """Writers of one kind take each other's saved state; one's own class is a kind of its own."""
 
+    mapped_entries: tuple[str, ...] = ("_ledger",)
+    """Entries of a saved state whose tensors it takes as MappedRows, to be read when they are
+    needed."""
+
     tracks_generations = False
 
     keeps_order = True

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from replaykit.checkpoint import MappedRows
 from replaykit.episodes import InterleavedIndex
 from replaykit.episodes.stream_keys import stream_keys
 from replaykit.errors import BufferFull
@@ -68,6 +69,7 @@ class LaneWriter(Writer):
     """
 
     kind = "lanes"
+    mapped_entries = ("_ledger", "_lanes")
 
     def __init__(self, length: int, *, track_generations: bool = False) -> None:
         super().__init__()
@@ -174,15 +176,17 @@ class LaneWriter(Writer):
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
         """Whether no slot changes hands, and no stream has more rows than ``length``."""
-        lanes = state["_lanes"]
-        fits = not len(lanes) or int(torch.bincount(lanes).max()) <= self.length
-        return super().keeps_all(capacity, state) and fits
+        longest = state.get("_longest")
+        if longest is None:  # as older versions saved it
+            lanes = _streams_of(state)
+            longest = int(torch.bincount(lanes).max()) if len(lanes) else 0
+        return super().keeps_all(capacity, state) and longest <= self.length
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
         """The newest ``length`` rows of every stream; where these are too many, the newest of each,
         as many as fit for all; of more streams than slots the newest rows of all."""
         order = ledger_of(state).write_order()
-        lanes = state["_lanes"][order].numpy()
+        lanes = _streams_of(state)[order].numpy()
         by = np.argsort(lanes, kind="stable")
         counts = np.bincount(lanes)
         newer = np.empty(len(by), np.int64)
@@ -197,25 +201,44 @@ class LaneWriter(Writer):
         return order[torch.from_numpy(newer < low)] if low else order[-capacity:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what every writer does, and the number of its stream for each stored row."""
+        """Returns what every writer does, the number of its stream for each stored row, and the
+        most rows of one stream."""
         storage = self._columns
         with storage.lock:
             length = storage.ledger.length
             lanes = np.zeros(0, np.int64)
             if length:
                 lanes = storage.episodes.place(np.arange(length))[1]
-            return {**super().state_dict(), "_lanes": torch.from_numpy(lanes)}
+            longest = int(np.bincount(lanes).max()) if length else 0
+            return {
+                **super().state_dict(),
+                "_lanes": torch.from_numpy(lanes),
+                "_longest": longest,
+            }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         super().check_state(state_dict)
-        lanes, length = state_dict.get("_lanes"), state_dict["_ledger"]["length"]
+        length, longest = state_dict["_ledger"]["length"], state_dict.get("_longest")
+        if longest is not None and (type(longest) is not int or not 0 <= longest <= length):
+            raise ValueError(f"expected '_longest' as some of {length} rows, got {longest!r}")
+        lanes = state_dict.get("_lanes")
         if (
-            not isinstance(lanes, torch.Tensor)
+            not isinstance(lanes, (torch.Tensor, MappedRows))
             or lanes.dtype != torch.int64
             or lanes.shape != (length,)
-            or (length and not 0 <= int(lanes.min()) <= int(lanes.max()) < length)
         ):
             raise ValueError(f"expected the streams of {length} rows as int64, got {lanes!r}")
+        if isinstance(lanes, torch.Tensor):
+            _streams_of(state_dict)
+
+
+def _streams_of(state: dict[str, Any]) -> torch.Tensor:
+    """The number of its stream for each row of a saved state; ValueError where there is none."""
+    lanes: torch.Tensor | MappedRows = state["_lanes"]
+    found = lanes.spanned() if isinstance(lanes, MappedRows) else lanes
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < len(found):
+        raise ValueError(f"expected the streams of {len(found)} rows, got {found!r}")
+    return found
 
 
 def _checked_length(length: object) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange, is_tensordict, lookup
+from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
@@ -19,6 +20,8 @@ from replaykit.ted import format_key, unravel
 from replaykit.writers.base import Writer, ledger_of
 
 __all__ = ["TensorDictMaxValueWriter"]
+
+Array = np.ndarray[Any, Any]
 
 
 class TensorDictMaxValueWriter(Writer):
@@ -50,6 +53,7 @@ class TensorDictMaxValueWriter(Writer):
 
     kind = "max_value"
     keeps_order = False
+    mapped_entries = ("_ledger", "_ranks")
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class TensorDictMaxValueWriter(Writer):
         self.reduction = reduction
         self._heap: RankHeap | None = None
         # Those of a checkpoint, of which the heap is yet to be made.
-        self._ranks_then: np.ndarray[Any, Any] | None = None
+        self._ranks_then: Array | ReadLater[Array] | None = None
         # How far, and with which edits, the heap knows the storage's records.
         self._seen = (-1, -1)
 
@@ -121,6 +125,8 @@ class TensorDictMaxValueWriter(Writer):
         """
         if self._heap is None or self._seen != self._state_of_storage():
             then = self._ranks_then if self._seen == self._state_of_storage() else None
+            if isinstance(then, ReadLater):
+                then = then.read()
             self._heap = self._rebuilt(self._stored_ranks() if then is None else then)
         self._ranks_then = None
         return self._heap
@@ -128,7 +134,7 @@ class TensorDictMaxValueWriter(Writer):
     def _state_of_storage(self) -> tuple[int, int]:
         return self.storage.ledger.next_position, self.storage.edits
 
-    def _rebuilt(self, ranks: np.ndarray[Any, Any]) -> RankHeap:
+    def _rebuilt(self, ranks: Array) -> RankHeap:
         ledger = self.storage.ledger
         heap = RankHeap(ledger.slots)
         if len(ranks):
@@ -137,14 +143,14 @@ class TensorDictMaxValueWriter(Writer):
         self._seen = self._state_of_storage()
         return heap
 
-    def _stored_ranks(self) -> np.ndarray[Any, Any]:
+    def _stored_ranks(self) -> Array:
         storage = self.storage
         if not len(storage):
             return np.empty(0)
         # Rows without a schema may differ in shape, and a batch of them may lie in any dimension.
         return self._reduced(list(storage) if storage.schema is None else storage.get(slice(None)))
 
-    def _ranks(self, rows: Any) -> np.ndarray[Any, Any]:
+    def _ranks(self, rows: Any) -> Array:
         """Returns the rank of each prepared row: float64 ``[B]``."""
         if isinstance(rows, Rows):
             if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
@@ -154,7 +160,7 @@ class TensorDictMaxValueWriter(Writer):
             return self._reduce(rows.leaves[self.rank_key])
         return self._reduced(rows)
 
-    def _reduced(self, data: Any) -> np.ndarray[Any, Any]:
+    def _reduced(self, data: Any) -> Array:
         if not isinstance(data, list):
             return self._reduce(self._rank_of(data))
         ranks = [self._reduce(self._rank_of(row).unsqueeze(0)) for row in data]
@@ -170,7 +176,7 @@ class TensorDictMaxValueWriter(Writer):
             raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
         return value
 
-    def _reduce(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
+    def _reduce(self, values: torch.Tensor) -> Array:
         rows = values.shape[0]
         if rows and not values[0].numel():
             raise ValueError(
@@ -195,7 +201,7 @@ class TensorDictMaxValueWriter(Writer):
         """The records of largest rank; among equals the older ones."""
         ledger = ledger_of(state)
         order = ledger.write_order()
-        best = torch.argsort(state["_ranks"][order], descending=True, stable=True)[:capacity]
+        best = torch.argsort(_ranks_of(state)[order], descending=True, stable=True)[:capacity]
         return order[best.sort().values]
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,19 +215,24 @@ class TensorDictMaxValueWriter(Writer):
         super().check_state(state_dict)
         ranks, length = state_dict.get("_ranks"), state_dict["_ledger"]["length"]
         if (
-            not isinstance(ranks, torch.Tensor)
+            not isinstance(ranks, (torch.Tensor, MappedRows))
             or ranks.dtype != torch.float64
             or ranks.shape != (length,)
         ):
             raise ValueError(f"expected {length} ranks in float64, got {ranks!r}")
-        if bool(ranks.isnan().any()):
-            raise ValueError("expected ranks that are numbers, got NaN")
+        if isinstance(ranks, torch.Tensor):
+            _numbers(ranks.numpy())
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         super().restore(state_dict, rows)
-        ranks = state_dict["_ranks"] if rows is None else state_dict["_ranks"][rows]
         # Made when somebody writes: who opens a checkpoint to sample does not wait for it.
-        self._heap, self._ranks_then = None, ranks.numpy().copy() if rows is None else ranks.numpy()
+        self._heap, ranks = None, state_dict["_ranks"]
+        if rows is not None:
+            self._ranks_then = _ranks_of(state_dict)[rows].numpy()
+        elif isinstance(ranks, MappedRows):
+            self._ranks_then = ReadLater(_numbers, [ranks.spanned().numpy()], "ranks of rows")
+        else:
+            self._ranks_then = ranks.numpy().copy()
         self._seen = self._state_of_storage()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,3 +242,16 @@ class TensorDictMaxValueWriter(Writer):
                 "are the largest is known in one process only"
             )
         return {**super().__getstate__(), "_heap": None, "_ranks_then": None}
+
+
+def _ranks_of(state: dict[str, Any]) -> torch.Tensor:
+    """The rank of each row of a saved state; ValueError where one is no number."""
+    ranks = state["_ranks"]
+    ranks = ranks.spanned() if isinstance(ranks, MappedRows) else ranks
+    return torch.from_numpy(_numbers(ranks.numpy()))
+
+
+def _numbers(ranks: Array) -> Array:
+    if np.isnan(ranks).any():
+        raise ValueError("expected ranks that are numbers, got NaN")
+    return ranks
