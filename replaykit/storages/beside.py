@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import ReadLater
 from replaykit.schema import Schema
 from replaykit.storages.allocation import allocate
 from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
+from replaykit.storages.number_sets import agreed, rising_below
 from replaykit.storages.records import plan_records
 from replaykit.structure import Path
 
@@ -21,6 +23,8 @@ __all__ = ["Beside", "Change", "Grow", "Memory", "grow_in_memory"]
 
 Grow = Callable[[Schema, int, Columns | None], Columns]
 """``grow(schema, entries, table)``: columns with that many slots, holding what the table does."""
+
+Array = np.ndarray[Any, Any]
 
 _FIRST_ENTRIES = 64
 _INT32 = 2**31 - 1
@@ -74,6 +78,16 @@ class Memory:
     free: int
 
 
+@dataclass
+class _Book:
+    """Who has which entry: 1 + the entry of each element, or 0; ``[entries]``, the first of which
+    are the free ones; how many those are, ``[1]``, in memory that the core changes too."""
+
+    map: torch.Tensor
+    stack: torch.Tensor
+    count: Array
+
+
 class Beside:
     """Entries of their own for some elements of a storage, and a map that says for which.
 
@@ -86,7 +100,8 @@ class Beside:
         grow: takes memory for the table.
 
     Cost: 4 bytes an element for the map (of memory that is touched only as rows are written), and
-    the entries: at most twice as many as there were in use at one time.
+    the entries: at most twice as many as there were in use at one time. Which elements of a
+    checkpoint have one that is opened in place is read by whoever asks first.
     """
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
@@ -98,21 +113,34 @@ class Beside:
         if device.type == "cpu":
             # Pages of zeros are only taken when they are written to.
             kind = np.int32 if dtype is torch.int32 else np.int64
-            self._map = torch.from_numpy(np.zeros(elements, kind))
+            numbers = torch.from_numpy(np.zeros(elements, kind))
         else:
-            self._map = torch.zeros(elements, dtype=dtype, device=device)
+            numbers = torch.zeros(elements, dtype=dtype, device=device)
         self._grow = grow
         self._table: Columns | None = None
-        self._stack = torch.empty(0, dtype=torch.int64, device=device)
-        self._count = np.zeros(1, np.int64)  # of free entries; in memory that the core changes too
+        stack = torch.empty(0, dtype=torch.int64, device=device)
+        self._book = _Book(numbers, stack, np.zeros(1, np.int64))
+        # Whose the entries are, ``[used]``: nobody has asked for it yet.
+        self._later: ReadLater[Array] | None = None
+
+    @property
+    def _known(self) -> _Book:
+        if self._later is not None:
+            self._take_book(torch.from_numpy(self._later.read()))
+            self._later = None
+        return self._book
+
+    @property
+    def _map(self) -> torch.Tensor:
+        return self._known.map
+
+    @property
+    def _stack(self) -> torch.Tensor:
+        return self._known.stack
 
     @property
     def _free(self) -> int:
-        return int(self._count[0])
-
-    @_free.setter
-    def _free(self, count: int) -> None:
-        self._count[0] = count
+        return int(self._known.count[0])
 
     @property
     def table(self) -> Columns | None:
@@ -121,12 +149,13 @@ class Beside:
 
     def memory(self) -> Memory:
         """Where everything but the table lies, on the CPU: until more entries are taken."""
+        book = self._known
         return Memory(
-            self._map.data_ptr(),
-            self._map.dtype is torch.int64,
-            len(self._stack),
-            self._stack.data_ptr(),
-            self._count.ctypes.data,
+            book.map.data_ptr(),
+            book.map.dtype is torch.int64,
+            len(book.stack),
+            book.stack.data_ptr(),
+            book.count.ctypes.data,
         )
 
     def __len__(self) -> int:
@@ -135,8 +164,9 @@ class Beside:
 
     def nbytes(self) -> int:
         """Bytes of the map, of the table and of the list of free entries."""
-        table = 0 if self._table is None else self._table.nbytes()
-        return self._map.nbytes + self._stack.nbytes + table
+        table = self._table
+        entries = 0 if table is None else table.nbytes() + table.slots * 8
+        return self._book.map.nbytes + entries
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -197,7 +227,7 @@ class Beside:
         """Fills the entries that a change takes; may be done again after an interrupt."""
         back = len(change.returned)
         self._stack[change.free - back : change.free] = change.returned
-        self._free = change.free
+        self._book.count[0] = change.free
         if len(change.numbers):
             assert self._table is not None
             self._table.scatter(change.numbers, leaves, slice(None))
@@ -209,24 +239,44 @@ class Beside:
         else:
             self._map[elements] = (numbers + 1).to(self._map.dtype)
 
-    @torch.inference_mode(False)
     def adopt(self, elements: torch.Tensor, table: Columns) -> None:
         """Takes a table that is there: entry ``i`` is of element ``elements[i]``, and those behind
-        them are free."""
-        used, entries = len(elements), table.slots
+        them are free. No element had one before."""
         self._table = table
-        self._stack, self._free = arange(used, used + entries) % entries, entries - used
-        self.assign(elements, arange(used))
+        self._take_book(elements)
+
+    def adopt_later(self, elements: Sequence[Array], table: Columns, stop: int) -> None:
+        """As ``adopt``; elements are read and checked once somebody asks whose the entries are.
+
+        Args:
+            elements: the same one or several times, rising and below ``stop``, int64 ``[used]``.
+                Where they are others, each of those who ask gets CheckpointError.
+        """
+        self._table = table
+
+        def make(*tables: Array) -> Array:
+            return rising_below(stop, agreed(*tables))
+
+        self._later = ReadLater(make, [*elements], "list of rows with values beside")
+
+    @torch.inference_mode(False)
+    def _take_book(self, elements: torch.Tensor) -> None:
+        assert self._table is not None
+        used, entries = len(elements), self._table.slots
+        book = self._book
+        book.map[elements] = arange(1, used + 1).to(book.map.dtype)
+        book.stack = arange(used, used + entries) % entries
+        book.count[0] = entries - used
 
     @property
     def kind(self) -> Any:
         """The map is of this dtype."""
-        return np.int64 if self._map.dtype is torch.int64 else np.int32
+        return np.int64 if self._book.map.dtype is torch.int64 else np.int32
 
     @torch.inference_mode(False)
-    def keep_in(self, memory: np.ndarray[Any, Any]) -> None:
+    def keep_in(self, memory: Array) -> None:
         """Has the map lie elsewhere, as it is there; on the CPU."""
-        self._map = torch.from_numpy(memory)
+        self._book.map = torch.from_numpy(memory)
 
     @torch.inference_mode(False)
     def reread(self, table: Columns | None = None) -> int:
@@ -249,16 +299,20 @@ class Beside:
             raise ValueError("expected an entry beside for each row, got one of two rows")
         found = torch.from_numpy(np.flatnonzero(free))
         if entries != len(self._stack):
-            self._stack = torch.zeros(entries, dtype=torch.int64, device="cpu")
+            self._book.stack = torch.zeros(entries, dtype=torch.int64, device="cpu")
         self._stack[: len(found)] = found  # where the core knows it to be
-        self._free = len(found)
+        self._book.count[0] = len(found)
         return int(at[-1]) + 1 if len(at) else 0
 
+    @torch.inference_mode(False)
     def clear(self, stop: int) -> None:
         """Gives back all entries; elements from ``stop`` on have none."""
-        self._map[:stop].zero_()
-        self._free = len(self._stack)
-        self._stack.copy_(torch.arange(self._free, device=self.device))
+        book = self._book
+        book.map[:stop].zero_()
+        if self._later is not None and self._table is not None:
+            book.stack, self._later = arange(self._table.slots), None
+        book.count[0] = len(book.stack)
+        book.stack.copy_(torch.arange(len(book.stack), device=self.device))
 
     @torch.inference_mode(False)
     def take(self, more: int) -> None:
@@ -267,7 +321,6 @@ class Beside:
         entries = min(max(_FIRST_ENTRIES, 2 * old, old + more), self.elements)
         self._table = self._grow(self.schema, entries, self._table)
         fresh = arange(old, entries).to(self.device)
-        self._stack, self._free = (
-            torch.cat([self._stack[: self._free], fresh, self._stack[self._free :]]),
-            self._free + entries - old,
-        )
+        book, free = self._book, self._free
+        book.stack = torch.cat([book.stack[:free], fresh, book.stack[free:]])
+        book.count[0] = free + entries - old

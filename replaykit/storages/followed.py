@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import RowChunks
+from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.storages.carrying import carried
+from replaykit.storages.number_sets import rising_below
 
 __all__ = ["FollowedColumn", "plain_column", "rebuilt_column"]
 
@@ -31,6 +32,9 @@ class FollowedColumn:
         lanes: how many dimensions of a row are lanes.
         steps: int32 or int64 ``[n]``, without lanes; ``0 <= row + steps[row] < n``.
 
+    Elements and steps that lie in files yet, MappedRows, are not looked at before a row is asked
+    for, which raises ValueError where they are others.
+
     Raises:
         ValueError: the parts do not fit each other.
     """
@@ -38,10 +42,10 @@ class FollowedColumn:
     def __init__(
         self,
         source: Column,
-        elements: torch.Tensor,
+        elements: torch.Tensor | MappedRows,
         values: Column,
         lanes: torch.Size,
-        steps: torch.Tensor | None = None,
+        steps: torch.Tensor | MappedRows | None = None,
     ) -> None:
         self.steps = steps
         self.source = source
@@ -77,19 +81,28 @@ class FollowedColumn:
             return self._rows(arange(*index.indices(len(self))))
         return self._rows(index)
 
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        elements, steps = self.elements, self.steps
+        if isinstance(elements, MappedRows):
+            elements = rising_below(len(self) * self._cells, elements[:])
+        if isinstance(steps, MappedRows):
+            steps = _inside(steps[:])
+        return elements, steps
+
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
         index = index.to(self.elements.device)
         if not len(index):
             shape = (0, *self.shape[1:])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        after = (index + 1) % len(self) if self.steps is None else index + self.steps[index]
+        elements, steps = self._tables()
+        after = (index + 1) % len(self) if steps is None else index + steps[index]
         source = self.source
         found = source[after] if isinstance(source, RowChunks) else carried(source)[after]
-        if len(self.elements):
+        if len(elements):
             cells = arange(self._cells).to(index.device)
             wanted = (index[:, None] * self._cells + cells).reshape(-1)
-            place = torch.searchsorted(self.elements, wanted).clamp_(max=len(self.elements) - 1)
-            at = (self.elements[place] == wanted).nonzero().flatten()
+            place = torch.searchsorted(elements, wanted).clamp_(max=len(elements) - 1)
+            at = (elements[place] == wanted).nonzero().flatten()
             values = self.values
             rows = place[at]
             own = values[rows] if isinstance(values, RowChunks) else carried(values)[rows]
@@ -125,33 +138,39 @@ def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
     source = columns[place] if type(place) is int and 0 <= place < len(columns) else None
     if not isinstance(source, (torch.Tensor, RowChunks)):
         raise ValueError(f"expected the place of a column that another one follows, got {place!r}")
-    if isinstance(elements, RowChunks):
+    stop = source.shape[0] * lanes.numel()
+    if isinstance(elements, RowChunks) and not isinstance(elements, MappedRows):
         elements = elements[:]
     if not (
-        isinstance(elements, torch.Tensor)
+        isinstance(elements, (torch.Tensor, MappedRows))
         and elements.dtype == torch.int64
-        and elements.ndim == 1
-        and bool((elements.diff() > 0).all())
-        and (not len(elements) or int(elements[0]) >= 0)
-        and (not len(elements) or int(elements[-1]) < source.shape[0] * lanes.numel())
+        and len(elements.shape) == 1
+        and len(elements) <= stop
     ):
         raise ValueError(f"expected rising elements of a column, got {elements!r}")
+    if isinstance(elements, torch.Tensor):
+        rising_below(stop, elements)
     if not isinstance(values, (torch.Tensor, RowChunks)):
         raise ValueError(f"expected the values beside a column, got {type(values).__name__}")
     steps = _checked_steps(record["steps"], source.shape[0], lanes) if "steps" in record else None
     return FollowedColumn(source, elements, values, lanes, steps)
 
 
-def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor:
-    if isinstance(steps, RowChunks):
+def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor | MappedRows:
+    if isinstance(steps, RowChunks) and not isinstance(steps, MappedRows):
         steps = steps[:]
     if not (
-        isinstance(steps, torch.Tensor)
+        isinstance(steps, (torch.Tensor, MappedRows))
         and steps.dtype in (torch.int32, torch.int64)
         and steps.shape == (rows,)
         and not lanes
     ):
         raise ValueError(f"expected how far away {rows} rows lie that follow others, got {steps!r}")
+    return steps if isinstance(steps, MappedRows) else _inside(steps)
+
+
+def _inside(steps: torch.Tensor) -> torch.Tensor:
+    rows = len(steps)
     after = arange(rows).to(steps.device) + steps
     if rows and not 0 <= int(after.min()) <= int(after.max()) < rows:
         raise ValueError(f"expected rows in [0, {rows}) after others, got {after}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import ReadLater
 from replaykit.storages.neighbours import Neighbours, Picked
+from replaykit.storages.number_sets import agreed
 
 __all__ = ["Chains", "Links", "chains"]
 
@@ -102,7 +105,7 @@ class Links:
     for what lies there.
 
     Cost: 8 bytes a slot (16 from 2**31 slots on), of memory that is touched only as rows are
-    written.
+    written. Links of a checkpoint that is opened in place are read by whoever asks first.
 
     Example:
         >>> import torch
@@ -117,7 +120,9 @@ class Links:
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots, self.device = slots, device
         self.wide = slots > _INT32
-        self._after, self._before = (self._zeros() for _ in range(2))
+        self._tables = self._zeros(), self._zeros()
+        # What the tables are to hold: nobody has asked for it yet.
+        self._later: ReadLater[_Told] | None = None
 
     def _zeros(self) -> torch.Tensor:
         # How far away the other slot is, so that memory that was never touched says: nothing.
@@ -131,10 +136,18 @@ class Links:
         """How far away the next row lies is said in this dtype."""
         return np.int64 if self.wide else np.int32
 
+    @property
+    def _after(self) -> torch.Tensor:
+        return self._tables[0] if self._later is None else self._read()[0]
+
+    @property
+    def _before(self) -> torch.Tensor:
+        return self._tables[1] if self._later is None else self._read()[1]
+
     @torch.inference_mode(False)
     def keep_in(self, memory: Array) -> None:
         """Has the table of next rows lie elsewhere, as it is there; on the CPU."""
-        self._after = torch.from_numpy(memory)
+        self._tables = torch.from_numpy(memory), self._tables[1]
 
     def reread(self) -> int:
         """Makes the table of rows before anew, and returns how many slots tell of others.
@@ -142,22 +155,27 @@ class Links:
         Raises:
             ValueError: a slot is not there, or follows two.
         """
-        after = self._after.numpy()
-        at = np.flatnonzero(after)
-        followers = at + after[at]
-        if len(at) and not 0 <= followers.min() <= followers.max() < self.slots:
-            raise ValueError(f"expected links between {self.slots} slots, got others")
-        self._before.zero_()
-        before, steps = self._before.numpy(), -after[at]
-        before[followers] = steps
-        if not np.array_equal(before[followers], steps):
-            raise ValueError("expected one row before each, got a slot that follows two")
-        return int(max(at.max(), followers.max())) + 1 if len(at) else 0
+        after, before = (table.numpy() for table in self._tables)
+        told = _told(after)
+        before[:] = told.before  # where the core knows it to be
+        return told.stop
 
-    def take(self, steps: torch.Tensor) -> None:
-        """Says how far away the next rows of the first ones are, ``[n]``; raises as ``reread``."""
-        self._after[: len(steps)] = steps
-        self.reread()
+    def take_later(self, steps: Sequence[Array]) -> None:
+        """Takes how far away the next rows of the first ones are, ``[n]``, once somebody asks.
+
+        Args:
+            steps: the same one or several times. Where they differ, or contradict themselves as
+                ``reread`` says, each of those who ask gets CheckpointError.
+        """
+        self._later = ReadLater(_told, [*steps], "links between rows")
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._later is not None:
+            told = self._later.read()
+            after, before = (table.numpy() for table in self._tables)
+            after[: len(told.after)], before[: len(told.after)] = told.after, told.before
+            self._later = None
+        return self._tables
 
     def addresses(self) -> tuple[int, int]:
         """Where, for each slot, lies how far away the next row is, and the one before: int64 if
@@ -166,7 +184,8 @@ class Links:
 
     def nbytes(self) -> int:
         """Bytes of both tables."""
-        return self._after.nbytes + self._before.nbytes
+        after, before = self._tables
+        return after.nbytes + before.nbytes
 
     def after(self, slots: torch.Tensor) -> torch.Tensor:
         """Slots of the next rows of rows, int64 ``[B]``."""
@@ -199,9 +218,10 @@ class Links:
         self._before[followers] = 0
 
     def clear(self, stop: int) -> None:
-        """Forgets the first ``stop`` slots."""
-        self._after[:stop].zero_()
-        self._before[:stop].zero_()
+        """Forgets the first ``stop`` slots, all that tell of others."""
+        self._later = None
+        for table in self._tables:
+            table[:stop].zero_()
 
     def neighbours(self, elements: torch.Tensor, stored: int) -> Neighbours:
         """Returns the neighbours of distinct slots ``[K]`` that are written, ``stored`` slots
@@ -218,6 +238,28 @@ class Links:
         _, written = places.of(before)
         following = ((before != elements) & ~written & (before < stored)).nonzero().flatten()
         return Neighbours([(inside, at[inside])], outside, before[following], following)
+
+
+class _Told(NamedTuple):
+    """How far away the next rows lie, and those before, ``[n]``; no slot from ``stop`` on tells."""
+
+    after: Array
+    before: Array
+    stop: int
+
+
+def _told(*tables: Array) -> _Told:
+    """Works out the rows before; ValueError where there is no slot, or two lead to one."""
+    after = agreed(*tables)
+    at = np.flatnonzero(after)
+    followers = at + after[at]
+    if len(at) and not 0 <= followers.min() <= followers.max() < len(after):
+        raise ValueError(f"expected links between {len(after)} slots, got others")
+    before, steps = np.zeros_like(after), -after[at]
+    before[followers] = steps
+    if not np.array_equal(before[followers], steps):
+        raise ValueError("expected one row before each, got a slot that follows two")
+    return _Told(after, before, int(max(at.max(), followers.max())) + 1 if len(at) else 0)
 
 
 class _Places:

@@ -48,14 +48,15 @@ def mapped_rows(group: Group, schema: Schema, slots: int, ndim: int) -> Columns:
 
 
 def adopt_mapped(columns: OnceColumns, group: Group, rows: int) -> None:
-    """Has columns over ``mapped_rows`` take what the checkpoint has beside the rows, where it lies.
+    """Has columns over ``mapped_rows`` take what the checkpoint has beside the rows, where it lies;
+    nothing is read.
 
     Args:
         group: that ``why_not_mapped`` says nothing of.
         rows: how many are stored.
 
     Raises:
-        OSError: the system refuses to map it. ValueError: two rows are followed by one.
+        OSError: the system refuses to map it.
     """
     followed = {path: group.leaves[path] for path in columns.pairs.root_of}
     first: FollowedColumn = next(iter(followed.values()))
@@ -65,9 +66,13 @@ def adopt_mapped(columns: OnceColumns, group: Group, rows: int) -> None:
         entries = min(2 * used + _SPARE_ENTRIES, columns.slots * columns.lanes.numel())
         tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in followed.items()}
         table = Columns(columns.pairs.beside, tensors, 1, mapped=True)
-    if isinstance(columns, StreamColumns) and first.steps is not None:
-        columns.link(first.steps)
-    columns.adopt(first.elements, table, rows)
+    if isinstance(columns, StreamColumns):
+        columns.link([_array(column.steps) for column in followed.values()])
+    columns.adopt_later([_array(column.elements) for column in followed.values()], table, rows)
+
+
+def _array(table: Any) -> Any:
+    return cast(MappedRows, table).spanned().numpy()
 
 
 def why_not_mapped(
@@ -105,12 +110,10 @@ def why_not_mapped(
 def _why_not_followed(column: FollowedColumn, first: FollowedColumn, source: Any) -> str:
     if source is None:
         return "which was stored once (dedup_next)"
-    same = torch.equal(column.elements, first.elements) and (
-        column.steps is first.steps
-        if column.steps is None or first.steps is None
-        else torch.equal(column.steps, first.steps)
-    )
-    if column.source is source and isinstance(column.values, MappedRows) and same:
+    steps, mapped = column.steps, isinstance(column.values, MappedRows)
+    # Whether they hold the same is looked at when they are read.
+    same = len(column.elements) == len(first.elements) and (steps is None) == (first.steps is None)
+    if column.source is source and mapped and same:
         return ""
     return "which does not follow the key that it is stored under, as others do"
 

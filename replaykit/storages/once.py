@@ -27,6 +27,7 @@ __all__ = ["Compared", "OnceColumns"]
 
 _NO_NUMBERS = np.zeros(0, np.int64)
 
+Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 
 
@@ -82,18 +83,26 @@ class OnceColumns(SettledRows):
     def check_writable(self) -> None:
         """Rows here have memory of their own."""
 
-    def adopt(
-        self, elements: torch.Tensor, table: Columns | None, stored: int | None = None
-    ) -> None:
-        """Takes rows that are there: which have counterparts beside, and those.
+    def adopt(self, elements: torch.Tensor, table: Columns) -> None:
+        """Takes rows that are there, in all slots: which have counterparts beside, and those.
 
         Args:
-            table: of as many entries or more; None: there are no such rows.
-            stored: how many slots hold rows; None: all.
+            table: of as many entries or more.
+        """
+        self._beside.adopt(elements, table)
+        self._stored = self.slots
+
+    def adopt_later(self, elements: Sequence[Array], table: Columns | None, stored: int) -> None:
+        """As ``adopt``; which rows those are is read and checked once somebody asks.
+
+        Args:
+            elements: as for ``Beside.adopt_later``.
+            table: None: there are no such rows.
+            stored: how many slots hold rows.
         """
         if table is not None:
-            self._beside.adopt(elements, table)
-        self._stored = self.slots if stored is None else stored
+            self._beside.adopt_later(elements, table, stored * self._cells)
+        self._stored = stored
 
     def keep(self, kept: KeptOnce, *, there: bool) -> None:
         """Has what tells of the rows lie in files; ``there``: it does, and ``reread`` takes it.

@@ -379,15 +379,13 @@ class StreamColumns(OnceColumns):
         self._stored = len(order)  # what the tables know of
         self._coming = found, order
 
-    def link(self, steps: torch.Tensor) -> None:
-        """Takes rows that are there: how far away the next one of their stream lies, ``[n]``.
+    def link(self, steps: Sequence[Array]) -> None:
+        """Takes rows that are there: how far away the next one of their stream lies, ``[n]``, as
+        ``Links.take_later``.
 
         Those that come follow none of them: which are the newest would take a look at the keys.
-
-        Raises:
-            ValueError: two rows are followed by one.
         """
-        self.links.take(steps)
+        self.links.take_later(steps)
 
     def fill(self, start: int, leaves: Mapping[Path, Any], kept: torch.Tensor | slice) -> None:
         """Writes rows ``kept`` of the leaves to the slots from ``start`` on, up to which rows are

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
-from replaykit.checkpoint import MappedRows
+from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater
+from replaykit.errors import CheckpointError
+from replaykit.storages import content
+from replaykit.storages.content import Content
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -56,6 +63,11 @@ def rows(kind: str, first: int, count: int) -> TensorDict:
     return found.transpose(0, 1).contiguous() if lanes else found
 
 
+def reward(rb: ReplayBuffer) -> torch.Tensor:
+    """A column that every row has."""
+    return rb.storage.require().column(("next", "reward"), rb.storage.ledger.length)
+
+
 def equal(a: TensorDict, b: TensorDict) -> bool:
     keys = set(a.keys(True, True))
     return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
@@ -94,23 +106,216 @@ def test_it_is_the_buffer_that_a_plain_load_gives(kind: str, count: int, tmp_pat
     assert equal(again[:], plain[:])
 
 
-def test_nothing_beside_the_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But which rows have something there."""
-    filled = make("ring")
-    filled.extend(rows("ring", 0, 299))
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("ring", 299), ("ring", SLOTS), ("lanes", 290), ("streams", 290), ("rings", SLOTS)],
+)
+def test_what_tells_of_the_rows_is_read_when_it_is_needed(
+    kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = make(kind)
+    filled.extend(rows(kind, 0, count))
     filled.dumps(tmp_path)
-    read: list[tuple[int, ...]] = []
-    item = MappedRows.__getitem__
+    looked, made = [], []
+    item, read = MappedRows.__getitem__, ReadLater.read
 
     def watched(found: MappedRows, index: Any) -> Any:
-        read.append((*found.shape, found.dtype.itemsize))
+        looked.append(len(item(found, index)))
         return item(found, index)
 
     monkeypatch.setattr(MappedRows, "__getitem__", watched)
+    monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
+    mapped = make(kind)
+    mapped.loads(tmp_path, mmap=True)
+    # Whether something follows the last row, which no other one does in a larger ring.
+    assert set(looked) == {("ring", 299): {1}, ("lanes", 290): {3}}.get((kind, count), set())
+    assert mapped.storage.require().nbytes() > filled.storage.require().rows.nbytes()
+    assert torch.equal(reward(mapped), reward(filled))
+    assert not made
+    for _ in range(2):
+        mapped.sample()
+        assert len(made) == (2 if "env" in KINDS[kind].values() else 1)
+    assert mapped.storage.kept_beside == filled.storage.kept_beside > 0
+
+
+USES: dict[str, Callable[[ReplayBuffer, str, Path], Any]] = {
+    "sample": lambda rb, kind, folder: rb.sample(),
+    "read": lambda rb, kind, folder: rb[:],
+    "read a key": lambda rb, kind, folder: rb["next", "state"],
+    "extend": lambda rb, kind, folder: rb.extend(rows(kind, SLOTS, 20)),
+    "place": lambda rb, kind, folder: rb.storage.set(
+        torch.tensor([5, 9]), rows(kind, 70, 2), set_cursor=False
+    ),
+    "edit": lambda rb, kind, folder: rb.storage.edit_columns(
+        {("state",): torch.zeros(2, 1)}, torch.arange(2)
+    ),
+    "dumps": lambda rb, kind, folder: rb.dumps(folder / "again"),
+    "pickle": lambda rb, kind, folder: pickle.dumps(rb),
+    "state": lambda rb, kind, folder: rb.state_dict(),
+    "count": lambda rb, kind, folder: rb.storage.kept_beside,
+}
+
+
+@pytest.mark.parametrize("kind", ["ring", "streams"])
+@pytest.mark.parametrize("use", USES)
+def test_whoever_needs_it_first_finds_the_buffer_that_a_plain_load_gives(
+    use: str, kind: str, tmp_path: Path
+) -> None:
+    filled = make(kind)
+    filled.extend(rows(kind, 0, 290))
+    filled.dumps(tmp_path)
+    mapped, plain = make(kind), make(kind)
+    mapped.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    for rb in (mapped, plain):
+        USES[use](rb, kind, tmp_path)
+        if use == "pickle":
+            assert equal(pickle.loads(pickle.dumps(rb))[:], filled[:])
+    assert equal(mapped[:], plain[:])
+    assert equal(mapped.sample(), plain.sample())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_may_be_emptied_unread(kind: str, tmp_path: Path) -> None:
+    filled = make(kind)
+    filled.extend(rows(kind, 0, SLOTS))
+    filled.dumps(tmp_path)
+    mapped, fresh = make(kind), make(kind)
+    mapped.loads(tmp_path, mmap=True)
+    mapped.empty()
+    assert mapped.storage.kept_beside == 0
+    for first in (0, 100, 200, 300):
+        for rb in (mapped, fresh):
+            rb.extend(rows(kind, first, 100))
+    assert equal(mapped[:], fresh[:])
+    assert mapped.storage.kept_beside == fresh.storage.kept_beside
+
+
+def damage(folder: Path, entry: str, at: int, value: int | None) -> None:
+    """Writes a number into the table beside all columns that follow others; None: the one before
+    it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for column in manifest["parts"]["storage"]["groups"][0]["columns"]:
+        if "follows" not in column:
+            continue
+        tensor = manifest["tensors"][column[entry]["name"]]
+        kind = np.dtype(tensor["dtype"])
+        file, offset, count = tensor["pieces"][0]
+        table = np.memmap(folder / file, kind, "r+", offset, count)
+        table[at] = table[at - 1] if value is None else value
+
+
+DAMAGES: dict[str, tuple[str, str, int, int | None]] = {
+    "elements below": ("ring", "elements", 0, -1),
+    "elements twice": ("ring", "elements", 3, None),
+    "elements that fall": ("ring", "elements", 3, 1),
+    "elements beyond": ("streams", "own", 42, SLOTS),
+    "elements far beyond": ("streams", "own", 42, 2**62),
+    "elements of streams twice": ("rings", "own", 3, None),
+    "links below": ("streams", "steps", 4, -5),
+    "links beyond": ("streams", "steps", 4, SLOTS - 4),
+    "links far beyond": ("rings", "steps", 4, 2**31 - 1),
+    "links far below": ("rings", "steps", 4, -(2**31)),
+    "links to one": ("streams", "steps", 4, 4),  # as row 5 has it
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_what_contradicts_itself_is_found_when_it_is_read(damaged: str, tmp_path: Path) -> None:
+    kind, entry, at, value = DAMAGES[damaged]
+    what = "links between rows" if entry == "steps" else "list of rows with values beside"
+    filled = make(kind)
+    filled.extend(rows(kind, 0, SLOTS))
+    filled.dumps(tmp_path)
+    damage(tmp_path, entry, at, value)
+    mapped = make(kind)
+    mapped.loads(tmp_path, mmap=True)
+    for use in (*USES, *USES):
+        if use == "count" and entry == "steps":
+            continue  # a look at the entries alone, which are in order
+        with pytest.raises(CheckpointError, match=f"the {what} of the checkpoint: expected"):
+            USES[use](mapped, kind, tmp_path)
+        assert (len(mapped), mapped.write_count) == (len(filled), filled.write_count)
+        # What every row has is as it was.
+        assert torch.equal(reward(mapped), reward(filled))
+    assert not (tmp_path / "again" / "manifest.json").exists()
+    mapped.empty()
+    mapped.extend(rows(kind, 0, 50))
+    fresh = make(kind)
+    fresh.extend(rows(kind, 0, 50))
+    assert equal(mapped[:], fresh[:])
+
+
+def test_members_of_an_ensemble_read_theirs_when_they_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ensemble(count: int = 0) -> ReplayBufferEnsemble:
+        members = make("ring"), make("streams")
+        for member, kind in zip(members, ("ring", "streams"), strict=True):
+            if count:
+                member.extend(rows(kind, 0, count))
+        generator = torch.Generator().manual_seed(0)
+        return ReplayBufferEnsemble(*members, batch_size=32, generator=generator)
+
+    filled = ensemble(200)
+    filled.dumps(tmp_path)
+    made, read = [], ReadLater.read
+    monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
+    mapped = ensemble()
+    mapped.loads(tmp_path, mmap=True)
+    assert not made
+    for _ in range(3):
+        assert equal(mapped.sample(), filled.sample())
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_columns_with_tables_of_their_own(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_column = content.plain_column
+
+    def apart(column: Any, columns: tuple[Any, ...]) -> Any:
+        found = plain_column(column, columns)
+        if isinstance(found, dict) and not same and found["follows"]:
+            found["elements"] = found["elements"].clone()
+            found["elements"][0] += 1
+        return found
+
+    filled = make("ring")
+    filled.extend(rows("ring", 0, 290))
+    with monkeypatch.context() as patched:
+        patched.setattr(content, "plain_column", apart)
+        filled.dumps(tmp_path)
     mapped = make("ring")
     mapped.loads(tmp_path, mmap=True)
-    assert mapped.storage.kept_beside == filled.storage.kept_beside == 43
-    assert set(read) == {(43, 8)}
+    if same:
+        assert equal(mapped[:], filled[:])
+        return
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="the same for all columns, got 2 that differ"):
+            mapped.sample()
+
+
+@pytest.mark.parametrize("kind", ["ring", "streams"])
+def test_a_column_reads_its_tables_when_it_is_read(kind: str, tmp_path: Path) -> None:
+    filled = make(kind)
+    filled.extend(rows(kind, 0, SLOTS))
+    filled.dumps(tmp_path)
+
+    def column(saved: MappedCheckpoint) -> Any:
+        group = Content.from_state(saved.part("storage", mapped=["groups"])).groups[0]
+        return group.leaves["next", "state"]
+
+    with MappedCheckpoint(tmp_path) as saved:
+        assert torch.equal(column(saved)[:], filled["next", "state"])
+    entry = "elements" if kind == "ring" else "steps"
+    damage(tmp_path, entry, 4, -5)
+    with MappedCheckpoint(tmp_path) as saved:
+        found = column(saved)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"expected (rising elements|rows in)"):
+                found[3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
