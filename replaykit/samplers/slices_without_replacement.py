@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import ReadLater
 from replaykit.episodes import EpisodeIndex
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.markers import Markers
 from replaykit.samplers.measures import floor_below
+from replaykit.samplers.saved_arrays import saved_arrays
 from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_form
 from replaykit.samplers.slicing import Request, Sliced, Slicing
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
 __all__ = ["SliceSamplerWithoutReplacement"]
+
+Array = np.ndarray[Any, Any]
 
 
 class SliceSamplerWithoutReplacement(Sliced):
@@ -54,6 +59,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     """
 
     kind = "slice_without_replacement"
+    mapped_entries = ("_remaining",)
     passes = True
 
     def __init__(
@@ -91,7 +97,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             flat,
         )
         # Numbers of the episodes still to come; None: the next draw begins a pass.
-        self._remaining: torch.Tensor | None = None
+        self._pass: torch.Tensor | ReadLater[torch.Tensor] | None = None
         self._episodes = 0
         # Rows of slices that were given back, as elements: their episodes come next.
         self._returned: torch.Tensor | None = None
@@ -100,6 +106,22 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._version: int | None = None
         self._length = 0
         self._rows = 0
+
+    @property
+    def _remaining(self) -> torch.Tensor | None:
+        """What was saved and stayed in its file is checked now: O(N), once.
+
+        Raises:
+            CheckpointError: it is no such thing.
+        """
+        remaining = self._pass
+        if isinstance(remaining, ReadLater):
+            remaining = self._pass = remaining.read()
+        return remaining
+
+    @_remaining.setter
+    def _remaining(self, remaining: torch.Tensor | None) -> None:
+        self._pass = remaining
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Draws the next slices of the pass; returns their rows, and which slice each belongs to.
@@ -233,14 +255,11 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
         super().check_state(state_dict, storage)
-        _check_pass(state_dict)
+        _pass_of(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        _check_pass(state_dict)
-        remaining, returned = state_dict["_remaining"], state_dict["_returned"]
-        self._remaining = None if remaining is None else remaining.clone()
-        self._returned = None if returned is None else returned.clone()
+        self._pass, self._returned = _pass_of(state_dict)
         self._episodes, self._length = state_dict["_episodes"], state_dict["_length"]
         self._rows, self._ran_out = state_dict["_rows"], state_dict["_ran_out"]
         self._index = self._version = None
@@ -255,15 +274,26 @@ class SliceSamplerWithoutReplacement(Sliced):
         return {**super().__getstate__(), "_index": None, "_version": None}
 
 
-def _check_pass(state: dict[str, Any]) -> None:
+def _pass_of(
+    state: dict[str, Any],
+) -> tuple[torch.Tensor | ReadLater[torch.Tensor] | None, torch.Tensor | None]:
+    """Episodes that a saved pass has yet to draw, and rows that were given back; ValueError where
+    they are none."""
     numbers: list[Any] = [state.get(name) for name in ("_episodes", "_length", "_rows")]
     if any(type(n) is not int or n < 0 for n in numbers) or type(state.get("_ran_out")) is not bool:
         raise ValueError(f"expected counts and ran_out of a pass over episodes, got {state}")
+    found: list[Any] = []
     for name, limit in (("_remaining", numbers[0]), ("_returned", numbers[2])):
-        left = state.get(name)
-        if left is None:
+        if state.get(name) is None:
+            found.append(None)
             continue
-        if not isinstance(left, torch.Tensor) or left.dtype != torch.int64 or left.ndim != 1:
-            raise ValueError(f"expected {name} as int64 [K], got {left!r}")
-        if len(left) and not 0 <= int(left.min()) <= int(left.max()) < limit:
-            raise ValueError(f"expected {name} in [0, {limit}), got {left}")
+        arrays, mapped = saved_arrays(state, {name: (torch.int64,)})
+        make = functools.partial(_checked_numbers, name=name, limit=limit)
+        found.append(ReadLater(make, arrays, "pass over episodes") if mapped else make(*arrays))
+    return found[0], found[1]
+
+
+def _checked_numbers(numbers: Array, name: str, limit: int) -> torch.Tensor:
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
+        raise ValueError(f"expected {name} in [0, {limit}), got {numbers}")
+    return torch.from_numpy(numbers)

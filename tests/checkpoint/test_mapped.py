@@ -53,7 +53,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "consuming": lambda: ConsumingSampler(2),
     "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
-READ_LATER = ["consuming", "staleness", "without replacement"]
+READ_LATER = ["consuming", "staleness", "without replacement", "slices without replacement"]
 
 
 def rows(start: int, count: int) -> TensorDict:
@@ -388,6 +388,7 @@ def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
         ("consuming", "_sampleable", "the counts of draws of the checkpoint"),
         ("staleness", "_elements", "the versions of the checkpoint"),
         ("without replacement", "_remaining", "the pass of the checkpoint"),
+        ("slices without replacement", "_remaining", "the pass over episodes of the checkpoint"),
     ],
 )
 def test_what_contradicts_itself_is_found_when_it_is_read(
