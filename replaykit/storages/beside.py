@@ -124,6 +124,11 @@ class Beside:
         self._later: ReadLater[Array] | None = None
 
     @property
+    def unread(self) -> bool:
+        """Whether nobody has asked yet whose the entries are."""
+        return self._later is not None
+
+    @property
     def _known(self) -> _Book:
         if self._later is not None:
             self._take_book(torch.from_numpy(self._later.read()))

@@ -104,6 +104,12 @@ class OnceColumns(SettledRows):
             self._beside.adopt_later(elements, table, stored * self._cells)
         self._stored = stored
 
+    def let_go_unread(self) -> None:
+        """Told that all rows are about to be replaced: what nobody has read yet is not read for
+        that, and may contradict itself."""
+        if self._beside.unread:
+            self.clear()
+
     def keep(self, kept: KeptOnce, *, there: bool) -> None:
         """Has what tells of the rows lie in files; ``there``: it does, and ``reread`` takes it.
 

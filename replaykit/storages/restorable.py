@@ -242,6 +242,8 @@ def _fill(
         known = ledger is not None and rows is None
         order = ledger.write_order() if known and ledger is not None else arange(count)
         columns.begin(keys_of(keys[:count], columns.schema.leaves[columns.key].dtype), order)
+    elif isinstance(columns, OnceColumns):
+        columns.let_go_unread()
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
     # Nothing is in between where rows are copied as they lie.
     whole = rows is None and isinstance(columns, Columns) and columns.lies_as(packed)

@@ -246,6 +246,23 @@ def test_what_contradicts_itself_is_found_when_it_is_read(damaged: str, tmp_path
     assert equal(mapped[:], fresh[:])
 
 
+@pytest.mark.parametrize("kind", ["ring", "lanes", "streams"])
+def test_another_checkpoint_is_loaded_over_one_that_contradicts_itself(
+    kind: str, tmp_path: Path
+) -> None:
+    filled = make(kind)
+    filled.extend(rows(kind, 0, SLOTS))
+    filled.dumps(tmp_path / "whole")
+    filled.dumps(tmp_path / "damaged")
+    damage(tmp_path / "damaged", "own" if kind == "streams" else "elements", 3, None)
+    mapped = make(kind)
+    mapped.loads(tmp_path / "damaged", mmap=True)
+    with pytest.raises(CheckpointError):
+        mapped.sample()
+    mapped.loads(tmp_path / "whole")
+    assert equal(mapped[:], filled[:])
+
+
 def test_members_of_an_ensemble_read_theirs_when_they_are_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
