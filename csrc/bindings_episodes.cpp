@@ -69,6 +69,20 @@ struct Index {
     return found;
   }
 
+  // Whether rows [first, until) are of these columns, and the columns of these episodes.
+  void check(const EpisodeColumns& columns, std::int64_t first, std::int64_t until) const {
+    check_length("lanes", columns.lanes(), episodes.lanes());
+    if (first < 0 || first > until || until > columns.slots()) {
+      throw nb::index_error(("expected rows in [0, " + std::to_string(columns.slots()) +
+                             "), got " + std::to_string(first) + " to " +
+                             std::to_string(until)).c_str());
+    }
+    if (ids.known() && columns.has_ids()) {
+      check_length("ids", static_cast<std::int64_t>(ids.bytes().size()),
+                   columns.id_bytes() * columns.lanes());
+    }
+  }
+
   [[noreturn]] void not_stored(Numbers time, Numbers lane, std::int64_t at) const {
     throw nb::index_error(
         ("expected times in [" + std::to_string(episodes.lo()) + ", " +
@@ -159,22 +173,44 @@ void replaykit::bind_episodes(nb::module_& m) {
            nb::arg("codes"), "Notes rows uint8 [n, lanes] written after the newest one.")
       .def("append_columns",
            [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t until) {
-             check_length("lanes", columns.lanes(), self.episodes.lanes());
-             if (first < 0 || first > until || until > columns.slots()) {
-               throw nb::index_error(("expected rows in [0, " + std::to_string(columns.slots()) +
-                                      "), got " + std::to_string(first) + " to " +
-                                      std::to_string(until)).c_str());
-             }
-             if (self.ids.known() && columns.has_ids()) {
-               check_length("ids", static_cast<std::int64_t>(self.ids.bytes().size()),
-                            columns.id_bytes() * columns.lanes());
-             }
+             self.check(columns, first, until);
              unlocked((until - first) * columns.lanes(), [&] {
                self.ids.append(self.episodes, columns, first, until);
              });
            },
            nb::arg("columns"), nb::arg("first"), nb::arg("until"),
            "Notes rows from where they are stored.")
+      .def("append_ending",
+           [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t until,
+              nb::handle after, nb::handle ends) {
+             self.check(columns, first, until);
+             const Array rows(after, "after", Array::kInt64, 1);
+             const Array codes(ends, "ends", Array::kUint8, 2);
+             check_length("ends", codes.size(0), rows.size());
+             check_length("ends", codes.size(1), columns.lanes());
+             for (std::int64_t i = 0, least = first; i < rows.size(); ++i) {
+               const std::int64_t row = rows.numbers()[i];
+               if (row < least || row >= until) {
+                 throw nb::index_error(("expected rising rows from " + std::to_string(first) +
+                                        " to " + std::to_string(until) + " in `after`, got " +
+                                        std::to_string(row)).c_str());
+               }
+               least = row + 1;
+             }
+             for (std::int64_t i = 0; i < rows.size() * columns.lanes(); ++i) {
+               const int code = codes.bytes()[i];
+               if (code != 0 && code != replaykit::kSevered && code != kRestored) {
+                 throw nb::value_error("expected codes of 0, 4 or 5 in `ends`");
+               }
+             }
+             unlocked((until - first) * columns.lanes(), [&] {
+               self.ids.append_ending(self.episodes, columns, first, until, rows.numbers(),
+                                      codes.bytes(), rows.size());
+             });
+           },
+           nb::arg("columns"), nb::arg("first"), nb::arg("until"), nb::arg("after"),
+           nb::arg("ends"),
+           "The same of rows after some of which, int64 [n], lanes end: uint8 [n, lanes], or 0.")
       .def("close",
            [](Index& self, nb::handle lanes, int code) {
              const Array given(lanes, "lanes", Array::kBool, 1);

@@ -194,6 +194,18 @@ class LastIds {
     }
   }
 
+  // The same where streams end after n of the rows although no column says so: after which, rising,
+  // and for each of them its lanes' codes, as for `Episodes::close_each`.
+  void append_ending(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
+                     std::int64_t until, Numbers after, const std::uint8_t* ends, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i, ends += columns.lanes()) {
+      append(episodes, columns, first, after[i] + 1);
+      first = after[i] + 1;
+      if (episodes.close_each(ends)) forget();
+    }
+    append(episodes, columns, first, until);
+  }
+
  private:
   bool known_ = false;
   std::vector<std::uint8_t> bytes_;

@@ -166,21 +166,16 @@ class Episodes {
 
   // Ends the open episodes of the chosen lanes at their newest rows. Cost: O(lanes).
   void close(const std::uint8_t* chosen, std::int64_t code) {
-    if (hi_ == lo_) return;
-    const std::int64_t time = hi_ - 1;
-    const bool severs = code == kSevered || code == kRestored;
-    forget_severed();
-    const bool again = !severed_.empty() && severed_.back().first == time;
-    const auto marked = [&](const auto& place) {
-      return again && std::find(severed_.begin(), severed_.end(), place) != severed_.end();
-    };
-    for (std::int64_t at = 0; at < lanes(); ++at) {
-      if (!chosen[at]) continue;
-      const std::pair<std::int64_t, std::int64_t> place{time, at};
-      if (severs && !marked(place)) severed_.push_back(place);
-      close_lane(at, code);
+    close_where([&](std::int64_t at) { return chosen[at] != 0; }, code);
+  }
+
+  // The same with a code for each lane, kSevered or kRestored; 0: it goes on. Whether none does.
+  bool close_each(const std::uint8_t* codes) {
+    for (const std::uint8_t code : {kSevered, kRestored}) {
+      if (std::find(codes, codes + lanes(), code) == codes + lanes()) continue;
+      close_where([&](std::int64_t at) { return codes[at] == code; }, code);
     }
-    ++version_;
+    return std::find(codes, codes + lanes(), 0) == codes + lanes();
   }
 
   // The same for one lane, without a mark that it was severed; there are rows.
@@ -331,6 +326,27 @@ class Episodes {
   std::int64_t* row_of(std::int64_t time) { return links_.data() + place(time) * lanes(); }
   const std::int64_t* row_of(std::int64_t time) const {
     return links_.data() + place(time) * lanes();
+  }
+
+  template <typename Chosen>
+  void close_where(const Chosen& chosen, std::int64_t code) {
+    if (hi_ == lo_) return;
+    const std::int64_t time = hi_ - 1;
+    const bool severs = code == kSevered || code == kRestored;
+    forget_severed();
+    const bool again = !severed_.empty() && severed_.back().first == time;
+    const auto marked = [&](const auto& place) {
+      const auto of_row = std::find_if(severed_.rbegin(), severed_.rend(),
+                                       [&](const auto& one) { return one.first < time; });
+      return std::find(severed_.rbegin(), of_row, place) != of_row;
+    };
+    for (std::int64_t at = 0; at < lanes(); ++at) {
+      if (!chosen(at)) continue;
+      const std::pair<std::int64_t, std::int64_t> place{time, at};
+      if (severs && !(again && marked(place))) severed_.push_back(place);
+      close_lane(at, code);
+    }
+    ++version_;
   }
 
   void end_episode(Lane& lane, std::int64_t at, std::int64_t time, std::int64_t code) {

@@ -106,15 +106,28 @@ class NativeRing:
 
     # -- rows from where they are stored ----------------------------------------------------------
 
-    def append_columns(self, bound: BoundColumns, columns: Any, first: int, until: int) -> bool:
+    def append_columns(
+        self,
+        bound: BoundColumns,
+        columns: Any,
+        first: int,
+        until: int,
+        ends: tuple[Array, Array] | None = None,
+    ) -> bool:
         """Notes the rows in slots ``[first, until)`` of ``columns``, ids and all.
+
+        Args:
+            ends: slots after which streams end although no column says so, int64 ``[n]``, rising,
+                and ``SEVERED`` or ``RESTORED`` for each lane, 0 where it goes on: uint8
+                ``[n, lanes]``.
 
         Returns:
             False where that is for ``append``: columns on another device, values in pieces, or of
             a dtype that the core does not read.
 
         Raises:
-            IndexError: slots that there are not. RuntimeError: memory of the columns is gone.
+            IndexError: slots that there are not. ValueError: other codes. RuntimeError: memory of
+            the columns is gone.
         """
         if columns is not self._columns or bound is not self._bound:
             self._look_at(bound, columns)
@@ -125,8 +138,21 @@ class NativeRing:
                 break
         if self._source is None:
             return False
-        self._note(self._source, first, until)
+        if ends is None:
+            self._note(self._source, first, until)
+        else:
+            self._core.append_ending(self._source, first, until, *ends)
         return True
+
+    def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
+        """As ``RingEpisodes`` has it. One by one: what the core reads itself goes the other way."""
+        done = 0
+        for row, own in zip(after.tolist(), ends, strict=True):
+            self.append(codes[done : row + 1])
+            done = row + 1
+            for code in np.unique(own[own > 0]).tolist():
+                self.close(own == code, code)
+        self.append(codes[done:])
 
     def _look_at(self, bound: BoundColumns, columns: Any) -> None:
         self._bound, self._columns = bound, columns

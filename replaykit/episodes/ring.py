@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,7 @@ class RingEpisodes:
         self.slots, self.lanes = slots, lanes
         self.lo = self.hi = start
         self.version = 0
-        self._severed: list[tuple[int, int]] = []
+        self._severed: deque[tuple[int, int]] = deque()  # time and lane, by time
         self._last_ids: Array | None = None
         self._link = np.zeros((0, lanes), np.int64)
         fresh = np.full(lanes, -1, np.int64)
@@ -137,6 +139,14 @@ class RingEpisodes:
         self.lo, self.hi = lo, hi + n
         self.version += 1
 
+    def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
+        """The same where after some rows, int64 ``[m]``, streams are severed: lanes of which
+        ``ends``, uint8 ``[m, lanes]``, is not 0. The codes have these ends."""
+        first = self.hi
+        self.append(codes)
+        row, lane = np.nonzero(ends)
+        self._severed.extend(zip((first + after[row]).tolist(), lane.tolist(), strict=True))
+
     def close(self, lanes: Array, code: int) -> None:
         """Ends the open episodes of lanes (bool ``[lanes]``) at their newest rows.
 
@@ -145,9 +155,11 @@ class RingEpisodes:
         if self.hi == self.lo:
             return
         if code in (SEVERED, RESTORED):
-            severed = [(self.hi - 1, int(one)) for one in np.nonzero(lanes)[0]]
-            known = [one for one in self._severed if one[0] >= self.lo]
-            self._severed = known + [one for one in severed if one not in known]
+            newest = self.hi - 1
+            known = set(takewhile(lambda one: one[0] == newest, reversed(self._severed)))
+            severed = [(newest, lane) for lane in np.nonzero(lanes)[0].tolist()]
+            self._severed.extend(one for one in severed if one not in known)
+            self._forget_severed()
         self.version += 1
         lane = np.nonzero(lanes & (self._open >= 0))[0]
         if not len(lane):
@@ -259,7 +271,9 @@ class RingEpisodes:
         """int64 ``[lanes]``: where the episode of the oldest row began if that is gone, else -1."""
         return self._head_begin.copy()
 
-    def append_columns(self, bound: Any, columns: Any, first: int, until: int) -> bool:
+    def append_columns(
+        self, bound: Any, columns: Any, first: int, until: int, ends: Any = None
+    ) -> bool:
         """Notes rows straight from where they are stored; False: that is for ``append``."""
         return False
 
@@ -277,8 +291,12 @@ class RingEpisodes:
 
     def severed(self) -> Array:
         """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
-        self._severed = [one for one in self._severed if one[0] >= self.lo]
+        self._forget_severed()
         return np.array(self._severed, np.int64).reshape(-1, 2)
+
+    def _forget_severed(self) -> None:
+        while self._severed and self._severed[0][0] < self.lo:
+            self._severed.popleft()
 
     # -- all episodes ---------------------------------------------------------------------------
 

@@ -118,18 +118,28 @@ class RingWrites:
             self._ring.forget_ids()
 
     def _note(self, first: int, until: int) -> None:
+        """Notes rows from where they are stored."""
+        self._note_ending(first, until, None)
+
+    def _note_ending(self, first: int, until: int, ends: tuple[Array, Array] | None) -> None:
+        """The same with ends that no column tells of, as for ``NativeRing.append_columns``."""
         columns = self._columns
-        if self._ring.append_columns(self.bound, columns, first, until):
+        if self._ring.append_columns(self.bound, columns, first, until, ends):
             return
         columns.follow_memory()
         views = {path: columns[path][first:until] for path in self.bound.paths}
         if not views:
             path = columns.order[0]
             views = {path: columns[path][first:until]}
-        self._append(views)
+        self._append(views, None if ends is None else (ends[0] - first, ends[1]))
 
-    def _append(self, leaves: Mapping[Path, torch.Tensor]) -> None:
+    def _append(
+        self, leaves: Mapping[Path, torch.Tensor], ends: tuple[Array, Array] | None = None
+    ) -> None:
         codes, ids = self.bound.codes(leaves, self._columns.ndim)
+        if ends is not None:
+            after, said = ends
+            codes[after] |= np.where(codes[after] & 7 == GOES_ON, said, 0).astype(codes.dtype)
         if ids is not None:
             last = self._ring.last_ids()
             if last is not None:
@@ -138,7 +148,10 @@ class RingWrites:
                     self._ring.close(switched, SWITCHED)
             codes[:-1][(codes[:-1] & 7 == GOES_ON) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
             self._ring.set_last_ids(ids[-1])
-        self._ring.append(codes)
+        if ends is None:
+            self._ring.append(codes)
+        else:
+            self._ring.append_severed(codes, *ends)
 
     def _rebuild(self) -> None:
         """Notes all stored rows anew, at times above those given out; one pass over the columns.
@@ -168,19 +181,13 @@ class RingWrites:
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
         marks = self._storage.indexes.marks
-        stops, self._in_order = seams(marks, positions, oldest, length, lanes)
-        done = 0
-        ends = {*stops, length - 1, slots - start_slot - 1}
-        cuts = sorted(row for row in ends if 0 <= row < length)
-        for row in cuts:
-            first = (start_slot + done) % slots
-            self._note(first, first + row + 1 - done)
-            if row in stops:
-                for code in np.unique(stops[row][stops[row] > 0]).tolist():
-                    self._ring.close(stops[row] == code, code)
-                if (stops[row] > 0).all():  # elsewhere ids still tell where episodes end
-                    self._ring.forget_ids()
-            done = row + 1
+        after, ends, self._in_order = seams(marks, positions, oldest, length, lanes)
+        turn = min(length, slots - start_slot)  # the number of the row in slot 0, if there is one
+        for first, until, slot in ((0, turn, start_slot), (turn, length, 0)):
+            low, high = np.searchsorted(after, (first, until))
+            stops = (after[low:high] + (slot - first), ends[low:high])
+            if first < until:
+                self._note_ending(slot, slot + until - first, stops if low < high else None)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
 

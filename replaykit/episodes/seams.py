@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from replaykit.episodes.codes import SEVERED
 from replaykit.episodes.marks import CutMarks
@@ -21,15 +20,15 @@ Array = np.ndarray[Any, Any]
 def positions_from(ledger: Ledger, slot: int) -> Array | None:
     """Positions of the stored rows from a slot on, round the ring; None: each is one more than that
     of the row before."""
-    if ledger.in_order or not ledger.length:
+    table = ledger.tables()[0]
+    if table is None or not ledger.length:
         return None
-    order = (np.arange(ledger.length) + slot) % ledger.slots
-    return ledger.positions(torch.from_numpy(order)).numpy()
+    return np.roll(table.numpy(), -slot)
 
 
 def seams(
     marks: CutMarks, positions: Array | None, oldest: int, length: int, lanes: int
-) -> tuple[dict[int, Array], bool]:
+) -> tuple[Array, Array, bool]:
     """Finds after which of all stored rows their streams were cut, or other rows are missing.
 
     Args:
@@ -39,30 +38,43 @@ def seams(
         length: how many rows.
 
     Returns:
-        The codes of ends uint8 ``[lanes]``, 0 in lanes that go on, by the number of the row; and
-        whether the rows lie in the order of their positions without a gap.
+        The numbers of the rows, int64 ``[n]``, rising; the codes of their ends uint8
+        ``[n, lanes]``, 0 in lanes that go on; and whether the rows lie in the order of their
+        positions without a gap.
+
+    Cost: O(1) for rows in order beside the marks; else a pass over the positions.
     """
-    stops: dict[int, Array] = {}
     if positions is None:
-        in_order = True
+        severed = np.zeros(0, np.int64)
         numbers, codes = marks.among(oldest * lanes, (oldest + length) * lanes)
         rows = numbers // lanes - oldest
     else:
         severed = np.nonzero(np.diff(positions) != 1)[0]
-        in_order = not len(severed)
         numbers, codes = marks.among(
             int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
         )
-        by_position = np.argsort(positions, kind="stable")
-        at = np.searchsorted(positions[by_position], numbers // lanes)
-        rows = by_position[at]
-        stored = positions[rows] == numbers // lanes
+        marked, of = np.unique(numbers // lanes, return_inverse=True)
+        rows = _places(positions, marked)[of]
+        stored = rows >= 0
         rows, numbers, codes = rows[stored], numbers[stored], codes[stored]
-        stops = {int(row): np.full(lanes, SEVERED, np.uint8) for row in severed}
-    for row, number, code in zip(rows.tolist(), numbers.tolist(), codes.tolist(), strict=True):
-        stop = stops.setdefault(row, np.zeros(lanes, np.uint8))
-        stop[number % lanes] = max(code, stop[number % lanes])
-    return stops, in_order
+    more = np.unique(rows)
+    at = np.searchsorted(severed, more)
+    new = np.append(severed, -1)[at] != more
+    after = np.insert(severed, at[new], more[new])
+    ends = np.zeros((len(after), lanes), np.uint8)
+    ends[np.searchsorted(after, severed)] = SEVERED
+    np.maximum.at(ends, (np.searchsorted(after, rows), numbers % lanes), codes)
+    return after, ends, not len(severed)
+
+
+def _places(values: Array, wanted: Array) -> Array:
+    """Where each of some rising values lies among others, all distinct; -1: nowhere."""
+    found = np.full(len(wanted), -1, np.int64)
+    if len(wanted):
+        at = np.minimum(np.searchsorted(wanted, values), len(wanted) - 1)
+        place = np.nonzero(wanted[at] == values)[0]
+        found[at[place]] = place
+    return found
 
 
 def between(severed: Array, lo: Any, hi: Any, time: Array, lane: Array) -> tuple[Array, Array]:

@@ -73,9 +73,7 @@ class RankHeap:
             raise ValueError(
                 f"expected ages in [0, {next_age}), got {ages[wrong[0]]} at position {wrong[0]}"
             )
-        heap = [
-            (float(r), -int(a), slot) for slot, (r, a) in enumerate(zip(ranks, ages, strict=True))
-        ]
+        heap = list(zip(ranks.tolist(), (-ages).tolist(), range(len(ranks)), strict=True))
         heapq.heapify(heap)
         self._heap, self.next_age = heap, next_age
 

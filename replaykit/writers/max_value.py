@@ -40,7 +40,8 @@ class TensorDictMaxValueWriter(Writer):
         ValueError: another reduction; with a storage of ``ndim > 1``; for a rank that is NaN.
         KeyError: data without ``rank_key``. RuntimeError: data that is no TensorDict.
 
-    Cost: O(log max_size) per accepted record.
+    Cost: O(log max_size) per accepted record; at the first write after a load a pass over all ranks
+    and over what bounds episodes, some 0.1 s a million.
 
     Example:
         >>> import torch
@@ -121,7 +122,7 @@ class TensorDictMaxValueWriter(Writer):
     def _known_heap(self) -> RankHeap:
         """The heap over the records that are stored now; made anew if others wrote or edited them.
 
-        Cost: O(1); O(N log N) after an edit.
+        Cost: O(1); O(N) after an edit or a load.
         """
         if self._heap is None or self._seen != self._state_of_storage():
             then = self._ranks_then if self._seen == self._state_of_storage() else None
@@ -138,7 +139,8 @@ class TensorDictMaxValueWriter(Writer):
         ledger = self.storage.ledger
         heap = RankHeap(ledger.slots)
         if len(ranks):
-            ages = ledger.positions(arange(ledger.length))
+            ages = ledger.tables()[0]
+            ages = ledger.positions(arange(ledger.length)) if ages is None else ages
             heap.assign(ranks, ages.numpy(), ledger.next_position)
         self._seen = self._state_of_storage()
         return heap

@@ -14,6 +14,8 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import CountLaw, EpisodeIndex, Head
+from replaykit.episodes.native_ring import NativeRing
+from replaykit.episodes.ring_writes import RingWrites
 
 LAWS = [CountLaw.strict(1), CountLaw.strict(3), CountLaw(1, 1, past=1, open_future=1)]
 
@@ -276,6 +278,64 @@ def test_rows_placed_by_hand_sever_the_streams_there(kernel: str) -> None:
     assert index.positions(time, lane).tolist() == [7, 8, 3, 9, 10, 11]
     assert index.ids(time, lane)[2:].tolist() == [3, 9, 9, 9]
     assert index.heads(time, lane).tolist() == [Head.EVICTED] * 2 + [Head.CUT] * 4
+
+
+@pytest.mark.parametrize("lanes", [(), (3,)])
+@pytest.mark.parametrize("read", [True, False])
+def test_rows_placed_all_over_are_noted_in_one_go(
+    kernel: str, lanes: tuple[int, ...], read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if every stream had been cut by itself after each row that another one follows."""
+    count, note, calls = int(np.prod(lanes)), RingWrites._note_ending, []
+
+    def counted(self: RingWrites, first: int, until: int, ends: Any) -> None:
+        calls.append(ends)
+        note(self, first, until, ends)
+
+    def one_by_one(self: RingWrites, first: int, until: int, ends: Any) -> None:
+        for slot, codes in zip(*(ends or ((), ())), strict=True):
+            note(self, first, slot + 1, None)
+            for code in set(codes.tolist()) - {0}:
+                self._ring.close(codes == code, code)
+            if codes.all():
+                self._ring.forget_ids()
+            first = slot + 1
+        if first < until:
+            note(self, first, until, None)
+
+    if not read and kernel == "core":  # columns that the core cannot read
+        monkeypatch.setattr(NativeRing, "append_columns", lambda *args: False)
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        rb = ReplayBuffer(storage=LazyTensorStorage(40 * count, ndim=1 + len(lanes)))
+
+        def rows(n: int, random: np.random.Generator = random) -> TensorDict:
+            names = ("terminated", "truncated", "done", "is_init", "episode")
+            drawn = random.random((len(names), n * count)) < 0.2
+            batch = [dict(zip(names, row, strict=True)) for row in drawn.T.astype(int).tolist()]
+            return as_batch(batch).reshape(n, *lanes)
+
+        rb.storage.set(list(range(40 if seed % 2 else 30)), rows(40 if seed % 2 else 30))
+        for _ in range(4):
+            slots = random.permutation(len(rb) // count)[:5].tolist()
+            rb.storage.set(slots, rows(5))
+            rb.writer.cut(int(random.integers(count)) if lanes else None)
+        found = []
+        for way in (counted, one_by_one):
+            monkeypatch.setattr(RingWrites, "_note_ending", way)
+            rb.storage.indexes.edited(rb.storage.episodes.bound.paths)
+            calls.clear()
+            index = rb.storage.episodes
+            assert len(calls) <= 2
+            assert way is one_by_one or sum(len(ends[0]) for ends in calls if ends) > 9
+            first = index._ring.lo  # times go on from one to the next
+            table = index.table()._replace(
+                **{n: getattr(index.table(), n) - first for n in ("begin", "first", "last")}
+            )
+            severed = index._ring.severed() - [first, 0]
+            found.append((np.stack(table), severed[np.lexsort(severed.T)]))
+        for once, each in zip(*found, strict=True):
+            assert np.array_equal(once, each)
 
 
 def test_ids_are_compared_across_both_ways_of_noting_rows() -> None:

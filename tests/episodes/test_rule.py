@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -103,3 +104,14 @@ def test_the_core_says_which_columns_it_cannot_read(done: torch.Tensor, reads: b
     if reads:
         with pytest.raises(IndexError, match=r"rows in \[0, 4\), got 2 to 5"):
             ring.append_columns(bound, columns, 2, 5)
+        for after, codes, error, text in (
+            ([2, 4], [4, 4], IndexError, "rising rows from 1 to 4 in `after`, got 4"),
+            ([2, 2], [4, 4], IndexError, "got 2"),
+            ([0], [4], IndexError, "got 0"),
+            ([2], [3], ValueError, "codes of 0, 4 or 5"),
+            ([2, 3], [4], ValueError, "expected 2 entries in `ends`, got 1"),
+        ):
+            ends = np.array(after), np.array(codes, np.uint8)[:, None]
+            with pytest.raises(error, match=text):
+                ring.append_columns(bound, columns, 1, 4, ends)
+        assert ring.hi == 3

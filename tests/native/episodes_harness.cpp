@@ -209,6 +209,8 @@ void random_program(Random& random, Int slots, Int lanes, Int most, Int length, 
       compared = false;
     } else {
       const Int first = model.hi() % slots, n = below(random, slots - first + 1);
+      std::vector<Int> after;
+      std::vector<std::uint8_t> ends;
       for (Int slot = first; slot < first + n; ++slot) {
         for (Int lane = 0; lane < lanes; ++lane) {
           char& own = id[static_cast<std::size_t>(lane)];
@@ -229,8 +231,21 @@ void random_program(Random& random, Int slots, Int lanes, Int most, Int length, 
           model.rows[static_cast<std::size_t>(lane)].push_back(
               static_cast<std::uint8_t>(end | (fresh ? 0 : kNotInit)));
         }
+        if (kind < 6 || random() % 3) continue;
+        after.push_back(slot);
+        for (Int lane = 0; lane < lanes; ++lane) {
+          const std::uint8_t said[] = {0, kSevered, kRestored};
+          const std::uint8_t code = said[random() % 3];
+          ends.push_back(code);
+          if (code) model.close(lane, code);
+        }
       }
-      ids.append(episodes, columns.said(), first, first + n);
+      if (after.empty()) {
+        ids.append(episodes, columns.said(), first, first + n);
+      } else {
+        ids.append_ending(episodes, columns.said(), first, first + n, all_of(after), ends.data(),
+                          static_cast<Int>(after.size()));
+      }
       compared |= n > 0;
     }
     const std::vector<Episode> want = model.episodes();
