@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,26 @@ class MappedRows(RowChunks):
     Args:
         pieces: the rows, ``[n, *F]`` each, as for RowChunks.
         places: for each of them the descriptor of its file and its offset in it.
-        name: of the directory, for errors.
+        folder: of the checkpoint, and ``files``, the names of theirs in it, for errors.
     """
 
     def __init__(
-        self, pieces: list[torch.Tensor], places: list[tuple[int, int]], name: str
+        self,
+        pieces: list[torch.Tensor],
+        places: list[tuple[int, int]],
+        folder: Path,
+        files: list[str],
     ) -> None:
         super().__init__(pieces)
-        self._places, self._name = places, name
+        self._places, self._folder, self._files = places, folder, files
+
+    @property
+    def where(self) -> str:
+        """The files in which they lie, in words."""
+        if not self._files:
+            return str(self._folder)
+        first, last = self._files[0], self._files[-1]
+        return f"{self._folder / first}" + (f" to {last}" if last != first else "")
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
     def spanned(self, slots: int | None = None) -> torch.Tensor:
@@ -61,7 +74,7 @@ class MappedRows(RowChunks):
             raise OSError(
                 error.errno,
                 f"cannot map {shape[0] * row_bytes} bytes: {error.strerror}",
-                self._name,
+                str(self._folder),
             ) from None
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(shape)
 
@@ -101,7 +114,7 @@ class MappedCheckpoint(Checkpoint):
         if not pieces[0].ndim:
             return rows
         places = [(self._descriptors[file], offset) for file, offset, _ in record["pieces"]]
-        return MappedRows(pieces, places, str(self.folder))
+        return MappedRows(pieces, places, self.folder, [file for file, *_ in record["pieces"]])
 
     def _copied(self, tensor: str) -> torch.Tensor:
         return copied(map_tensor(self.manifest["tensors"][tensor], self._mappings))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from replaykit.checkpoint.mapped import MappedRows
 from replaykit.errors import CheckpointError
 
 __all__ = ["ReadLater"]
@@ -20,7 +21,7 @@ class ReadLater(Generic[Made]):
 
     Args:
         make: makes it of the arrays; ValueError where they contradict themselves.
-        arrays: over files of a checkpoint, ``[K]`` each.
+        arrays: over files of a checkpoint, ``[K]`` each, which may be closed then.
         what: they are, for the error.
 
     Example:
@@ -31,16 +32,27 @@ class ReadLater(Generic[Made]):
         6
     """
 
-    def __init__(self, make: Callable[..., Made], arrays: list[Array], what: str) -> None:
-        self._make, self._arrays, self._what = make, arrays, what
+    def __init__(
+        self, make: Callable[..., Made], arrays: Sequence[Array | MappedRows], what: str
+    ) -> None:
+        self._make, self._what = make, what
+        self._arrays = [_array(array) for array in arrays]
+        files = dict.fromkeys(array.where for array in arrays if isinstance(array, MappedRows))
+        self._where = f", in {', '.join(files)}" if files else ""
 
     def read(self) -> Made:
         """Makes it: O(K).
 
         Raises:
-            CheckpointError: the arrays contradict themselves.
+            CheckpointError: the arrays contradict themselves; names their files.
         """
         try:
             return self._make(*self._arrays)
         except ValueError as error:
-            raise CheckpointError(f"the {self._what} of the checkpoint: {error}") from None
+            raise CheckpointError(
+                f"the {self._what} of the checkpoint{self._where}: {error}"
+            ) from None
+
+
+def _array(rows: Array | MappedRows) -> Array:
+    return rows.spanned().numpy() if isinstance(rows, MappedRows) else rows

@@ -15,7 +15,7 @@ from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
 from replaykit.samplers.live import LiveSlots
 from replaykit.samplers.priority_arguments import stored_elements
-from replaykit.samplers.saved_arrays import saved_arrays
+from replaykit.samplers.saved_arrays import made_of_saved
 from replaykit.storages import Storage
 
 __all__ = ["ConsumingSampler", "checked_uses"]
@@ -214,9 +214,9 @@ class ConsumingSampler(Sampler):
             )
         if type(state.get("_ran_out")) is not bool:
             raise ValueError(f"expected ran_out as a bool, got {state.get('_ran_out')!r}")
-        arrays, mapped = saved_arrays(state, dict.fromkeys(_ARRAYS, (torch.int64,)))
+        names = dict.fromkeys(_ARRAYS, (torch.int64,))
         make = functools.partial(LiveSlots.of, most=self._most)
-        return ReadLater(make, arrays, "counts of draws") if mapped else make(*arrays)
+        return made_of_saved(state, names, make, "counts of draws")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self._most})"

@@ -26,7 +26,7 @@ class SavedPriorities:
         max_priority: the largest raw priority ever set, at least 1.
         dropped_updates: entries of updates that came too late.
         priorities: raw, float ``[N]``, in physical order.
-        unread: whether they lie in a file yet, and are not checked.
+        unread: the files in which they lie yet, unchecked; empty where they are in memory.
     """
 
     alpha: float
@@ -35,7 +35,7 @@ class SavedPriorities:
     max_priority: float
     dropped_updates: int
     priorities: torch.Tensor
-    unread: bool = False
+    unread: str = ""
 
     def to_state(self) -> dict[str, Any]:
         """Returns it as the entries of a state dict."""
@@ -77,9 +77,9 @@ class SavedPriorities:
         if type(dropped) is not int or not 0 <= dropped <= 2**62:
             raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
         raw = state.get("_priorities")
-        mapped = isinstance(raw, MappedRows)
+        where = ""
         if isinstance(raw, MappedRows):
-            raw = raw.spanned()
+            where, raw = raw.where, raw.spanned()
         if not isinstance(raw, torch.Tensor) or raw.ndim != 1 or not raw.is_floating_point():
             raise ValueError(f"expected '_priorities' as a vector of floats, got {raw!r}")
         return cls(
@@ -89,7 +89,7 @@ class SavedPriorities:
             rounded,
             dropped,
             raw.detach().to(dtype),
-            mapped and raw.dtype == dtype,
+            where if raw.dtype == dtype else "",
         )
 
     def law(self) -> PriorityLaw:

@@ -15,7 +15,7 @@ from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.markers import Markers
 from replaykit.samplers.measures import floor_below
-from replaykit.samplers.saved_arrays import saved_arrays
+from replaykit.samplers.saved_arrays import made_of_saved
 from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_form
 from replaykit.samplers.slicing import Request, Sliced, Slicing
 from replaykit.storages import Storage
@@ -287,9 +287,8 @@ def _pass_of(
         if state.get(name) is None:
             found.append(None)
             continue
-        arrays, mapped = saved_arrays(state, {name: (torch.int64,)})
         make = functools.partial(_checked_numbers, name=name, limit=limit)
-        found.append(ReadLater(make, arrays, "pass over episodes") if mapped else make(*arrays))
+        found.append(made_of_saved(state, {name: (torch.int64,)}, make, "pass over episodes"))
     return found[0], found[1]
 
 

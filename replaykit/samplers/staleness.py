@@ -16,7 +16,7 @@ from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.eligible import index_for, refuse_nothing
-from replaykit.samplers.saved_arrays import saved_arrays
+from replaykit.samplers.saved_arrays import made_of_saved
 from replaykit.samplers.version_groups import VersionGroups
 from replaykit.samplers.versions_followed import FollowedVersions
 from replaykit.storages import Storage
@@ -371,6 +371,4 @@ def _checked_groups(state: dict[str, Any]) -> VersionGroups | ReadLater[VersionG
     for name in ("consumer_version", "max_staleness"):
         if type(state.get(name)) is not int or (name == "max_staleness" and state[name] < -1):
             raise ValueError(f"expected {name} as an int, got {state.get(name)!r}")
-    arrays, mapped = saved_arrays(state, _ARRAYS, optional=True)
-    make = VersionGroups.of_state
-    return ReadLater(make, arrays, "versions") if mapped else make(*arrays)
+    return made_of_saved(state, _ARRAYS, VersionGroups.of_state, "versions", optional=True)

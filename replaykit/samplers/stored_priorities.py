@@ -47,6 +47,7 @@ class StoredPriorities:
         self._device, self._smallest, self._within_buffer = device, smallest, within_buffer
         self._table: PriorityTable | None = None
         self._unread: torch.Tensor | None = None
+        self._where = ""
 
     @property
     def table(self) -> PriorityTable | None:
@@ -60,7 +61,9 @@ class StoredPriorities:
             try:
                 self.law.check(*bounds(self._unread))
             except ValueError as error:
-                raise CheckpointError(f"the priorities of the checkpoint: {error}") from None
+                raise CheckpointError(
+                    f"the priorities of the checkpoint, in {self._where}: {error}"
+                ) from None
             self._table.load(self._unread)
             self._unread = None
         return self._table
@@ -113,13 +116,16 @@ class StoredPriorities:
         table: PriorityTable,
         most: float,
         unread: torch.Tensor | None = None,
+        where: str = "",
     ) -> None:
         """Takes the place of all that was there.
 
         Args:
-            unread: priorities in a file yet, that nobody has checked, for a table without any.
+            unread: priorities in files yet, that nobody has checked, for a table without any.
+            where: those files, for the error of who reads them.
         """
         self.law, self._table, self.most, self._unread = law, table, most, unread
+        self._where = where
 
     def forget(self) -> None:
         """Forgets all priorities, and the largest one that was ever set."""

@@ -348,7 +348,7 @@ class WithPriorities(KeptPriorities):
         if unread is None:
             table.load(saved.priorities)
         with self._lock_of(storage):
-            self._stored.take(law, table, saved.max_priority, unread)
+            self._stored.take(law, table, saved.max_priority, unread, saved.unread)
             self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False
 

@@ -12,7 +12,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.samplers.eligible import eligible_records
-from replaykit.samplers.saved_arrays import saved_arrays
+from replaykit.samplers.saved_arrays import made_of_saved
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
@@ -181,9 +181,8 @@ def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tenso
         raise ValueError(f"expected a length and ran_out, got {state_dict}")
     if state_dict.get("_remaining") is None:
         return None
-    arrays, mapped = saved_arrays(state_dict, {"_remaining": (torch.int64,)})
     make = functools.partial(_checked_left, length=length)
-    return ReadLater(make, arrays, "pass") if mapped else make(*arrays)
+    return made_of_saved(state_dict, {"_remaining": (torch.int64,)}, make, "pass")
 
 
 def _checked_left(remaining: Array, length: int) -> torch.Tensor:

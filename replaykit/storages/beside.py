@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.schema import Schema
 from replaykit.storages.allocation import allocate
 from replaykit.storages.carrying import carried
@@ -250,7 +250,9 @@ class Beside:
         self._table = table
         self._take_book(elements)
 
-    def adopt_later(self, elements: Sequence[Array], table: Columns, stop: int) -> None:
+    def adopt_later(
+        self, elements: Sequence[Array | MappedRows], table: Columns, stop: int
+    ) -> None:
         """As ``adopt``; elements are read and checked once somebody asks whose the entries are.
 
         Args:
@@ -262,7 +264,7 @@ class Beside:
         def make(*tables: Array) -> Array:
             return rising_below(stop, agreed(*tables))
 
-        self._later = ReadLater(make, [*elements], "list of rows with values beside")
+        self._later = ReadLater(make, elements, "list of rows with values beside")
 
     @torch.inference_mode(False)
     def _take_book(self, elements: torch.Tensor) -> None:

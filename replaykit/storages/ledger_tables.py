@@ -81,7 +81,7 @@ def saved_table(
         check(table)
         return table
 
-    return ReadLater(make, [value.spanned().numpy()], what)
+    return ReadLater(make, [value], what)
 
 
 # Here and below: tables made in inference mode could not be changed outside of it.

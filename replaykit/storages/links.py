@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.storages.neighbours import Neighbours, Picked
 from replaykit.storages.number_sets import agreed
 
@@ -160,14 +160,14 @@ class Links:
         before[:] = told.before  # where the core knows it to be
         return told.stop
 
-    def take_later(self, steps: Sequence[Array]) -> None:
+    def take_later(self, steps: Sequence[Array | MappedRows]) -> None:
         """Takes how far away the next rows of the first ones are, ``[n]``, once somebody asks.
 
         Args:
             steps: the same one or several times. Where they differ, or contradict themselves as
                 ``reread`` says, each of those who ask gets CheckpointError.
         """
-        self._later = ReadLater(_told, [*steps], "links between rows")
+        self._later = ReadLater(_told, steps, "links between rows")
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._later is not None:

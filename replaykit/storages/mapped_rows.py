@@ -67,12 +67,9 @@ def adopt_mapped(columns: OnceColumns, group: Group, rows: int) -> None:
         tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in followed.items()}
         table = Columns(columns.pairs.beside, tensors, 1, mapped=True)
     if isinstance(columns, StreamColumns):
-        columns.link([_array(column.steps) for column in followed.values()])
-    columns.adopt_later([_array(column.elements) for column in followed.values()], table, rows)
-
-
-def _array(table: Any) -> Any:
-    return cast(MappedRows, table).spanned().numpy()
+        columns.link([cast(MappedRows, column.steps) for column in followed.values()])
+    elements = [cast(MappedRows, column.elements) for column in followed.values()]
+    columns.adopt_later(elements, table, rows)
 
 
 def why_not_mapped(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import MappedRows
 from replaykit.schema import Rows
 from replaykit.storages.beside import Grow
 from replaykit.storages.bits import any_differing
@@ -92,7 +93,9 @@ class OnceColumns(SettledRows):
         self._beside.adopt(elements, table)
         self._stored = self.slots
 
-    def adopt_later(self, elements: Sequence[Array], table: Columns | None, stored: int) -> None:
+    def adopt_later(
+        self, elements: Sequence[MappedRows], table: Columns | None, stored: int
+    ) -> None:
         """As ``adopt``; which rows those are is read and checked once somebody asks.
 
         Args:

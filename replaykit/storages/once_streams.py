@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import MappedRows
 from replaykit.episodes.stream_keys import key_dtype, stream_keys
 from replaykit.schema import Rows
 from replaykit.storages.beside import Grow
@@ -379,7 +380,7 @@ class StreamColumns(OnceColumns):
         self._stored = len(order)  # what the tables know of
         self._coming = found, order
 
-    def link(self, steps: Sequence[Array]) -> None:
+    def link(self, steps: Sequence[MappedRows]) -> None:
         """Takes rows that are there: how far away the next one of their stream lies, ``[n]``, as
         ``Links.take_later``.
 

@@ -232,7 +232,7 @@ class TensorDictMaxValueWriter(Writer):
         if rows is not None:
             self._ranks_then = _ranks_of(state_dict)[rows].numpy()
         elif isinstance(ranks, MappedRows):
-            self._ranks_then = ReadLater(_numbers, [ranks.spanned().numpy()], "ranks of rows")
+            self._ranks_then = ReadLater(_numbers, [ranks], "ranks of rows")
         else:
             self._ranks_then = ranks.numpy().copy()
         self._seen = self._state_of_storage()

@@ -362,7 +362,10 @@ def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
     mapped = make("prioritized")
     mapped.loads(tmp_path, mmap=True)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="the priorities of the checkpoint"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"the priorities of the checkpoint, in {tmp_path}/data-.*: expected",
+        ):
             mapped.sample()
 
 
@@ -404,7 +407,7 @@ def test_what_contradicts_itself_is_found_when_it_is_read(
     mapped = make(name)
     mapped.loads(tmp_path, mmap=True)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises(CheckpointError, match=rf"{match}, in {tmp_path}/data-.*: expected"):
             mapped.sample()
 
 

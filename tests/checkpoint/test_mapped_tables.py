@@ -234,10 +234,11 @@ def test_tables_that_contradict_themselves_are_found_before_a_row_is_overwritten
     mapped = kind.make()
     mapped.loads(tmp_path, mmap=True)
     before = mapped[:].clone()
+    named = rf"{match}.* of the checkpoint, in {tmp_path}/data-.*\d.bin: expected"
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=f"{match}.*of the checkpoint"):
+        with pytest.raises(CheckpointError, match=named):
             mapped.extend(rows(7000, 8))
-        with pytest.raises(CheckpointError, match=f"{match}.*of the checkpoint"):
+        with pytest.raises(CheckpointError, match=named):
             mapped.writer.state_dict()
     if entry != "_ranks":
         with pytest.raises(CheckpointError, match=match):
