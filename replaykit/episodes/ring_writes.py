@@ -181,7 +181,9 @@ class RingWrites:
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
         marks = self._storage.indexes.marks
-        after, ends, self._in_order = seams(marks, positions, oldest, length, lanes)
+        after, ends, self._in_order = seams(
+            marks, positions, oldest, length, lanes, ledger.next_position
+        )
         turn = min(length, slots - start_slot)  # the number of the row in slot 0, if there is one
         for first, until, slot in ((0, turn, start_slot), (turn, length, 0)):
             low, high = np.searchsorted(after, (first, until))

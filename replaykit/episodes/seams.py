@@ -27,7 +27,12 @@ def positions_from(ledger: Ledger, slot: int) -> Array | None:
 
 
 def seams(
-    marks: CutMarks, positions: Array | None, oldest: int, length: int, lanes: int
+    marks: CutMarks,
+    positions: Array | None,
+    oldest: int,
+    length: int,
+    lanes: int,
+    upcoming: int,
 ) -> tuple[Array, Array, bool]:
     """Finds after which of all stored rows their streams were cut, or other rows are missing.
 
@@ -36,11 +41,13 @@ def seams(
         positions: of the rows in ring order, as ``positions_from`` gives them.
         oldest: the first of them.
         length: how many rows.
+        upcoming: position of the next row that is written: it goes on from the last one only where
+            it is one more.
 
     Returns:
         The numbers of the rows, int64 ``[n]``, rising; the codes of their ends uint8
-        ``[n, lanes]``, 0 in lanes that go on; and whether the rows lie in the order of their
-        positions without a gap.
+        ``[n, lanes]``, 0 in lanes that go on; and whether the rows, and the next one, lie in
+        the order of their positions without a gap.
 
     Cost: O(1) for rows in order beside the marks; else a pass over the positions.
     """
@@ -49,7 +56,7 @@ def seams(
         numbers, codes = marks.among(oldest * lanes, (oldest + length) * lanes)
         rows = numbers // lanes - oldest
     else:
-        severed = np.nonzero(np.diff(positions) != 1)[0]
+        severed = np.nonzero(np.diff(positions, append=upcoming) != 1)[0]
         numbers, codes = marks.among(
             int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
         )

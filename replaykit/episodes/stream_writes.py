@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.episodes.codes import Head
+from replaykit.episodes.codes import SEVERED, Head
 from replaykit.episodes.index import EpisodeIndex
 from replaykit.episodes.rule import BoundaryRule
 from replaykit.episodes.stream_keys import cell_bytes, key_dtype, stream_keys
@@ -203,6 +203,9 @@ class StreamWrites(EpisodeIndex):
                 displaced=order[:0] if ledger.by_stream else None,
             )
             done = until
+        if length and not ledger.by_stream and positions[-1] + 1 != ledger.next_position:
+            # Rows were placed by hand since: the next one goes on from none of these.
+            self._streams.close(np.ones(self.lanes, np.bool_), SEVERED)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         # Whether the next write takes the place of no row, or of the oldest in ring order.
         self._is_ring = ledger.length == slots or ledger.cursor == length

@@ -141,6 +141,21 @@ class ColumnStorage(ColumnReads):
         tensors, records = allocate(schema, slots, lanes, device, layout)
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
+    def apart(self, rows: Rows) -> Rows:
+        """Rows with copies of those leaves that are views of what is stored, for who looks at them
+        again when they have been written. Cost: below a microsecond a leaf, where none is."""
+        columns = self._columns
+        if columns is None:
+            return rows
+        held = columns.rows if isinstance(columns, OnceColumns) else columns
+        given = rows.leaves
+        leaves = {
+            path: held.own(leaf) if leaf.device == held.device else leaf
+            for path, leaf in given.items()
+        }
+        same = all(leaf is given[path] for path, leaf in leaves.items())
+        return rows if same else Rows(rows.root, leaves, rows.batch)
+
     def write_by_stream(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         """What ``write`` does, of rows each of which is the newest of its stream in turn: the next
         ones go on from them."""

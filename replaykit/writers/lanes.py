@@ -99,6 +99,7 @@ class LaneWriter(Writer):
         if not len(rows):
             return self._no_rows()
         index = self._index(rows)
+        rows = storage.apart(rows)
         places = self._places(rows, index)
         storage.check_order(rows)
         storage.accept(rows)

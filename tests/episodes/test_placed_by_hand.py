@@ -1,0 +1,73 @@
+"""The index goes on as one that is made anew would see it, and as a loaded buffer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+
+SLOTS = 7
+
+
+def rows(first: int, count: int, done: tuple[int, ...] = ()) -> TensorDict:
+    number = torch.arange(first, first + count)
+    ends = torch.tensor([at in done for at in number.tolist()])[:, None]
+    return TensorDict({"number": number, "env": number % 3, "next": {"done": ends}}, [count])
+
+
+def shown(buffer: ReplayBuffer) -> list[list[int]]:
+    """The rows of each episode, by what is in them."""
+    return [buffer["number"][episode.index].tolist() for episode in buffer.episodes]
+
+
+def loaded(buffer: ReplayBuffer, folder: Path, writer: Any, **options: Any) -> ReplayBuffer:
+    buffer.dumps(folder)
+    found = ReplayBuffer(storage=LazyTensorStorage(SLOTS, **options), writer=writer)
+    found.loads(folder)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"lane_key": "env"}])
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("slot", [1, 4])
+def test_after_a_row_placed_by_hand_nothing_goes_on_from_the_rows_before_it(
+    options: dict[str, Any], looked: bool, slot: int, tmp_path: Path
+):
+    """Also where that row is overwritten by the next ones: those before and after it were joined,
+    if somebody had looked in between, and a loaded buffer drew other slices."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(SLOTS, **options))
+    buffer.extend(rows(0, 13))
+    buffer.writer.write_at(torch.tensor([slot]), rows(100, 1))
+    if looked:
+        assert len(list(buffer.episodes))
+    buffer.extend(rows(14, 4))
+    found = shown(buffer)
+    assert not any(min(episode) < 13 < max(episode) for episode in found)
+    assert found == shown(loaded(buffer, tmp_path, None, **options))
+    table = buffer.storage.episodes.table()
+    buffer.storage.indexes.edited([("next", "done")])  # made anew, from what is stored
+    assert buffer.storage.episodes.table().code.tolist() == table.code.tolist()
+    assert shown(buffer) == found
+
+
+def test_rows_of_its_own_that_a_buffer_is_extended_with_are_known_as_they_were():
+    """Where they are views: the flags and streams of what was written over them were noted."""
+    done = torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.bool)[:, None]
+    first = TensorDict(
+        {"number": torch.arange(6), "env": torch.arange(6) // 3, "next": {"done": done}}, [6]
+    )
+    found = []
+    for copied in (False, True):
+        storage = LazyTensorStorage(6, lane_key="env")
+        buffer = ReplayBuffer(storage=storage, writer=LaneWriter(length=3))
+        buffer.extend(first)
+        view = buffer[1:4]
+        assert view["number"].data_ptr() == storage.column("number")[1:].data_ptr()
+        buffer.extend(view.clone() if copied else view)
+        found.append([episode.index.tolist() for episode in buffer.episodes])
+    assert found[0] == found[1] == [[2, 0], [1], [4, 5], [3]]
