@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
     TensorStorage,
 )
-from replaykit.checkpoint import changes, chunks
+from replaykit.checkpoint import changes, chunks, saving
 from tests.checkpoint.values import plain
 
 CAPACITY = 60
@@ -51,10 +53,15 @@ def rows(start: int, count: int, lanes: tuple[int, ...] = ()) -> TensorDict:
     )
 
 
+LONGER = [pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 30)]
 STORAGES: dict[str, Callable[[Path], Any]] = {
     "tensor": lambda folder: LazyTensorStorage(CAPACITY),
     "memmap": lambda folder: LazyMemmapStorage(CAPACITY, scratch_dir=folder / "scratch"),
+    "recover": lambda folder: LazyMemmapStorage(CAPACITY, scratch_dir=folder / "r", recover=True),
     "once": lambda folder: LazyTensorStorage(CAPACITY, dedup_next=["x"], on_mismatch="dense"),
+    "streams": lambda folder: LazyTensorStorage(
+        CAPACITY, dedup_next=["x"], on_mismatch="dense", lane_key="env"
+    ),
     "lanes": lambda folder: LazyTensorStorage(2 * CAPACITY, ndim=2),
 }
 
@@ -162,12 +169,39 @@ class Player:
         self.buffer.empty()
 
 
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+@contextlib.contextmanager
+def failing_after(count: int) -> Iterator[None]:
+    """The disk is full after some writes, at the latest when all is written."""
+    left, append = iter(range(count)), chunks.ChunkWriter._append
+
+    def write(writer: Any, data: Any) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "full")
+        append(writer, data)
+
+    def publish(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks.ChunkWriter, "_append", write)
+        patch.setattr(saving, "publish", publish)
+        yield
+
+
 @pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *LONGER])
 def test_whatever_was_changed_is_in_the_next_save(
     kind: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """C1, C5: saved in turn into two directories, after anything that changes a buffer."""
+    """C1, C5: saved in turn into two directories, which change places now and then, after anything
+    that changes a buffer; a save that fails leaves what was there, and so do the next ones."""
     chance = random.Random(f"{kind}{seed}")
     torch.manual_seed(seed)
     small_chunks(monkeypatch, chance.choice([7, 4096]))
@@ -181,13 +215,23 @@ def test_whatever_was_changed_is_in_the_next_save(
         for _ in range(chance.randrange(4)):
             player.step()
         folder, keep = chance.choice(folders), chance.choice([1, 1, 2, 3])
-        buffer.dumps(folder, keep=keep)
-        number = kept[folder][-1][0] + 1 if kept[folder] else 1
-        kept[folder] = [*kept[folder], (number, state_of(buffer))][-keep:]
+        if chance.random() < 0.15 and all(map(Path.exists, folders)):
+            exchange(*folders)
+            kept = dict(zip(folders, reversed([kept[each] for each in folders]), strict=True))
+        if chance.random() < 0.15:
+            with failing_after(chance.randrange(12)), contextlib.suppress(OSError):
+                buffer.dumps(folder, keep=keep)
+                raise AssertionError("expected a save that fails")
+        else:
+            buffer.dumps(folder, keep=keep)
+            number = kept[folder][-1][0] + 1 if kept[folder] else 1
+            kept[folder] = [*kept[folder], (number, state_of(buffer))][-keep:]
         for version, expected in kept[folder]:
             loaded = make(LazyTensorStorage(buffer.storage.max_size, ndim=1 + len(lanes)), 99)
             loaded.loads(folder, version=version)
             assert state_of(loaded) == expected
+        if not kept[folder]:
+            continue
         manifests = [folder / "manifest.json", *folder.glob("manifest-*.json")]
         assert len(manifests) == len(kept[folder])
         named = {name for file in manifests for name in json.loads(file.read_text())["files"]}
