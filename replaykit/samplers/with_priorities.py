@@ -344,7 +344,7 @@ class WithPriorities(KeptPriorities):
         saved = SavedPriorities.from_state(state_dict, self.dtype)
         law, storage = saved.law(), self._home(None)
         table = self._stored.new_table(storage, law)
-        unread = saved.priorities if saved.unread else None
+        unread = saved.priorities if saved.unread and len(saved.priorities) else None
         if unread is None:
             table.load(saved.priorities)
         with self._lock_of(storage):

@@ -178,18 +178,22 @@ def test_lanes(tmp_path: Path):
     assert equal(mapped[:], buffer[:])
 
 
-def test_an_empty_buffer_and_one_never_written_to(tmp_path: Path):
-    buffer = make()
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_an_empty_buffer_and_one_never_written_to(sampler: str, tmp_path: Path):
+    buffer = make(sampler)
     buffer.dumps(tmp_path / "new")
     buffer.extend(rows(0, 10))
     buffer.empty()
     buffer.dumps(tmp_path / "emptied")
     for name in ("new", "emptied"):
-        mapped = make()
+        mapped, plain = make(sampler), make(sampler)
         mapped.loads(tmp_path / name, mmap=True)
+        plain.loads(tmp_path / name)
         assert len(mapped) == 0
-        mapped.extend(rows(0, 10))
-        assert equal(mapped[:], rows(0, 10))
+        for loaded in (mapped, plain):
+            loaded.extend(rows(0, 100))
+        assert equal(mapped[:], rows(0, 100))
+        assert equal(mapped.sample(), plain.sample())
 
 
 @pytest.mark.parametrize(
