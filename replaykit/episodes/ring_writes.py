@@ -46,13 +46,19 @@ class RingWrites:
         self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
         # How often all rows were noted anew, at other times.
         self.rebuilt = 0
-        # Whether times and positions of the noted rows differ by one number.
-        self._in_order = True
+        # Rows from this position on were written at the cursor, one after the other.
+        self._ordered_from = 0
         # Whether the next write takes the place of no row, or of the oldest in ring order.
         self._is_ring = True
         self._versions = 0  # of the rings before this one
         if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether times and positions of the noted rows differ by one number, as they do again once
+        no row is left of those that lay otherwise."""
+        return self._noted - (self._ring.hi - self._ring.lo) >= self._ordered_from
 
     @property
     def noted(self) -> int:
@@ -105,7 +111,7 @@ class RingWrites:
             return
         # What was edited or placed before is stored no more.
         if len(rows) >= self.slots:
-            self._edited, self._in_order = False, True
+            self._edited, self._ordered_from = False, 0
         leaves = rows.leaves
         self._append({path: leaves[path] for path in self.bound.paths} or leaves)
         self._noted, self._changes = ledger.next_position, ledger.changes
@@ -181,9 +187,8 @@ class RingWrites:
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
         marks = self._storage.indexes.marks
-        after, ends, self._in_order = seams(
-            marks, positions, oldest, length, lanes, ledger.next_position
-        )
+        after, ends, in_order = seams(marks, positions, oldest, length, lanes, ledger.next_position)
+        self._ordered_from = 0 if in_order else ledger.next_position
         turn = min(length, slots - start_slot)  # the number of the row in slot 0, if there is one
         for first, until, slot in ((0, turn, start_slot), (turn, length, 0)):
             low, high = np.searchsorted(after, (first, until))

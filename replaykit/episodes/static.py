@@ -40,7 +40,7 @@ class StaticEpisodes(EpisodeIndex):
         codes = np.where(ends.numpy(), SWITCHED, GOES_ON).astype(np.uint8)
         self._ring.append(np.roll(codes, -start)[:, None])
         self._noted, self._changes = ledger.next_position, ledger.changes
-        self._edited, self._in_order, self._versions, self.rebuilt = False, True, 0, 0
+        self._edited, self._ordered_from, self._versions, self.rebuilt = False, 0, 0, 0
 
     @property
     def is_old(self) -> bool:

@@ -176,12 +176,16 @@ class LaneWriter(Writer):
     # -- state --------------------------------------------------------------------------------
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
-        """Whether no slot changes hands, and no stream has more rows than ``length``."""
+        """Whether no slot changes hands, and no stream has more rows than ``length``, but for those
+        that had in a writer of no larger ``length``."""
         longest = state.get("_longest")
         if longest is None:  # as older versions saved it
             lanes = _streams_of(state)
             longest = int(torch.bincount(lanes).max()) if len(lanes) else 0
-        return super().keeps_all(capacity, state) and longest <= self.length
+        # Who kept more rows of a stream was not asked to let go of any.
+        length = state.get("_length")
+        fits = longest <= self.length or (length is not None and length <= self.length)
+        return super().keeps_all(capacity, state) and fits
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
         """The newest ``length`` rows of every stream; where these are too many, the newest of each,
@@ -215,6 +219,7 @@ class LaneWriter(Writer):
                 **super().state_dict(),
                 "_lanes": torch.from_numpy(lanes),
                 "_longest": longest,
+                "_length": self.length,
             }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
@@ -222,6 +227,8 @@ class LaneWriter(Writer):
         length, longest = state_dict["_ledger"]["length"], state_dict.get("_longest")
         if longest is not None and (type(longest) is not int or not 0 <= longest <= length):
             raise ValueError(f"expected '_longest' as some of {length} rows, got {longest!r}")
+        if "_length" in state_dict:
+            _checked_length(state_dict["_length"])
         lanes = state_dict.get("_lanes")
         if (
             not isinstance(lanes, (torch.Tensor, MappedRows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -53,6 +54,44 @@ def test_after_a_row_placed_by_hand_nothing_goes_on_from_the_rows_before_it(
     buffer.storage.indexes.edited([("next", "done")])  # made anew, from what is stored
     assert buffer.storage.episodes.table().code.tolist() == table.code.tolist()
     assert shown(buffer) == found
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("more", [SLOTS, 2 * SLOTS])
+@pytest.mark.parametrize("slots", [[4], [0], [6, 1], [3, 2]])
+def test_how_the_oldest_episode_began_is_saved_once_the_ring_has_gone_round(
+    slots: list[int], more: int, lanes: int, tmp_path: Path
+):
+    """Episodes that are longer than the ring keep their number and their steps."""
+
+    def make() -> ReplayBuffer:
+        storage = LazyTensorStorage(SLOTS * lanes, ndim=2 if lanes > 1 else 1)
+        return ReplayBuffer(storage=storage, dim_extend=0)
+
+    def data(first: int, count: int) -> TensorDict:
+        number = torch.arange(first, first + count)
+        shape = [count, lanes] if lanes > 1 else [count]
+        done = (number == 3)[:, None].expand(count, lanes).reshape(*shape, 1)
+        return TensorDict({"next": {"done": done.clone()}}, shape)
+
+    buffer = make()
+    for first in range(0, 17, 2):
+        buffer.extend(data(first, 2))
+    buffer.writer.write_at(torch.tensor(slots), data(100, len(slots)))
+    assert len(list(buffer.episodes))
+    for first in range(200, 200 + more):
+        buffer.extend(data(first, 1))
+    buffer.dumps(tmp_path)
+    again = make()
+    again.loads(tmp_path)
+    elements = np.arange(SLOTS * lanes)
+    found = []
+    for one in (buffer, again):
+        index = one.storage.episodes
+        time, lane = index.place(elements)
+        begin = index.begins(time, lane)
+        found.append([index.ids(time, lane).tolist(), (time - begin).tolist()])
+    assert found[0] == found[1]
 
 
 def test_rows_of_its_own_that_a_buffer_is_extended_with_are_known_as_they_were():

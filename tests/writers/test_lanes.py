@@ -555,6 +555,35 @@ def test_a_saved_buffer_goes_on_as_one_that_never_stopped(path: bool, tmp_path: 
         assert torch.equal(first["index"], second["index"])
 
 
+def test_rows_that_an_edit_gave_to_a_stream_beyond_its_length_are_loaded(tmp_path: Path) -> None:
+    def fresh(length: int) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(12, lane_key="env"), writer=LaneWriter(length)
+        )
+
+    rb = fresh(4)
+    for t in range(4):
+        rb.extend(steps([0, 1], [t, t], every=1000))
+    rb.set_("env", torch.tensor([0, 1, 0, 1, 0, 0, 0, 1]))
+    expected = contents(rb)
+    assert {lane: len(ts) for lane, ts in expected.items()} == {0: 5, 1: 3}
+    rb.dumps(tmp_path)
+    for length, options in ((4, {}), (4, {"mmap": True}), (5, {})):
+        found = fresh(length)
+        found.loads(tmp_path, **options)
+        assert contents(found) == expected
+        assert torch.equal(found[:]["t"], rb[:]["t"])
+    other = fresh(3)
+    with pytest.warns(UserWarning, match="2"):
+        other.loads(tmp_path)
+    assert {lane: len(ts) for lane, ts in contents(other).items()} == {0: 3, 1: 3}
+    found = fresh(4)
+    found.loads(tmp_path)
+    for one in (rb, found):
+        one.extend(steps([0, 1, 0], [9, 9, 10], every=1000))
+    assert contents(found) == contents(rb)
+
+
 def test_states_that_fit_no_writer_of_lanes_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"), writer=LaneWriter(4))
     rb.extend(steps([0, 1, 0], [0, 0, 1]))
@@ -563,6 +592,9 @@ def test_states_that_fit_no_writer_of_lanes_are_refused() -> None:
     for wrong in (None, torch.zeros(2).long(), torch.tensor([0, 1, 3]), torch.tensor([0, -1, 0])):
         with pytest.raises(ValueError, match="streams"):
             rb.writer.load_state_dict({**state, "_lanes": wrong})
+    for wrong in (0, "4", 2.0):
+        with pytest.raises(ValueError, match="expected length as an int of at least 1"):
+            rb.writer.load_state_dict({**state, "_length": wrong})
     with pytest.raises(ValueError, match="by_stream"):
         rb.writer.load_state_dict({**state, "_ledger": {**state["_ledger"], "by_stream": 1}})
     rb.writer.load_state_dict(state)
