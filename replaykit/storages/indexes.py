@@ -79,8 +79,8 @@ class EpisodeIndexes:
             self._take(self._restoring, MovedPositions(ledger, ledger, None))
             self._restoring = None
         if self._restarted:
-            self._restarted = False
             try:
+                self._restarted = False
                 self.cut(code=RESTORED)
             except BaseException:
                 self._restarted = True
@@ -144,11 +144,11 @@ class EpisodeIndexes:
         first."""
         self._end_what_was_open()
         self.storage.ledger.read_tables()
-        self.stale = False
         for index in self._live():
             index.sync()
         if self._main is None and self.storage.ledger.length and self._is_kept():
             self._main = self._made(_DEFAULT)
+        self.stale = False  # not before: what could not be noted has to be at the next write
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         storage = self.storage

@@ -280,8 +280,9 @@ class LazyTensorStorage(TensorStorage):
     @property
     def kept_beside(self) -> int:
         """How many rows have their next observations beside (elements, for ``ndim > 1``)."""
-        columns = self._columns
-        return columns.kept_beside if isinstance(columns, OnceColumns) else 0
+        with self.lock:  # who asks first reads what lies in files
+            columns = self._columns
+            return columns.kept_beside if isinstance(columns, OnceColumns) else 0
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
     def map_content(self, content: Content, slots: int) -> None:

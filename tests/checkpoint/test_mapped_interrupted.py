@@ -1,0 +1,101 @@
+"""``loads(path, mmap=True)``: what is read late by two threads, or is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
+from replaykit.checkpoint import ReadLater
+from replaykit.episodes import EpisodeIndex
+
+pytestmark = pytest.mark.usefixtures("small_files")
+
+SLOTS = 200
+
+
+def rows(start: int, count: int, *, ends: bool = True) -> TensorDict:
+    """Rows that follow each other but for one in ten; ranks that rise and fall."""
+    number = torch.arange(start, start + count).float()[:, None]
+    done = (number % 10 == 9) & torch.tensor(ends)
+    following = {"obs": number + 1 + 1000 * done, "reward": number.sin(), "done": done}
+    return TensorDict({"obs": number, "next": following}, [count])
+
+
+def test_a_thread_that_asks_how_many_lie_beside_reads_nothing_over_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(SLOTS, dedup_next=True), batch_size=8)
+
+    filled = make()
+    filled.extend(rows(0, 150))
+    filled.dumps(tmp_path)
+    mapped, plain = make(), make()
+    mapped.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    reading, go_on = threading.Event(), threading.Event()
+    original = ReadLater.read
+
+    def read(self: ReadLater[Any]) -> Any:
+        found = original(self)
+        if threading.current_thread() is asking:
+            reading.set()
+            go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(ReadLater, "read", read)
+    asking = threading.Thread(target=lambda: mapped.storage.kept_beside)
+    writing = threading.Thread(target=lambda: mapped.extend(rows(500, 30)))
+    asking.start()
+    assert reading.wait(10)
+    writing.start()
+    writing.join(0.2)
+    go_on.set()
+    for thread in (asking, writing):
+        thread.join(10)
+        assert not thread.is_alive()
+    plain.extend(rows(500, 30))
+    assert mapped.storage.kept_beside == plain.storage.kept_beside
+    for buffer in (mapped, plain):
+        buffer.extend(rows(900, 25))
+    assert bool((mapped[:] == plain[:]).all())
+
+
+@pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictMaxValueWriter])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_first_write_that_fails_while_episodes_are_noted_leaves_that_to_the_next_one(
+    writer: Any, mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(SLOTS), writer=writer())
+
+    filled = make()
+    filled.extend(rows(0, 303))
+    filled.dumps(tmp_path)
+    interrupted, other = make(), make()
+    interrupted.loads(tmp_path, mmap=mmap)
+    other.loads(tmp_path)
+    before, after = interrupted[:], rows(700, 12, ends=False)
+    original = EpisodeIndex._rebuild
+
+    def rebuild(self: EpisodeIndex) -> None:
+        raise MemoryError("no memory for an index")
+
+    monkeypatch.setattr(EpisodeIndex, "_rebuild", rebuild)
+    with pytest.raises(MemoryError, match="for an index"):
+        interrupted.extend(after)
+    assert bool((interrupted[:] == before).all())
+    monkeypatch.setattr(EpisodeIndex, "_rebuild", original)
+    assert torch.equal(interrupted.extend(after), other.extend(after))
+    assert bool((interrupted[:] == other[:]).all())
+    every = np.arange(SLOTS)
+    around = [buffer.storage.episodes.around(every) for buffer in (interrupted, other)]
+    assert np.array_equal(*around)
+    assert interrupted.storage.episode_state() == other.storage.episode_state()
