@@ -180,6 +180,10 @@ class Sampler(ABC):
 
     # -- being told of writes -----------------------------------------------------------------
 
+    def about_to_write(self) -> None:
+        """Told before the first write to records that were loaded: what it has to know then, and
+        lies in files yet, is read. What it raises prevents the write."""
+
     def add(self, index: Any) -> None:
         """Told that one record was written."""
 

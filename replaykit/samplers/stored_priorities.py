@@ -128,8 +128,8 @@ class StoredPriorities:
         self._where = where
 
     def forget(self) -> None:
-        """Forgets all priorities, and the largest one that was ever set."""
-        self.most = 1.0
-        table = self.table
+        """Forgets all priorities, those unread too, and the largest one that was ever set."""
+        self.most, self._unread = 1.0, None
+        table = self._table
         if table is not None:
             table.truncate(0)

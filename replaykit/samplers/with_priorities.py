@@ -124,7 +124,9 @@ class WithPriorities(KeptPriorities):
     @property
     def default_priority(self) -> float:
         """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
-        return self._stored.default
+        storage = self._home(None)
+        with _NO_LOCK if storage is None else storage.lock:
+            return self._stored.default
 
     def _lock_of(self, storage: Storage | None) -> Any:
         """What guards the priorities: buffers hold it already, other callers do not."""
@@ -200,6 +202,9 @@ class WithPriorities(KeptPriorities):
             storage.recovery.adopt_sampler(self)
 
     # -- being told of writes -----------------------------------------------------------------
+
+    def about_to_write(self) -> None:
+        _ = self._stored.table
 
     def add(self, index: Any) -> None:
         """Gives the default to a new record, unless a buffer does: it sets priorities itself."""

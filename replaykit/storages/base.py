@@ -362,6 +362,14 @@ class Storage(SavedRows, ABC):
             if listener is not None and listener is not source:
                 listener.mark_update(index)
 
+    def announce(self) -> None:
+        """Tells the listeners that want to know, by ``about_to_write()``, that the first rows since
+        a load are about to be written; what one raises prevents it."""
+        for reference in self._listeners:
+            told = getattr(reference(), "about_to_write", None)
+            if told is not None:
+                told()
+
     # -- indexing -----------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:

@@ -88,7 +88,7 @@ class ColumnStorage(ColumnReads):
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
-            self.indexes.settle()
+            self._settle()
         if self.recovery is not None and not self._at_cursor:
             self.recovery.note(slots.numpy())
         self.require().scatter(slots, rows.leaves, kept)
@@ -96,7 +96,7 @@ class ColumnStorage(ColumnReads):
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
         large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
         if large or self.indexes.stale:
-            self.indexes.settle()
+            self._settle()
         if self.recovery is not None:
             self.recovery.note_ring(first + skipped, len(rows) - skipped)
         # A storage that defines `write` anew means every write. Addresses are in the order of the
@@ -119,6 +119,14 @@ class ColumnStorage(ColumnReads):
             super().write_ring(first, rows, skipped)
         finally:
             self._at_cursor = False
+
+    def _settle(self) -> None:
+        """Before stored rows are overwritten: whoever derives something from them reads first what
+        a checkpoint says of them, so that what is wrong with it is found before anything changes.
+        """
+        if self.indexes.stale:
+            self.announce()
+        self.indexes.settle()
 
     def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:
@@ -163,7 +171,7 @@ class ColumnStorage(ColumnReads):
         if not isinstance(columns, StreamColumns):
             self.write(slots, rows, kept)
         elif type(self).write is ColumnStorage.write:
-            self.indexes.settle()
+            self._settle()
             if self.recovery is not None:
                 self.recovery.note(slots.numpy())
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher

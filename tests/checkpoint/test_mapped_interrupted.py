@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+)
 from replaykit.checkpoint import ReadLater
 from replaykit.episodes import EpisodeIndex
+from replaykit.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -99,3 +108,54 @@ def test_a_first_write_that_fails_while_episodes_are_noted_leaves_that_to_the_ne
     around = [buffer.storage.episodes.around(every) for buffer in (interrupted, other)]
     assert np.array_equal(*around)
     assert interrupted.storage.episode_state() == other.storage.episode_state()
+
+
+def _opened_without_priorities(folder: Path) -> ReplayBuffer:
+    """A full buffer whose priorities are not numbers, opened in place."""
+
+    def make() -> ReplayBuffer:
+        sampler = PrioritizedSampler(SLOTS, 0.7, 0.5)
+        return ReplayBuffer(storage=LazyTensorStorage(SLOTS), sampler=sampler, batch_size=8)
+
+    filled = make()
+    filled.extend(rows(0, 250))
+    filled.dumps(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    name = manifest["parts"]["sampler"]["_priorities"]["name"]
+    file, offset, _ = manifest["tensors"][name]["pieces"][0]
+    with open(folder / file, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(b"\xff" * 4)
+    mapped = make()
+    mapped.loads(folder, mmap=True)
+    return mapped
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda rb: rb.extend(rows(900, 3)),
+        lambda rb: rb.add(rows(900, 1)[0]),
+        lambda rb: rb.writer.extend(rows(900, 3)),
+        lambda rb: rb.writer.write_at(torch.tensor([3, 7]), rows(900, 2)),
+        lambda rb: rb.storage.set(torch.tensor([3, 7]), rows(900, 2)),
+    ],
+)
+def test_what_a_write_would_go_on_from_is_read_before_it(
+    write: Callable[[ReplayBuffer], Any], tmp_path: Path
+) -> None:
+    mapped = _opened_without_priorities(tmp_path)
+    ledger, before = mapped.storage.ledger, mapped[:]
+    counted = mapped.write_count, ledger.next_position, ledger.cursor
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="the priorities of the checkpoint"):
+            write(mapped)
+        assert bool((mapped[:] == before).all())
+        assert (mapped.write_count, ledger.next_position, ledger.cursor) == counted
+
+
+def test_priorities_that_nobody_has_read_need_not_be_any_to_be_forgotten(tmp_path: Path) -> None:
+    mapped = _opened_without_priorities(tmp_path)
+    mapped.empty()
+    mapped.extend(rows(0, 20))
+    assert mapped.sample()["priority_weight"].tolist() == [1.0] * 8
