@@ -296,6 +296,8 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
     """Returns a generator in the saved state; None if there was none."""
     if saved is None:
         return None
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the state of a generator, got {saved!r}")
     try:
         generator = torch.Generator(torch.device(saved["device"]))
         # A copy: torch reads from where the memory of a tensor begins, not where the tensor does.

@@ -276,7 +276,7 @@ class EpisodeIndexes:
             and len(heads["begin"]) == len(heads["head"])
             and all(1 <= kind <= 3 for kind in heads["head"])
             and isinstance(heads.get("streams", []), list)
-            and all(_ints(row) and len(row) == 4 for row in heads.get("streams", []))
+            and all(_is_head(row) for row in heads.get("streams", []))
         ):
             raise ValueError(f"expected where episodes began, got {heads!r}")
         return fields
@@ -383,6 +383,12 @@ class EpisodeIndexes:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _is_head(row: object) -> bool:
+    """Whether it tells of a row, at a position, how many of its episode came before, and how it
+    began: see ``InterleavedIndex.state``."""
+    return _ints(row) and len(row) == 4 and 0 <= row[2] <= row[0] and 1 <= row[3] <= 3
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:

@@ -12,6 +12,11 @@ from replaykit.storages.number_sets import all_distinct
 __all__ = ["check_generations", "check_positions", "checked_state"]
 
 
+_MOST = 2**54
+"""Numbers beyond this are no counts, and would not fit into int64 a little later, with lanes counted
+too."""
+
+
 def checked_state(state: object) -> dict[str, Any]:
     """Returns the state of a ledger if it is one that `Ledger.state` can have given.
 
@@ -24,9 +29,7 @@ def checked_state(state: object) -> dict[str, Any]:
         raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
     for name in ("slots", "length", "cursor", "next_position"):
         value = state.get(name)
-        # Numbers beyond this are no counts, and would not fit into int64 a little later, with
-        # lanes counted too.
-        most = 2**63 - 1 if name == "slots" else 2**54
+        most = 2**63 - 1 if name == "slots" else _MOST
         if type(value) is not int or not (name == "slots") <= value <= most:
             raise ValueError(f"expected a count for {name!r}, got {value!r}")
     slots, length, written = state["slots"], state["length"], state["next_position"]
@@ -56,9 +59,13 @@ def check_positions(table: torch.Tensor, written: int) -> None:
 
 
 def check_generations(table: torch.Tensor, length: int) -> None:
-    """Raises ValueError where a slot of the first ``length`` was never written."""
-    if bool((table[:length] < 0).any()):
-        raise ValueError(f"expected 'generations' of all {length} stored records")
+    """Raises ValueError where a slot of the first ``length`` was never written, or one that often
+    as nobody can have written it."""
+    known = table.numpy()
+    if len(known) and (known.min() < -1 or known.max() > _MOST or (known[:length] < 0).any()):
+        raise ValueError(
+            f"expected 'generations' of all {length} stored records, up to {_MOST}, got {table}"
+        )
 
 
 def _checked_table(

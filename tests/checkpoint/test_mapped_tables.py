@@ -302,6 +302,26 @@ def test_generations_wait_in_another_capacity_too(laps: int, tmp_path: Path, rea
     same(mapped, plain)
 
 
+@pytest.mark.parametrize("head", [[30, 20, -1, 3], [30, 20, 31, 3], [30, 20, 9, 0], [30, 20, 9, 4]])
+def test_streams_that_can_have_begun_in_no_such_way_are_refused(
+    head: list[int],
+    tmp_path: Path,
+    forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None],
+):
+    kind = KINDS["lanes"]
+    kind.filled().dumps(tmp_path)
+
+    def change(manifest: dict[str, Any]) -> None:
+        heads = manifest["parts"]["writer"]["_episodes"]["heads"]
+        assert heads["streams"]
+        heads["streams"][0] = head
+
+    forge(tmp_path, change)
+    for options in ({}, {"mmap": True}):
+        with pytest.raises(ValueError, match="expected where episodes began"):
+            kind.make().loads(tmp_path, **options)
+
+
 def test_an_older_checkpoint_of_rings_of_streams_is_read(
     tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
 ):

@@ -379,6 +379,8 @@ def _state(**changes: Any) -> dict[str, Any]:
         (_state(generations=torch.tensor([0, 1])), "3 to 4 entries"),
         (_state(generations=torch.zeros(5, dtype=torch.int64)), "3 to 4 entries"),
         (_state(generations=torch.tensor([0, 1, -1])), "generations"),
+        (_state(generations=torch.tensor([0, 1, 2**63 - 1])), "up to 18014398509481984"),
+        (_state(generations=torch.tensor([0, 1, 0, -2])), "generations"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(state: Any, message: str) -> None:
