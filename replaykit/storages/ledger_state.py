@@ -13,8 +13,8 @@ __all__ = ["check_generations", "check_positions", "checked_state"]
 
 
 _MOST = 2**54
-"""Numbers beyond this are no counts, and would not fit into int64 a little later, with lanes counted
-too."""
+"""Numbers beyond this are no counts, and would not fit into int64 a little later, with lanes
+counted too."""
 
 
 def checked_state(state: object) -> dict[str, Any]:
