@@ -250,7 +250,7 @@ class Writing(BufferCore):
         with self._locked() as storage:
             self._sampler.mark_update(index, storage=storage)
 
-    def about_to_write(self) -> None:
+    def _about_to_write(self) -> None:
         """Told by the storage, whose lock is held, before the first write to rows that were loaded.
 
         Raises:

@@ -363,10 +363,10 @@ class Storage(SavedRows, ABC):
                 listener.mark_update(index)
 
     def announce(self) -> None:
-        """Tells the listeners that want to know, by ``about_to_write()``, that the first rows since
-        a load are about to be written; what one raises prevents it."""
+        """Tells the listeners that want to know, by ``_about_to_write()``, that the first rows
+        since a load are about to be written; what one raises prevents it."""
         for reference in self._listeners:
-            told = getattr(reference(), "about_to_write", None)
+            told = getattr(reference(), "_about_to_write", None)
             if told is not None:
                 told()
 
