@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from replaykit.cli import main
+from replaykit.testing.hub import LoopbackHub
 
 
 @dataclass
@@ -40,6 +41,24 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         return Done(code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture
+def lead_client_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[LoopbackHub], None]]:
+    """Has the client in this process talk to a hub, by plain requests."""
+    import huggingface_hub
+    import huggingface_hub.constants
+
+    def lead(hub: LoopbackHub) -> None:
+        for name, value in hub.env(tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        # Read from the environment when the client was imported, which another test may have done.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+
+    yield lead
+    huggingface_hub.close_session()
 
 
 def write_demos(path: Path, lengths: tuple[int, ...] = (5, 3, 4)) -> Path:

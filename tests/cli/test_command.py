@@ -140,17 +140,13 @@ def write_trials(path, seed):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(tmp_path, lead_client_to):
     """A Hub on this machine with one data set of two trials."""
-    import huggingface_hub
-
     write_trials(tmp_path / "a.h5", 0)
     files = {f"{ROBOSET}/seed0/x_trace.h5": tmp_path / "a.h5"}
     with LoopbackHub({"jdvakil/RoboSet_Sim": files}) as served:
-        for name, value in served.env(tmp_path / "cache").items():
-            monkeypatch.setenv(name, value)
+        lead_client_to(served)
         yield served
-    huggingface_hub.close_session()
 
 
 def test_download_fetches_converts_and_is_listed(command, hub, tmp_path):

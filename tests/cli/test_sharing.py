@@ -10,15 +10,11 @@ from replaykit.testing.hub import LoopbackHub
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    import huggingface_hub
-
+def hub(lead_client_to, monkeypatch):
     with LoopbackHub() as served:
-        for name, value in served.env(tmp_path / "cache").items():
-            monkeypatch.setenv(name, value)
+        lead_client_to(served)
         monkeypatch.setenv("HF_TOKEN", "any")
         yield served
-    huggingface_hub.close_session()
 
 
 def test_what_was_pushed_is_pulled(command, hub, demos, tmp_path):
