@@ -22,7 +22,7 @@ from replaykit.checkpoint.again import Base
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
-from replaykit.checkpoint.read_later import ReadLater
+from replaykit.checkpoint.read_later import ReadLater, ReadOnce
 from replaykit.checkpoint.row_chunks import RowChunks
 from replaykit.checkpoint.saving import save_checkpoint, save_snapshot
 from replaykit.checkpoint.snapshot import Snapshot
@@ -38,6 +38,7 @@ __all__ = [
     "MappedCheckpoint",
     "MappedRows",
     "ReadLater",
+    "ReadOnce",
     "RowChunks",
     "Snapshot",
     "checkpoint_versions",

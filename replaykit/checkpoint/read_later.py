@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
 from replaykit.checkpoint.mapped import MappedRows
 from replaykit.errors import CheckpointError
 
-__all__ = ["ReadLater"]
+__all__ = ["ReadLater", "ReadOnce"]
 
 Array = np.ndarray[Any, Any]
-Made = TypeVar("Made")
+Held = TypeVar("Held")
+Made = TypeVar("Made", covariant=True)
 
 
 class ReadLater(Generic[Made]):
@@ -52,6 +53,40 @@ class ReadLater(Generic[Made]):
             raise CheckpointError(
                 f"the {self._what} of the checkpoint{self._where}: {error}"
             ) from None
+
+
+class ReadOnce(Generic[Held]):
+    """An attribute that is given something, or ReadLater, which is read when it is first asked for;
+    where that raises, whoever asks next asks again.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.checkpoint import ReadLater, ReadOnce
+        >>> class Counts:
+        ...     total = ReadOnce[int]()
+        >>> counts = Counts()
+        >>> counts.total = ReadLater(lambda found: int(found.sum()), [np.arange(4)], "counts")
+        >>> counts.total
+        6
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_held{name}"
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> ReadOnce[Held]: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> Held: ...
+    def __get__(self, owner: object | None, kind: type) -> Any:
+        if owner is None:
+            return self
+        held = vars(owner)[self._name]
+        if isinstance(held, ReadLater):
+            held = vars(owner)[self._name] = held.read()
+        return held
+
+    def __set__(self, owner: object, value: Held | ReadLater[Held]) -> None:
+        vars(owner)[self._name] = value
 
 
 def _array(rows: Array | MappedRows) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
@@ -65,24 +65,14 @@ class ConsumingSampler(Sampler):
     consumes = True
     mapped_entries = _ARRAYS
 
+    _slots = ReadOnce[LiveSlots]()
+
     def __init__(self, max_sample_count: int = 1, *, replacement: bool = True) -> None:
         super().__init__(replacement=replacement)
         self._most = checked_uses("max_sample_count", max_sample_count)
-        self._known: LiveSlots | ReadLater[LiveSlots] = LiveSlots()
+        self._slots = LiveSlots()
         # How far the ledger had been cleared when it was looked at; None: it was not.
         self._cleared: int | None = None
-
-    @property
-    def _slots(self) -> LiveSlots:
-        """Those that were saved and stayed in their files are read now: O(N), once.
-
-        Raises:
-            CheckpointError: they contradict themselves.
-        """
-        known = self._known
-        if isinstance(known, ReadLater):
-            known = self._known = known.read()
-        return known
 
     @property
     def max_sample_count(self) -> int:
@@ -136,7 +126,7 @@ class ConsumingSampler(Sampler):
         ledger = storage.ledger
         if self._cleared != ledger.cleared:
             if self._cleared is not None:
-                self._known = LiveSlots()
+                self._slots = LiveSlots()
             self._cleared = ledger.cleared
         if ledger.length < self._slots.length:  # the state of a longer buffer
             self._slots.move(np.arange(ledger.length))
@@ -147,7 +137,7 @@ class ConsumingSampler(Sampler):
 
     def attach(self, storage: Storage) -> None:
         """Takes the storage to draw from; what is stored there was never drawn."""
-        self._known, self._cleared = LiveSlots(), storage.ledger.cleared
+        self._slots, self._cleared = LiveSlots(), storage.ledger.cleared
 
     def add(self, index: Any) -> None:
         self.mark_update(index)
@@ -169,7 +159,7 @@ class ConsumingSampler(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._known, self._cleared = LiveSlots(), None
+        self._slots, self._cleared = LiveSlots(), None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         for index in drawn:
@@ -203,7 +193,7 @@ class ConsumingSampler(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._known, self._cleared = self._checked(state_dict), None
+        self._slots, self._cleared = self._checked(state_dict), None
         self._ran_out = state_dict["_ran_out"]
 
     def _checked(self, state: dict[str, Any]) -> LiveSlots | ReadLater[LiveSlots]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.episodes import EpisodeIndex
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
@@ -62,6 +62,9 @@ class SliceSamplerWithoutReplacement(Sliced):
     mapped_entries = ("_remaining",)
     passes = True
 
+    _remaining = ReadOnce[torch.Tensor | None]()
+    """Numbers of the episodes still to come; None: the next draw begins a pass."""
+
     def __init__(
         self,
         *,
@@ -96,8 +99,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             Markers(truncated_key, boundaries.rule.flags),
             flat,
         )
-        # Numbers of the episodes still to come; None: the next draw begins a pass.
-        self._pass: torch.Tensor | ReadLater[torch.Tensor] | None = None
+        self._remaining = None
         self._episodes = 0
         # Rows of slices that were given back, as elements: their episodes come next.
         self._returned: torch.Tensor | None = None
@@ -106,22 +108,6 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._version: int | None = None
         self._length = 0
         self._rows = 0
-
-    @property
-    def _remaining(self) -> torch.Tensor | None:
-        """What was saved and stayed in its file is checked now: O(N), once.
-
-        Raises:
-            CheckpointError: it is no such thing.
-        """
-        remaining = self._pass
-        if isinstance(remaining, ReadLater):
-            remaining = self._pass = remaining.read()
-        return remaining
-
-    @_remaining.setter
-    def _remaining(self, remaining: torch.Tensor | None) -> None:
-        self._pass = remaining
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Draws the next slices of the pass; returns their rows, and which slice each belongs to.
@@ -259,7 +245,7 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._pass, self._returned = _pass_of(state_dict)
+        self._remaining, self._returned = _pass_of(state_dict)
         self._episodes, self._length = state_dict["_episodes"], state_dict["_length"]
         self._rows, self._ran_out = state_dict["_rows"], state_dict["_ran_out"]
         self._index = self._version = None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import lookup
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.samplers.live import rising
 from replaykit.samplers.version_groups import VersionGroups
 from replaykit.storages import Storage
@@ -37,9 +37,12 @@ class FollowedVersions:
         path: the column, one number a row.
     """
 
+    groups = ReadOnce[VersionGroups]()
+    """As of the last look."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._groups: VersionGroups | ReadLater[VersionGroups] = VersionGroups()
+        self.groups = VersionGroups()
         self._storage: weakref.ref[Storage] | None = None
         self._anew = True  # all have to be looked at
         self._counters = (0, 0, 0, 0)
@@ -52,26 +55,13 @@ class FollowedVersions:
 
     def forget(self) -> None:
         """Nothing is known of any row."""
-        self._groups, self._anew = VersionGroups(), True
+        self.groups, self._anew = VersionGroups(), True
         self._noted, self._rows = [], 0
-
-    @property
-    def groups(self) -> VersionGroups:
-        """As of the last look. Those that were saved and stayed in their files are read now: O(N),
-        once.
-
-        Raises:
-            CheckpointError: they contradict themselves.
-        """
-        groups = self._groups
-        if isinstance(groups, ReadLater):
-            groups = self._groups = groups.read()
-        return groups
 
     def take(self, groups: VersionGroups | ReadLater[VersionGroups]) -> None:
         """Goes on from groups that were saved with the rows."""
         self.forget()
-        self._groups = groups
+        self.groups = groups
 
     def note(self, index: torch.Tensor, storage: Storage) -> None:
         """Told that rows were written."""
@@ -101,7 +91,7 @@ class FollowedVersions:
         length = ledger.length * storage.lanes.numel()
         changed = self._changed(storage) if known and not self._anew else None
         if self.groups.length > length or (known and ledger.cleared != self._counters[2]):
-            self._groups, changed = VersionGroups(), None
+            self.groups, changed = VersionGroups(), None
         if changed is None:
             changed = np.arange(length)
         self.groups.set(changed, self._read(storage, changed))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater
+from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.samplers.eligible import eligible_records
 from replaykit.samplers.saved_arrays import made_of_saved
@@ -53,32 +53,17 @@ class SamplerWithoutReplacement(Sampler):
     passes = True
     mapped_entries = ("_remaining",)
 
+    _remaining = ReadOnce[torch.Tensor | None]()
+    """Elements still to come in this pass; None: the next draw begins a pass."""
+
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
     ) -> None:
         super().__init__()
         self.drop_last = drop_last
         self.shuffle = shuffle
-        # Elements still to come in this pass; None: the next draw begins a pass.
-        self._left: torch.Tensor | ReadLater[torch.Tensor] | None = None
+        self._remaining = None
         self._length = 0
-
-    @property
-    def _remaining(self) -> torch.Tensor | None:
-        """What the pass has yet to draw; None: the next draw begins one. What was saved and stayed
-        in its file is checked now: O(N), once.
-
-        Raises:
-            CheckpointError: it is no such thing.
-        """
-        left = self._left
-        if isinstance(left, ReadLater):
-            left = self._left = left.read()
-        return left
-
-    @_remaining.setter
-    def _remaining(self, remaining: torch.Tensor | None) -> None:
-        self._left = remaining
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws the next records of the pass; returns the index, and no info.
@@ -166,7 +151,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._left = _left_of(state_dict)
+        self._remaining = _left_of(state_dict)
         self._length = state_dict["_length"]
         self._ran_out = state_dict["_ran_out"]
 
