@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "NonTensorStack",
     "TensorDict",
     "TensorDictBase",
+    "Uncompiled",
     "arange",
     "as_tensor",
     "clone",
@@ -44,6 +47,7 @@ __all__ = [
     "tensorclass_parts",
 ]
 
+_PACKAGE = __name__.partition(".")[0]
 _PARTS = {"_device", "_tensordict", "_batch_size", "_td_dim_names"}
 
 
@@ -220,3 +224,54 @@ def dtype_by_name(name: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a torch dtype, got {name!r}")
     return dtype
+
+
+def _skipped_frames() -> Any:
+    """Returns what marks a code object so that torch.compile runs it, and all it calls, as it is;
+    None where this version of torch has no such mark."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    mark = getattr(frames, "set_code_exec_strategy", None)
+    strategy = getattr(frames, "_FrameExecStrategy", None)
+    action = getattr(frames, "_FrameAction", None)
+    if mark is None or strategy is None or action is None:
+        return None
+    skip = strategy(action.SKIP, action.SKIP)
+    return lambda code: mark(code, skip)
+
+
+_skip_frames = _skipped_frames()
+
+
+class Uncompiled:
+    """Keep torch.compile from tracing the methods of this package's subclasses.
+
+    A compiled function that calls such a method, reads a property or iterates breaks its graph
+    there and runs the call as it is. ``torch.compiler.disable`` does the same with a wrapper around
+    every call; these are marks on the functions themselves, and a call costs what it did.
+
+    Methods that a class of another package defines are left alone.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for part in cls.__mro__:
+            if part.__module__.partition(".")[0] != _PACKAGE:
+                continue
+            for member in vars(part).values():
+                if isinstance(member, (staticmethod, classmethod)):
+                    member = member.__func__
+                parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+                for function in parts:
+                    if isinstance(function, FunctionType):
+                        _keep_from_compiling(function)
+
+
+def _keep_from_compiling(function: Any) -> None:
+    if vars(function).get("_torchdynamo_disable"):
+        return
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "buffers and their parts run outside of compiled graphs"
+    # What a decorator of another package returns shares its code with all that it decorates.
+    inner = inspect.unwrap(function)
+    if _skip_frames is not None and inner.__module__.partition(".")[0] == _PACKAGE:
+        _skip_frames(inner.__code__)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from replaykit._compat import Uncompiled
 from replaykit.buffer.ahead import Ahead
 from replaykit.buffer.consuming import check_consuming, check_transforms_of, consuming_sampler
 from replaykit.buffer.held import Held
@@ -28,7 +29,7 @@ from replaykit.writers import RoundRobinWriter, Writer
 __all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
 
 
-class BufferCore(Ahead, Pacing):
+class BufferCore(Ahead, Pacing, Uncompiled):
     """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
 
     Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,

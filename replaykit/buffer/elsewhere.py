@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from replaykit._compat import Uncompiled
+
 __all__ = ["Asked", "Elsewhere", "MemberFacts", "Piece", "Standing"]
 
 
@@ -59,7 +61,7 @@ class Standing(NamedTuple):
     ready: bool
 
 
-class Elsewhere(ABC):
+class Elsewhere(Uncompiled, ABC):
     """A handle of a buffer that makes its batches in other processes.
 
     Loaders ask it for streams of batches, each drawn with a generator of its own; what the handle

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import as_tensor
+from replaykit._compat import Uncompiled, as_tensor
 from replaykit.episodes import EpisodeIndex
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import check_cells, check_range, ravel
@@ -17,7 +17,7 @@ __all__ = ["EpisodeLookup"]
 Array = np.ndarray[Any, Any]
 
 
-class EpisodeLookup:
+class EpisodeLookup(Uncompiled):
     """Answers for rows, by their ``index`` as ``extend`` returned it and samples carry it.
 
     An index is int64 ``[K]``, for storages with lanes ``[K, ndim]``; answers are ``[K]`` on its

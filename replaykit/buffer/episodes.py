@@ -8,6 +8,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from replaykit._compat import Uncompiled
 from replaykit.buffer.episode_facts import Facts, facts_of, positions
 from replaykit.buffer.episode_lookup import EpisodeLookup
 from replaykit.episodes import EndReason, Head
@@ -271,7 +272,7 @@ class Episodes(EpisodeLookup):
         return found[:, 0] if features.numel() == 1 else found.view(len(self), *features)
 
 
-class Episode:
+class Episode(Uncompiled):
     """One episode; see `Episodes`.
 
     Attributes are those of the moment at which it was looked up.

@@ -45,7 +45,9 @@ class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Component
         shared: processes that get the buffer, spawned or forked, write and sample the same rows.
             For a LazyTensorStorage or LazyMemmapStorage and a RoundRobinWriter; see
             ``docs/sharing.md``.
-        compilable: accepted, without effect.
+        compilable: accepted for TorchRL's programs. Every call may stand in a function that
+            ``torch.compile`` compiles, with or without it: it breaks the graph there, and runs as
+            it does elsewhere; ``fullgraph=True`` refuses it.
         rate_limiter: has writes wait for samples and samples for writes, so that neither runs
             ahead of the other by more than it allows; see ``RateLimiter`` and ``docs/pace.md``.
 

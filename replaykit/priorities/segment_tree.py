@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from replaykit._compat import as_tensor
+from replaykit._compat import Uncompiled, as_tensor
 from replaykit.priorities.arguments import as_index, as_values, refuse, refuse_range
 from replaykit.priorities.kernels import chosen_kernel, native_view
 from replaykit.priorities.layout import allocate, levels_of
@@ -23,7 +23,7 @@ _TAKEN = -1
 _INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
 
 
-class SegmentTree:
+class SegmentTree(Uncompiled):
     """What sum, min and max trees have in common. Not used by itself.
 
     A tree is an array of ``capacity`` leaves, each the identity of the operation until it is set,

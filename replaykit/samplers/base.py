@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import Uncompiled
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
@@ -20,7 +21,7 @@ from replaykit.storages.indexing import unravel_index
 __all__ = ["Sampler"]
 
 
-class Sampler(ABC):
+class Sampler(Uncompiled, ABC):
     """Draws records by index; never reads what it draws.
 
     A sampler of one's own brings ``sample`` and, where it has state, ``state_dict`` and

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import Uncompiled
 from replaykit.samplers.base import Sampler
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-class ParameterScheduler(ABC):
+class ParameterScheduler(Uncompiled, ABC):
     """Sets a numeric attribute of a sampler at every ``step``: a number, or several, float64
     ``[n]``, such as the weights ``p`` of an ensemble, of which each changes as one number would.
 

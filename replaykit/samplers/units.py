@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from replaykit._compat import Uncompiled
 from replaykit.episodes import EpisodeIndex
 from replaykit.samplers.base import Sampler
 from replaykit.storages import Storage
@@ -14,7 +15,7 @@ from replaykit.storages import Storage
 __all__ = ["SampleUnit", "Transition"]
 
 
-class SampleUnit(ABC):
+class SampleUnit(Uncompiled, ABC):
     """Turns the records that a sampler drew into the records of the batch.
 
     Example:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import arange, is_tensordict
+from replaykit._compat import Uncompiled, arange, is_tensordict
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.edits import Edit
@@ -31,7 +31,7 @@ class Listener(Protocol):
         """Told that the rows at ``index`` were written."""
 
 
-class Storage(SavedRows, ABC):
+class Storage(SavedRows, Uncompiled, ABC):
     """Where records live.
 
     A storage of one's own brings ``set``, ``get``, ``__len__``, ``contains``, ``state_dict`` and

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from replaykit._compat import as_tensor
+from replaykit._compat import Uncompiled, as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
@@ -24,7 +24,7 @@ __all__ = ["Writer"]
 _MOST_WRITTEN = 2**62 - 1
 
 
-class Writer(ABC):
+class Writer(Uncompiled, ABC):
     """Reserves slots, has the storage filled, then commits.
 
     A writer of one's own brings ``write``. Cursor, length, positions and generations belong to

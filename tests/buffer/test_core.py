@@ -236,7 +236,7 @@ def test_a_list_is_rows_and_a_tuple_is_a_pytree():
 
 @pytest.mark.pitfall("IF10")
 def test_arguments_without_effect_are_accepted():
-    """IF10: ``compilable`` is listed as accepted without effect."""
+    """IF10: with ``compilable`` or without it, a call may stand in a compiled function."""
     writer = ImmutableDatasetWriter(compilable=True)
     buffer = ReplayBuffer(
         storage=TensorStorage(torch.arange(3), compilable=True), writer=writer, compilable=True
