@@ -49,6 +49,7 @@ class Markers:
         pad_value: dict[Path, Any] | None = None,
     ) -> None:
         self.pad_value = pad_value
+        self.truncated_key = truncated_key
         self._checked: Schema | None = None
         self._read: dict[Path, list[tuple[str, int]]] = {}
         self._keys: tuple[Any, Any, Any] | None = None

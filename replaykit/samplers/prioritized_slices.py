@@ -193,6 +193,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         markers = checked_markers(truncated_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
+        self._cache_values = bool(cache_values)
 
     # -- drawing ------------------------------------------------------------------------------
 

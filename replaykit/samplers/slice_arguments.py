@@ -17,7 +17,7 @@ from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Branch, Path
-from replaykit.ted import unravel
+from replaykit.ted import EPISODE_KEYS, unravel
 
 __all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span", "one_of"]
 
@@ -99,6 +99,7 @@ class Boundaries:
             )
         flags = (unravel(end_key),) if end_key is not None else _keys("end_keys", end_keys)
         self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
+        self._named = named
         self._plain = not named
         self._ends = None
         if ends is not None:
@@ -115,6 +116,33 @@ class Boundaries:
         self._home: weakref.ref[Storage] | None = None
         # Of records that were found to be TensorDicts.
         self._schema: Schema | None = None
+
+    @property
+    def end_key(self) -> Any:
+        """The one flag that ends episodes; None where other arguments are in its place."""
+        if self.rule.flags is not None and "end_key" in self._named:
+            return _as_written(self.rule.flags[0])
+        others = {"end_keys", "ends", "trajectories"} & set(self._named)
+        return None if others else ("next", "done")
+
+    @property
+    def end_keys(self) -> tuple[Any, ...] | None:
+        """The flags that were given as a list; None where they were not."""
+        if self.rule.flags is None or "end_keys" not in self._named:
+            return None
+        return tuple(_as_written(path) for path in self.rule.flags)
+
+    @property
+    def traj_key(self) -> Any:
+        """The key, or keys, given; else the first of the usual ones that the storage has."""
+        if self.rule.ids is not None:
+            keys = tuple(_as_written(path) for path in self.rule.ids)
+            return keys if len(keys) > 1 else (keys or (None,))[0]
+        storage = None if self._home is None else self._home()
+        schema = None if storage is None else storage.schema
+        if schema is None or self._ends is not None:
+            return None
+        return next((_as_written(path) for path in EPISODE_KEYS if path in schema.leaves), None)
 
     def attach(self, storage: Storage) -> None:
         """Told which storage it is about; what was given describes the rows stored now."""
@@ -205,6 +233,11 @@ def _keys(name: str, keys: Any) -> tuple[Path, ...] | None:
     if isinstance(keys, (str, tuple)):
         return (unravel(keys),)
     raise TypeError(f"expected {name} as a key or several of them, got {keys!r}")
+
+
+def _as_written(path: Path) -> Any:
+    """A key as users write it: a string where it has one part."""
+    return path if len(path) > 1 else path[0]
 
 
 def _vector(name: str, value: Any) -> torch.Tensor:

@@ -72,6 +72,9 @@ class SliceSampler(Sliced):
         replacement: ``False`` makes a SliceSamplerWithoutReplacement of the other keywords.
         cache_values, compile, use_gpu: no effect; nothing is slow without.
 
+    Attributes: ``num_slices``, ``slice_len``, ``end_key``, ``end_keys``, ``traj_key``, ``span``,
+    ``strict_length``, ``pad_output``, ``truncated_key`` and ``cache_values`` can be read, not set.
+
     A batch says of its rows, besides ``index``: ``sequence_id`` int64 ``[B]``, the slice; ``done``,
     ``truncated``, ``terminated`` bool ``[B, 1]`` under ``next``: done is set at the last row of
     every slice, truncated there unless the episode ends; ``is_init`` likewise at first rows, where
@@ -149,6 +152,7 @@ class SliceSampler(Sliced):
         markers = checked_markers(truncated_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
+        self._cache_values = bool(cache_values)
         self.recent = checked_recent(recent, draw)
         if strict_lanes and measure != "lane":
             raise ValueError(f"strict_lanes needs measure='lane', got {measure!r}")

@@ -147,6 +147,65 @@ class Sliced(Sampler):
     draws_windows = True
 
     _slicing: Slicing
+    _cache_values = True
+
+    @property
+    def num_slices(self) -> int | None:
+        """Slices of a batch, as given; None where ``slice_len`` was given."""
+        return self._slicing.size.num_slices
+
+    @property
+    def slice_len(self) -> int | None:
+        """Rows of a slice, as given; None where ``num_slices`` was given."""
+        return self._slicing.size.slice_len
+
+    @property
+    def end_key(self) -> Any:
+        """The flag that ends episodes, as given; None where other arguments say what does.
+
+        Without any such argument it is ``("next", "done")``, beside which ``truncated`` and
+        ``terminated`` end episodes too.
+        """
+        return self._slicing.boundaries.end_key
+
+    @property
+    def end_keys(self) -> tuple[Any, ...] | None:
+        """The flags of which each ends episodes, as given; None where there was no such list."""
+        return self._slicing.boundaries.end_keys
+
+    @property
+    def traj_key(self) -> Any:
+        """The key of which a change ends an episode: as given, else the first that is stored.
+
+        A tuple of keys where several were given. None where none is stored, before the first
+        write, and where other arguments say what ends an episode.
+        """
+        return self._slicing.boundaries.traj_key
+
+    @property
+    def truncated_key(self) -> Any:
+        """Where batches say that a slice was cut; None where they do not."""
+        return self._slicing.markers.truncated_key
+
+    @property
+    def span(self) -> tuple[int | bool, int | bool]:
+        """How far slices may hang over the start and the end of an episode."""
+        return self._slicing.form.span
+
+    @property
+    def strict_length(self) -> bool:
+        """Whether episodes that are shorter than a slice are left out."""
+        return self._slicing.form.skips_short
+
+    @property
+    def pad_output(self) -> bool:
+        """Whether every slice is padded to its full length, with a mask that tells real rows."""
+        return self._slicing.form.filled
+
+    @property
+    def cache_values(self) -> bool:
+        """As given, without effect: where episodes end is always kept up to date."""
+        return self._cache_values
 
     @property
     def draws_anchors(self) -> bool:

@@ -165,6 +165,11 @@ class WindowForm:
         return self.pad is not None or self.repeat
 
     @property
+    def skips_short(self) -> bool:
+        """Whether episodes that are shorter than a window have none."""
+        return self.strict if self.pad is None else self.short == "exclude"
+
+    @property
     def full(self) -> bool:
         """Whether all windows have the same number of rows."""
         return self.filled or (self.strict and not any(self.span))

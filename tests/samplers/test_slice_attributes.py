@@ -1,0 +1,136 @@
+"""What slice samplers say of themselves, under the names that TorchRL has for it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import replaykit
+from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer, SliceSampler
+
+peer_data: Any = pytest.importorskip("torchrl.data")
+theirs: Any = pytest.importorskip("torchrl.data.replay_buffers.samplers")
+
+NAMES = (
+    "slice_len",
+    "num_slices",
+    "traj_key",
+    "end_key",
+    "end_keys",
+    "span",
+    "strict_length",
+    "pad_output",
+    "truncated_key",
+    "cache_values",
+)
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"slice_len": 3},
+    {"num_slices": 2},
+    {"num_slices": 2, "traj_key": "episode"},
+    {"num_slices": 2, "traj_key": ("collector", "traj_ids")},
+    {"num_slices": 2, "end_keys": [("next", "done"), ("next", "truncated")], "traj_key": "episode"},
+    {"num_slices": 2, "strict_length": False, "truncated_key": None},
+    {"num_slices": 2, "truncated_key": ("next", "cut")},
+]
+
+SPANS: list[dict[str, Any]] = [
+    {"num_slices": 2, "span": True},
+    {"num_slices": 2, "span": 1},
+    {"num_slices": 2, "span": (False, 2)},
+    {"num_slices": 2, "strict_length": False, "pad_output": True, "cache_values": True},
+]
+
+
+def rows(*ids: str) -> TensorDict:
+    number = torch.arange(20)
+    ends = (number % 5 == 4).unsqueeze(-1)
+    flags = {"done": ends, "truncated": ends, "terminated": torch.zeros_like(ends)}
+    columns: dict[str, Any] = {"step": number, "next": TensorDict(flags, [20])}
+    if "episode" in ids:
+        columns["episode"] = number // 5
+    if "collector" in ids:
+        columns["collector"] = TensorDict({"traj_ids": number // 5}, [20])
+    return TensorDict(columns, [20])
+
+
+def said(sampler: Any) -> dict[str, Any]:
+    return {name: getattr(sampler, name) for name in NAMES}
+
+
+@pytest.mark.parametrize("ids", [(), ("episode",), ("episode", "collector")], ids=str)
+@pytest.mark.parametrize("name", ["SliceSampler", "SliceSamplerWithoutReplacement"])
+def test_attributes_are_those_of_torchrl_before_and_after_data_came(
+    name: str, ids: tuple[str, ...]
+) -> None:
+    every = [*ARGUMENTS, *(SPANS if name == "SliceSampler" else [])]
+    for given in every:
+        wanted = {given.get("traj_key", "episode")} - {"episode" if "episode" in ids else None}
+        if wanted - {("collector", "traj_ids") if "collector" in ids else "episode"}:
+            continue  # a key that is not stored
+        peer, own = getattr(theirs, name)(**given), getattr(replaykit, name)(**given)
+        assert said(own) == said(peer), given
+        peer_storage = peer_data.LazyTensorStorage(100)
+        peer_buffer = peer_data.TensorDictReplayBuffer(
+            storage=peer_storage, sampler=peer, batch_size=6
+        )
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=own, batch_size=6)
+        peer_buffer.extend(rows(*ids))
+        buffer.extend(rows(*ids))
+        peer_buffer.sample()
+        assert said(own) == said(peer), given
+
+
+def test_prioritized_slices_say_that_they_never_hang_over_a_start() -> None:
+    with pytest.warns(UserWarning, match="cannot hang"):
+        sampler = PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=3, span=True)
+    assert said(sampler) == {
+        **said(theirs.SliceSampler(slice_len=3)),
+        "span": (False, True),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_cannot_be_set(name: str) -> None:
+    sampler = SliceSampler(slice_len=3)
+    with pytest.raises(AttributeError):
+        setattr(sampler, name, 1)
+    assert sampler.slice_len == 3
+
+
+def test_the_trajectory_key_follows_the_storage_of_the_buffer() -> None:
+    sampler = SliceSampler(slice_len=3)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=6)
+    buffer.extend(rows("episode"))
+    assert sampler.traj_key == "episode"
+    other = LazyTensorStorage(100)
+    buffer.set_storage(other)
+    assert sampler.traj_key is None
+    buffer.extend(rows("episode", "collector"))
+    assert sampler.traj_key == ("collector", "traj_ids")
+
+
+def test_several_trajectory_keys_are_named_together_and_none_as_none() -> None:
+    many = SliceSampler(slice_len=3, traj_key=["episode", "seed"])
+    assert many.traj_key == ("episode", "seed")
+    assert SliceSampler(slice_len=3, traj_key=()).traj_key is None
+    given = SliceSampler(slice_len=3, ends=torch.arange(20) % 5 == 4)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=given, batch_size=6)
+    buffer.extend(rows("episode"))
+    assert (given.traj_key, given.end_key, given.end_keys) == (None, None, None)
+
+
+def test_windows_that_are_padded_say_so() -> None:
+    padded = SliceSampler(slice_len=3, pad="right")
+    assert (padded.pad_output, padded.strict_length) == (True, False)
+    strict = SliceSampler(slice_len=3, pad="right", short="exclude")
+    assert (strict.pad_output, strict.strict_length) == (True, True)
+
+
+def test_attributes_survive_a_copy() -> None:
+    sampler = SliceSampler(num_slices=2, span=(False, 2), cache_values=True, traj_key="episode")
+    assert said(pickle.loads(pickle.dumps(sampler))) == said(sampler)
