@@ -239,8 +239,11 @@ def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
     if web:
         return _listing(web)
     stamps = stamps_of(names_of(_paths(files)), layout)
+    said = path / MANIFEST_NAME
+    if not said.is_file():  # reading a pipe would wait for a writer
+        return None
     try:
-        manifest = Manifest.parse((path / MANIFEST_NAME).read_bytes())
+        manifest = Manifest.parse(said.read_bytes())
     except (OSError, ValueError):
         return None
     if manifest.made.get("source_stamps") != stamps:

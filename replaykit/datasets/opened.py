@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from tensordict import TensorDict
 from replaykit.datasets.checksum import crc32_of_file
 from replaykit.datasets.episode_table import read_groups
 from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest
+from replaykit.datasets.own_files import META
 from replaykit.mapping import map_private
 from replaykit.ted import Key
 
@@ -93,7 +95,9 @@ def open_directory(path: Path) -> Published:
     """Opens a published data set.
 
     Checks that the manifest is there, of a known version and sound, and that every file has its
-    exact size. Cost: a few system calls for each column, whatever the number of rows.
+    exact size. What is a link, or reached through one inside of the data set, is refused: it could
+    be any file of this machine. Cost: a few system calls for each column, whatever the number of
+    rows.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
@@ -151,7 +155,7 @@ def _inode(path: Path) -> int | None:
 
 def _open_at(directory: int, path: Path) -> Published:
     try:
-        descriptor = os.open(MANIFEST_NAME, os.O_RDONLY, dir_fd=directory)
+        descriptor = _open_plain(directory, MANIFEST_NAME)
     except FileNotFoundError:
         raise _GoneError(f"it has no {MANIFEST_NAME}") from None
     with os.fdopen(descriptor, "rb") as file:
@@ -160,6 +164,7 @@ def _open_at(directory: int, path: Path) -> Published:
         manifest = Manifest.parse(text)
     except ValueError as error:
         raise _refusal(path, f"its {MANIFEST_NAME} {error}") from error
+    _check_folders(directory, manifest)
     columns = {array.key: _map(directory, path, array) for array in manifest.arrays}
     episodes = {array.key[0]: _map(directory, path, array) for array in manifest.episode_arrays}
     group = manifest.group_file
@@ -172,10 +177,43 @@ def _open_at(directory: int, path: Path) -> Published:
     return Published(path, manifest, columns, table, finals)
 
 
+def _check_folders(directory: int, manifest: Manifest) -> None:
+    """Checks that no folder of the data set, and nothing that describes one, is a link."""
+    names = (PurePosixPath(name) for name, _, _ in manifest.files())
+    for folder in {parent for name in names for parent in name.parents}:
+        for each in (folder, folder / META):
+            try:
+                found = os.stat(each, dir_fd=directory, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # the files in it are missing, and named
+            if stat.S_ISLNK(found.st_mode):
+                raise _linked(str(each))
+
+
+def _linked(name: str) -> _GoneError:
+    return _GoneError(f"{name} is a link, which is not followed: put there what it leads to")
+
+
+def _open_plain(directory: int, file: str) -> int:
+    """Opens a file that is neither a link nor a pipe; see `os.open` for what else is raised."""
+    try:
+        # Opening a pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(file, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _linked(file) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _GoneError(f"{file} is no plain file")
+    return descriptor
+
+
 def _open_sized(directory: int, file: str, nbytes: int) -> int:
     """Opens a file of a known size for reading; the caller closes the descriptor."""
     try:
-        descriptor = os.open(file, os.O_RDONLY, dir_fd=directory)
+        descriptor = _open_plain(directory, file)
     except (FileNotFoundError, NotADirectoryError):
         raise _GoneError(f"{file} is missing") from None
     size = os.fstat(descriptor).st_size

@@ -58,6 +58,8 @@ def kind_of(path: Path) -> str:
 
 
 def _format(manifest: Path) -> str | None:
+    if not manifest.is_file():  # reading a pipe would wait for a writer
+        return None
     try:
         found = json.loads(manifest.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5_errors import FAULTS, naming
-from replaykit.datasets.engine.h5_links import entries_of, links_of
+from replaykit.datasets.engine.h5_links import entries_of, link_problem, links_of
+from replaykit.datasets.engine.h5_storage import ChunkChecks, storage_of
 from replaykit.datasets.engine.h5_types import Types, not_numbers
 from replaykit.datasets.engine.held import HeldValues
 from replaykit.datasets.engine.inflating import LEAST_BYTES, inflate
@@ -112,8 +113,11 @@ class H5File:
         self._root = handle.id
         self._is_verified = is_verified
         self._types = Types()
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[str, tuple[Any, int]] = {}
         self._held: HeldValues | None = None
+        self._chunks = ChunkChecks()
+        self._last: tuple[str, Any] = ("", handle.id)
+        """The group that was opened last: datasets of one are read one after the other."""
 
     def hold(self, held: HeldValues) -> None:
         """Has `leaves` read small datasets on its way, and `read` take what is held of the file."""
@@ -189,10 +193,40 @@ class H5File:
                     found[name] = value.decode() if isinstance(value, bytes) else value
         return found
 
-    def _node(self, group: str) -> Any:
+    def _node(self, path: str) -> Any:
+        """Opens what lies at a path on which there is no link by name."""
         import h5py
 
-        return h5py.h5o.open(self._root, group.encode() or b".")
+        if path == self._last[0]:
+            return self._last[1]
+        if not path:
+            return h5py.h5o.open(self._root, b".")
+        node = self._root
+        for part in path.split("/"):
+            name = part.encode()
+            why = link_problem(node, name)
+            if why is not None:
+                raise CorpusError(why)
+            node = h5py.h5o.open(node, name)
+        self._last = (path, node)
+        return node
+
+    def _dataset(self, dataset: str, access: Any = None) -> tuple[Any, int]:
+        """Opens a dataset whose values are in this file, on a path without a link by name.
+
+        Returns it, and how far its chunks may inflate; see `storage_of`.
+        """
+        import h5py
+
+        above, _, name = dataset.rpartition("/")
+        group = self._node(above)
+        why = link_problem(group, name.encode())
+        if why is None:
+            node = h5py.h5d.open(group, name.encode(), access)
+            why, ratio = storage_of(node)
+        if why is not None:
+            raise CorpusError(why)
+        return node, ratio
 
     def below(self, group: str) -> H5File:
         """Returns a group of the file as if it were a file."""
@@ -224,7 +258,7 @@ class H5File:
                 into[...] = values[start:stop].reshape(into.shape)
                 return into
             kept = self._kept.get(dataset)
-            node = h5py.h5d.open(self._root, dataset.encode()) if kept is None else kept
+            node, ratio = self._dataset(dataset) if kept is None else kept
             space = node.get_space()
             shape = space.get_simple_extent_dims()
             block = (stop - start, *shape[1:])
@@ -239,6 +273,7 @@ class H5File:
             is_worth = into.nbytes >= LEAST_BYTES and kept is None
             if is_worth and inflate(node, start, stop, into, kind):
                 return into
+            self._chunks.require(node, ratio, dataset, start, stop)
             if not shape or stop - start == shape[0]:
                 node.read(h5py.h5s.ALL, h5py.h5s.ALL, into, kind)
             else:
@@ -259,8 +294,7 @@ class H5File:
             access.set_chunk_cache(_SLOTS, nbytes, 1.0)
             for dataset in datasets:
                 with self._naming(dataset):
-                    node = h5py.h5d.open(self._root, dataset.encode(), access)
-                self._kept[dataset] = node
+                    self._kept[dataset] = self._dataset(dataset, access)
         try:
             yield
         finally:
@@ -271,23 +305,24 @@ class H5File:
         import h5py
 
         with self._naming(dataset):
-            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[start:stop]
-            return np.asarray(found)
+            node, ratio = self._dataset(dataset)
+            self._chunks.require(node, ratio, dataset, start, stop)
+            return np.asarray(h5py.Dataset(node)[start:stop])
 
     def texts(self, dataset: str) -> list[str]:
         """Returns the values of a dataset of fixed or varying text."""
         import h5py
 
         with self._naming(dataset):
-            found = h5py.Dataset(h5py.h5d.open(self._root, dataset.encode()))[...].reshape(-1)
+            node, ratio = self._dataset(dataset)
+            self._chunks.require(node, ratio, dataset, 0, sum(node.shape[:1]))
+            found = h5py.Dataset(node)[...].reshape(-1)
             return [v.decode() if isinstance(v, bytes) else str(v) for v in found.tolist()]
 
     def shape(self, dataset: str) -> tuple[int, ...]:
         """Returns the shape of a dataset."""
-        import h5py
-
         with self._naming(dataset):
-            return tuple(map(int, h5py.h5d.open(self._root, dataset.encode()).shape))
+            return tuple(map(int, self._dataset(dataset)[0].shape))
 
     def stripe(self, dataset: str) -> tuple[int, int]:
         """Returns how many entries one stripe of chunks spans, and the bytes of its chunks, with
@@ -295,7 +330,7 @@ class H5File:
         import h5py
 
         with self._naming(dataset):
-            node = h5py.h5d.open(self._root, dataset.encode())
+            node, _ = self._dataset(dataset)
             properties, shape = node.get_create_plist(), node.shape
             if properties.get_layout() != h5py.h5d.CHUNKED:
                 return 1, math.prod(shape[1:]) * node.get_type().get_size()
@@ -303,7 +338,7 @@ class H5File:
             count = math.prod(-(-n // step) for n, step in zip(shape[1:], chunk[1:], strict=True))
             return int(chunk[0]), count * math.prod(chunk) * node.get_type().get_size()
 
-    def _hold(self, dataset: str, node: Any, leaf: Leaf) -> None:
+    def _hold(self, dataset: str, node: Any, leaf: Leaf, ratio: int) -> None:
         """Holds the values of a leaf that is open, if there is room; what cannot be read is left
         to `read`, which says so."""
         import h5py
@@ -313,6 +348,7 @@ class H5File:
         values = self._held.room_for(dataset, leaf.shape or (1,), np.dtype(leaf.dtype))
         if values is not None:
             with suppress(*FAULTS):
+                self._chunks.require(node, ratio, dataset, 0, sum(leaf.shape[:1]))
                 kind = self._types.in_memory(values.dtype)
                 node.read(h5py.h5s.ALL, h5py.h5s.ALL, values, kind)
                 self._held.put(dataset, values)
@@ -343,37 +379,42 @@ class H5File:
             if isinstance(child, h5py.h5g.GroupID):
                 self._walk(child, f"{path}/", (*above, address), found, base=base)
             elif isinstance(child, h5py.h5d.DatasetID):
-                found.append(self._leaf(path, child))
-                self._hold(base + path, child, found[-1])
+                leaf, ratio = self._leaf(path, child)
+                found.append(leaf)
+                self._hold(base + path, child, leaf, ratio)
             else:
                 why = child if isinstance(child, str) else _NO_DATA
                 found.append(Leaf(path, (), np.uint8, why))
             if len(found) > _MAX_LEAVES:
                 raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
 
-    def _leaf(self, path: str, node: Any) -> Leaf:
+    def _leaf(self, path: str, node: Any) -> tuple[Leaf, int]:
+        """Returns what a dataset declares, and how far its chunks may inflate."""
         import h5py
 
         space = node.get_space()
         shape = space.get_simple_extent_dims()
         if not shape and space.get_simple_extent_type() == h5py.h5s.NULL:
-            return Leaf(path, (), np.uint8, "it has no values at all")
+            return Leaf(path, (), np.uint8, "it has no values at all"), 1
         try:
             dtype = self._types.of(node)
         except (TypeError, ValueError) as error:
-            return Leaf(path, shape, np.uint8, f"its type is not supported ({error})")
-        problem = None
+            return Leaf(path, shape, np.uint8, f"its type is not supported ({error})"), 1
+        problem, ratio = storage_of(node)
         other = not_numbers(dtype)
-        if other is not None:
+        if problem is None and other is not None:
             problem = f"it holds {other}, which cannot be a column of numbers"
-        elif 0 not in shape and node.get_storage_size() == 0 and node.get_offset() is None:
-            properties = node.get_create_plist()
-            layout = properties.get_layout()
-            if layout == h5py.h5d.VIRTUAL or properties.get_external_count():
-                problem = "its values lie in another file"
-            elif layout != h5py.h5d.COMPACT:
-                problem = "its values were never written"
-        return Leaf(path, shape, dtype, problem)
+        elif problem is None and 0 not in shape and _is_unwritten(node):
+            problem = "its values were never written"
+        return Leaf(path, shape, dtype, problem), ratio
+
+
+def _is_unwritten(node: Any) -> bool:
+    import h5py
+
+    if node.get_storage_size() or node.get_offset() is not None:
+        return False
+    return bool(node.get_create_plist().get_layout() != h5py.h5d.COMPACT)
 
 
 def _text(name: bytes) -> str:

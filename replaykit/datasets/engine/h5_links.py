@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["entries_of", "links_of"]
+__all__ = ["entries_of", "link_problem", "links_of"]
 
 
 def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
@@ -24,16 +24,33 @@ def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
         # There may be a million, for each of which an object would be too much.
         names.extend(name)
         ends.append(len(names))
-        if info.type == h5py.h5l.TYPE_SOFT:
-            odd[name] = "it is a soft link, which is not followed"
-        elif info.type != h5py.h5l.TYPE_HARD:
-            odd[name] = "it is a link out of this file"
+        if info.type != h5py.h5l.TYPE_HARD:
+            odd[name] = _why(info)
 
     # Iterated in one go: asking for the links one by one is quadratic in their number.
     node.links.iterate(note, info=True)
     for begin, stop in pairwise(ends):
         name = bytes(names[begin:stop])
         yield name, odd.get(name)
+
+
+def link_problem(node: Any, name: bytes) -> str | None:
+    """Says why an entry of a group is not followed; ``None`` if it is, or if there is none."""
+    import h5py
+
+    try:
+        info = node.links.get_info(name)
+    except KeyError:
+        return None
+    return None if info.type == h5py.h5l.TYPE_HARD else _why(info)
+
+
+def _why(info: Any) -> str:
+    import h5py
+
+    if info.type == h5py.h5l.TYPE_SOFT:
+        return "it is a soft link, which is not followed"
+    return "it is a link out of this file"
 
 
 def entries_of(node: Any) -> Iterator[tuple[bytes, Any]]:

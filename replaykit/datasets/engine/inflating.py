@@ -107,9 +107,12 @@ def _decompressor() -> _Decompress | None:
     damaged: Any = isal_zlib.error  # a class, of which its stubs say that it is an exception
 
     def decompress(stored: bytes, nbytes: int) -> bytes | None:
+        stream = isal_zlib.decompressobj(_ZLIB_FORMAT)
         try:
-            return isal_zlib.decompress(stored, _ZLIB_FORMAT, nbytes)
+            # One byte more would show that there is more: memory is taken for no more than that.
+            content = stream.decompress(stored, nbytes + 1)
         except damaged:
             return None
+        return content if stream.eof else None
 
     return decompress
