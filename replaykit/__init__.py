@@ -43,6 +43,10 @@ if TYPE_CHECKING:
         StorageEnsemble,
         WriterEnsemble,
     )
+    from replaykit.environments import (
+        VectorSteps,
+        transition,
+    )
     from replaykit.pace import (
         RateLimiter,
     )
@@ -229,6 +233,7 @@ __all__ = [
     "Transform",
     "Transition",
     "VD4RLExperienceReplay",
+    "VectorSteps",
     "Writer",
     "WriterEnsemble",
     "__version__",
@@ -236,6 +241,7 @@ __all__ = [
     "pad_collate",
     "split_trajectories",
     "to_device",
+    "transition",
 ]
 
 
@@ -330,12 +336,14 @@ _MODULES = {
     "Transform": "replaykit.transforms",
     "Transition": "replaykit.samplers",
     "VD4RLExperienceReplay": "replaykit.datasets",
+    "VectorSteps": "replaykit.environments",
     "Writer": "replaykit.writers",
     "WriterEnsemble": "replaykit.ensembles",
     "join_trajectories": "replaykit.trajectories",
     "pad_collate": "replaykit.trajectories",
     "split_trajectories": "replaykit.trajectories",
     "to_device": "replaykit.transfer",
+    "transition": "replaykit.environments",
 }
 """Where each name is; a type checker reads the imports above instead."""
 

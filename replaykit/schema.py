@@ -24,6 +24,7 @@ from replaykit.structure import (
     Rules,
     flatten,
     from_json,
+    from_numbers,
     from_numpy,
     leaf_paths,
 )
@@ -257,6 +258,8 @@ def _exchange(data: Any, time_dim: int, single: bool) -> Any:
                 f"{list(data.shape)}"
             )
         return data.transpose(0, time_dim)
+    if (numbers := from_numbers(data)) is not None:
+        return _exchange(numbers, time_dim, single)
     if isinstance(data, dict):
         return {key: _exchange(value, time_dim, single) for key, value in data.items()}
     if isinstance(data, (tuple, list)):

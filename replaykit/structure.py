@@ -39,6 +39,7 @@ __all__ = [
     "build",
     "flatten",
     "from_json",
+    "from_numbers",
     "from_numpy",
     "leaf_paths",
     "map_leaves",
@@ -118,8 +119,8 @@ def flatten(
     """Takes a container apart.
 
     Args:
-        data: TensorDict, tensorclass, tensor, NumPy array, or a pytree (mapping, tuple, list,
-            named tuple) of these.
+        data: TensorDict, tensorclass, tensor, NumPy array, number, or a pytree (mapping, tuple,
+            list, named tuple) of these; see ``from_numbers`` for numbers and lists of them.
         ndim: how many leading dimensions of every leaf are batch dimensions.
         rules: paths that are left out or get a trailing dimension.
 
@@ -129,8 +130,8 @@ def flatten(
 
     Raises:
         TypeError: something that is not a tensor, with its path.
-        SchemaError: a leaf with fewer than ``ndim`` dimensions, or a lazy stack whose rows differ
-            in keys or shapes.
+        SchemaError: a leaf with fewer than ``ndim`` dimensions, a lazy stack whose rows differ in
+            keys or shapes, or an int that int64 cannot hold.
     """
     leaves: dict[Path, torch.Tensor] = {}
     node = _flatten(data, ndim, (), leaves, rules or Rules())
@@ -175,11 +176,13 @@ def _flatten(
         return _branch("tensordict", data, type(data), {}, ndim, path, leaves, rules)
     if isinstance(data, Mapping):
         items, kind = list(data.items()), "mapping"
+    elif (numbers := from_numbers(data, path)) is not None:
+        return _flatten(numbers, ndim, path, leaves, rules)
     elif isinstance(data, (tuple, list)):
         items, kind = list(enumerate(data)), "sequence"
     else:
         raise TypeError(
-            f"key {_at(path)}: expected a TensorDict, tensor or pytree of tensors, "
+            f"key {_at(path)}: expected a TensorDict, tensor, array, number or pytree of these, "
             f"got {type(data).__name__}"
         )
     children = tuple(
@@ -261,6 +264,40 @@ def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
         raise TypeError(
             f"key {_at(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
         ) from None
+
+
+def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
+    """Returns a number, a NumPy scalar or a list of numbers as a tensor; None for anything else.
+
+    A Python bool becomes bool, an int int64, a float torch's default dtype (float32); NumPy keeps
+    its dtype. A list of numbers, however deep, is one array, by NumPy's rules where its first
+    number is NumPy's. A tuple is a container: its elements may be of different kinds.
+
+    Raises:
+        SchemaError: nested lists of different lengths, or an int that int64 cannot hold.
+        TypeError: a NumPy scalar that is no number.
+    """
+    first = data
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(first, _NUMBERS) or (first is not data and not _all_numbers(data)):
+        return None
+    try:
+        if not isinstance(first, np.generic):
+            return torch.tensor(data, device="cpu")
+        array = np.asarray(data)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SchemaError(
+            f"key {_at(path)}: expected numbers of one shape that torch can hold ({error})"
+        ) from None
+    return from_numpy(array, path)
+
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def _all_numbers(data: Any) -> bool:
+    return all(map(_all_numbers, data)) if isinstance(data, list) else isinstance(data, _NUMBERS)
 
 
 def _at(path: Path) -> str:

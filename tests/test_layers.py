@@ -20,7 +20,7 @@ ABOVE_ONE_ANOTHER = [
     {"ensembles"},
     {"buffer"},
     {"samplers", "writers", "transforms"},
-    {"pace", "priorities", "storages"},
+    {"environments", "pace", "priorities", "storages"},
     {"checkpoint", "episodes", "recovery"},
     {"schema"},
     {"transfer"},

@@ -158,7 +158,7 @@ def test_a_plain_array_is_not_copied() -> None:
     [
         ("text", "got str"),
         (None, "got NoneType"),
-        (3, "got int"),
+        (np.str_("text"), "NumPy dtype <U4"),
         (object(), "got object"),
         ({1, 2}, "got set"),
         (np.array(["a"]), "NumPy dtype <U1"),

@@ -24,7 +24,9 @@ class Writing(BufferCore):
         Args:
             data: what one row is: a TensorDict (with batch dimensions, these belong to the row),
                 tensor, tensorclass or pytree; for a ListStorage any object. For ``ndim > 1``: one
-                time step of all lanes, ``[*lanes]``.
+                time step of all lanes, ``[*lanes]``. Leaves of pytrees may be arrays, NumPy
+                scalars, Python numbers (float: torch's default dtype; int: int64) and lists of
+                numbers; see ``docs/environments.md``.
             timeout: as for ``extend``.
 
         Returns:
@@ -66,8 +68,9 @@ class Writing(BufferCore):
 
         Args:
             data: TensorDict, tensorclass, tensor or pytree with rows along dimension 0 (for
-                ``ndim > 1``: ``[*lanes, T]``), or a list with one element per row. A tuple is a
-                pytree, except in list storages, where its elements are the rows.
+                ``ndim > 1``: ``[*lanes, T]``), or a list with one element per row, each as for
+                ``add``, at one Python step a row. A tuple is a pytree, except in list storages,
+                where its elements are the rows.
             update_priority: ``False`` ignores priorities that the data carries under
                 ``priority_key``; the rows then get the sampler's default.
             timeout: seconds to wait where the buffer's rate limiter has no room for the rows; 0:

@@ -218,7 +218,10 @@ def _require_tensordicts(storage: Storage) -> ColumnStorage:
     root = storage.require().schema.root
     if not isinstance(root, Branch) or root.kind != "tensordict":
         kind = root.kind if isinstance(root, Branch) else "tensor"
-        raise RuntimeError(f"slices need TensorDicts, got records of kind {kind}")
+        raise RuntimeError(
+            f"slices need TensorDicts, got records of kind {kind}; write TensorDicts, as "
+            "replaykit.transition() makes them"
+        )
     return storage
 
 

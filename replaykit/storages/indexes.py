@@ -101,7 +101,8 @@ class EpisodeIndexes:
             if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
                 raise RuntimeError(
                     "expected TensorDicts, whose keys tell where episodes end, got records that "
-                    f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}"
+                    f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}; write "
+                    "TensorDicts, as replaykit.transition() makes them"
                 )
             found = self._made(rule)
             if rule == _DEFAULT:

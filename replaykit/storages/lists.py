@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import multiprocessing.context
 from collections.abc import Collection
-from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDictBase, as_tensor, clone, is_tensordict, lookup
+from replaykit._compat import TensorDictBase, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
 from replaykit.storages.allocation import as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.storages.plain_state import from_plain, to_plain
-from replaykit.structure import Path
+from replaykit.structure import Path, from_numbers
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS
 
 __all__ = ["ListStorage", "copy_item"]
@@ -29,9 +28,10 @@ _UNBOUNDED = 2**63 - 1
 class ListStorage(Storage):
     """A Python list of records of any type, without a schema.
 
-    Tensors and TensorDicts are copied when they come in, other objects are kept as they are. A
-    batch is a list; the buffer stacks tensors, TensorDicts, arrays and numbers, other objects
-    need a ``collate_fn``. Reading and writing cost one Python step a row.
+    Tensors, TensorDicts and arrays are copied when they come in, also those inside of dicts, lists
+    and tuples; other objects are kept as they are. A batch is a list; the buffer stacks tensors,
+    TensorDicts, arrays and numbers, other objects need a ``collate_fn``. Reading and writing cost
+    one Python step a row.
 
     Args:
         max_size: capacity in rows; ``None``: 2^63 - 1.
@@ -103,6 +103,13 @@ class ListStorage(Storage):
     def _owned(self, item: Any) -> Any:
         if is_tensordict(item):
             item = _normalised(item)
+        elif type(item) is dict:
+            fields = {key: self._owned(value) for key, value in item.items()}
+            return fields if any(fields[key] is not item[key] for key in item) else item
+        elif type(item) in (list, tuple):
+            parts = [self._owned(part) for part in item]
+            changed = any(new is not old for new, old in zip(parts, item, strict=True))
+            return type(item)(parts) if changed else item
         elif not (is_tensorclass(item) or isinstance(item, torch.Tensor)):
             return item.copy() if isinstance(item, np.ndarray) else item
         copied = clone(item.detach())
@@ -200,8 +207,14 @@ class ListStorage(Storage):
                     f"the rows differ and cannot be stacked ({error}); use LazyStackStorage, or "
                     "give the buffer a collate_fn"
                 ) from None
-        if all(isinstance(row, Number) for row in rows):
-            return as_tensor(rows)
+        try:
+            numbers = from_numbers(rows)
+        except SchemaError as error:
+            raise ValueError(
+                f"the rows differ and cannot be stacked ({error}); give the buffer a collate_fn"
+            ) from None
+        if numbers is not None:
+            return numbers
         if all(isinstance(row, np.ndarray) for row in rows):
             return torch.from_numpy(np.stack(rows))
         if type(first) is dict and all(type(r) is dict and r.keys() == first.keys() for r in rows):

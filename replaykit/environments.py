@@ -1,0 +1,395 @@
+"""Steps of environments as rows: one transition, and those of vector environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import TensorDict, arange, is_tensordict, new_tensordict
+from replaykit.errors import SchemaError
+from replaykit.schema import Schema
+from replaykit.structure import Path, flatten, from_numbers, from_numpy
+from replaykit.ted import format_key, unravel
+
+__all__ = ["VectorSteps", "transition"]
+
+
+def transition(
+    observation: Any,
+    action: Any,
+    reward: Any,
+    next_observation: Any,
+    terminated: Any,
+    truncated: Any,
+    *,
+    batch_size: int | tuple[int, ...] | None = None,
+) -> TensorDict:
+    """Make a row, or a batch of rows, from what ``env.step`` takes and gives.
+
+    The arguments may be Python numbers, NumPy scalars and arrays, tensors, lists of numbers, and
+    dicts and tuples of these, as spaces nest them. A dict becomes a nested TensorDict, a tuple one
+    with the keys ``"0"``, ``"1"``, and so on. Every entry without a dimension of its own gets one
+    of size 1: a discrete action is ``[1]``.
+
+    Args:
+        observation: what the action was chosen from.
+        action: what was handed to ``env.step``.
+        reward, next_observation, terminated, truncated: what ``env.step`` gave. At the end of an
+            episode ``next_observation`` is the last observation of it, not the first of the next.
+        batch_size: number of rows, or their shape; every argument then begins with it. By default
+            the arguments are one row, whatever their shapes.
+
+    Returns:
+        A TensorDict of shape ``batch_size`` (``[]``) with ``observation``, ``action`` and ``next``:
+        ``observation``, ``reward``, ``terminated``, ``truncated``, and ``done``, which is set where
+        one of these two is. It owns its memory.
+
+        A bool is bool, a Python int int64, a Python float torch's default dtype (float32); arrays
+        and tensors keep their dtype. The reward alone has torch's default dtype whatever it came
+        as, since environments give ints, floats and float64 in turn.
+
+    Raises:
+        TypeError: an argument that does not hold numbers; flags that are not bool.
+        ValueError: more than one reward or flag for a row; a shape that does not begin with
+            ``batch_size``.
+        SchemaError: the two observations differ in keys, shapes or dtypes; a ValueError.
+
+    Cost: one copy of every argument.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, transition
+        >>> before, after = np.zeros(4, np.float32), np.ones(4, np.float32)
+        >>> row = transition(before, 1, 0.5, after, False, False)
+        >>> row["action"], row["next", "reward"], row["next", "done"]
+        (tensor([1]), tensor([0.5000]), tensor([False]))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> rb.add(row)
+        0
+        >>> many = np.zeros((8, 4), np.float32)
+        >>> ends = np.zeros(8, bool)
+        >>> rb.extend(transition(many, np.arange(8), np.ones(8), many, ends, ends, batch_size=8))
+        tensor([1, 2, 3, 4, 5, 6, 7, 8])
+    """
+    batch = _batch(batch_size)
+    before = _columns(observation, batch, ("observation",))
+    after = _columns(next_observation, batch, ("next", "observation"))
+    _check_alike(before, after, len(batch))
+    ended = _flag(terminated, batch, "terminated")
+    cut = _flag(truncated, batch, "truncated")
+    return new_tensordict(
+        {
+            "observation": before,
+            "action": _columns(action, batch, ("action",)),
+            "next": new_tensordict(
+                {
+                    "observation": after,
+                    "reward": _one_each(reward, batch, "reward").to(torch.get_default_dtype()),
+                    "terminated": ended,
+                    "truncated": cut,
+                    "done": ended | cut,
+                },
+                batch,
+                None,
+            ),
+        },
+        batch,
+        None,
+    )
+
+
+class VectorSteps:
+    """Steps a vector environment and gives its transitions as rows, without the reset rows.
+
+    For the vector environments of gymnasium 1.0 and newer, in every mode of ``AutoresetMode``:
+
+    - ``NEXT_STEP``: the step after the end of an episode resets that environment, ignores its
+      action and makes no row.
+    - ``SAME_STEP``: the step that ends an episode also resets, and ``infos["final_obs"]`` is the
+      next observation of its row.
+    - ``DISABLED``: the caller resets what has ended, by ``reset(options={"reset_mask":
+      steps.ended})``, before the next step, which raises otherwise.
+
+    Rows of all environments come interleaved, and in ``NEXT_STEP`` not one of each a step. A
+    storage with ``lane_key="env"`` tells them apart, with any writer for it: no window, n-step sum
+    or stack of frames goes from one environment to another, nor over an end. In ``SAME_STEP`` each
+    step has a row of each environment, which may also be added to a storage with ``ndim=2``.
+
+    Args:
+        envs: a vector environment.
+        autoreset: ``"next_step"``, ``"same_step"`` or ``"disabled"``; None: what
+            ``envs.metadata["autoreset_mode"]`` says.
+        lane_key: column for the number of the environment.
+        first_lane: number of the first environment, where several vector environments write to one
+            buffer.
+
+    Attributes:
+        observation: what the next actions are chosen from, as the environment gave it.
+        infos: what ``reset`` or ``step`` gave last.
+        ended: bool array ``[num_envs]``: episodes that the last step has ended.
+
+    Raises:
+        ValueError: a mode that does not exist, or none in the metadata; a ``first_lane`` that is
+            not an int of at least 0.
+
+    Example:
+        >>> import gymnasium
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler, VectorSteps
+        >>> steps = VectorSteps(gymnasium.make_vec("CartPole-v1", num_envs=4))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000, lane_key="env"), batch_size=32,
+        ...                   sampler=SliceSampler(slice_len=8))
+        >>> observation, infos = steps.reset(seed=0)
+        >>> for _ in range(100):
+        ...     rows = steps.step(steps.envs.action_space.sample())
+        ...     _ = rb.extend(rows)
+        >>> sorted(rows.keys())
+        ['action', 'env', 'episode', 'next', 'observation']
+        >>> windows = rb.sample()["env"].view(4, 8)
+        >>> bool((windows == windows[:, :1]).all())
+        True
+    """
+
+    def __init__(
+        self,
+        envs: Any,
+        *,
+        autoreset: str | None = None,
+        lane_key: str | tuple[str, ...] = "env",
+        first_lane: int = 0,
+    ) -> None:
+        if type(first_lane) is not int or first_lane < 0:
+            raise ValueError(f"expected first_lane as an int of at least 0, got {first_lane!r}")
+        self.envs = envs
+        self.autoreset = _mode_of(envs) if autoreset is None else _checked_mode(autoreset)
+        self.lane_key = unravel(lane_key)
+        count = int(envs.num_envs)
+        self._batch = torch.Size([count])
+        self._lanes = arange(first_lane, first_lane + count)
+        self._episodes = torch.full((count,), -1, device="cpu")
+        self._next_episode = 0
+        self._before: Any = None
+        self.observation: Any = None
+        self.infos: dict[str, Any] = {}
+        self.ended = np.zeros(count, bool)
+
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments, or those of ``options["reset_mask"]``.
+
+        Episodes that have not ended are left as they are: their rows stay, and belong to another
+        episode than those that follow.
+
+        Args:
+            seed, options: handed on to ``envs.reset``.
+
+        Returns:
+            Observations and infos, as ``envs.reset`` gave them.
+        """
+        options = None if options is None else dict(options)  # from which gymnasium takes entries
+        mask = None if options is None else options.get("reset_mask")
+        started = np.ones(len(self.ended), bool) if mask is None else np.array(mask, bool)
+        observation, infos = self.envs.reset(seed=seed, options=options)
+        self._before = _columns(observation, self._batch, ("observation",))
+        self.observation, self.infos = observation, infos
+        self.ended = self.ended & ~started
+        self._begin(started)
+        return observation, infos
+
+    def step(self, action: Any) -> TensorDict:
+        """Step the environments and return the rows of those that took a step.
+
+        Args:
+            action: one of each environment, as ``envs.step`` takes them; tensors are handed on as
+                arrays.
+
+        Returns:
+            What ``transition`` makes, ``[n]`` with ``n <= num_envs``, and the number of the
+            environment under ``lane_key`` and that of the episode under ``"episode"``, int64
+            ``[n]`` each. Numbers of episodes are not used again, but by another VectorSteps: where
+            that goes on in the same lanes, call ``rb.cut()`` before.
+
+        Raises:
+            RuntimeError: before ``reset``; ``DISABLED`` and an environment that has ended was not
+                reset; an environment that does not do what its mode says.
+        """
+        if self._before is None:
+            raise RuntimeError("expected reset() before the first step()")
+        if self.autoreset == "disabled" and self.ended.any():
+            raise RuntimeError(
+                f"the episodes of environments {np.flatnonzero(self.ended).tolist()} have ended; "
+                'call reset(options={"reset_mask": steps.ended}) before the next step'
+            )
+        action = _as_arrays(action)
+        observation, reward, terminated, truncated, infos = self.envs.step(action)
+        flags = (("terminated", terminated), ("truncated", truncated))
+        ends = [_flag(flag, self._batch, name) for name, flag in flags]
+        ended = (ends[0] | ends[1]).view(-1).cpu().numpy()
+        resets = self.ended if self.autoreset == "next_step" else np.zeros_like(ended)
+        if (ended & resets).any():
+            raise RuntimeError(
+                f"environments {np.flatnonzero(ended & resets).tolist()} ended in the step that "
+                "resets them; the autoreset mode of these environments is not NEXT_STEP"
+            )
+        after = _columns(observation, self._batch, ("next", "observation"))
+        last = after
+        if self.autoreset == "same_step" and ended.any():
+            last = _with_final(after, infos, ended)
+        rows = transition(
+            self._before, action, reward, last, terminated, truncated, batch_size=self._batch
+        )
+        rows.set(self.lane_key, self._lanes.clone())
+        rows.set("episode", self._episodes.clone())
+        self._before, self.observation, self.infos = after, observation, infos
+        self._begin(ended if self.autoreset == "same_step" else resets)
+        self.ended = ended
+        return rows[torch.from_numpy(~resets)] if resets.any() else rows
+
+    def _begin(self, started: np.ndarray[Any, Any]) -> None:
+        """Gives the next episodes of some environments their numbers."""
+        count = int(np.count_nonzero(started))
+        if count:
+            numbers = arange(self._next_episode, self._next_episode + count)
+            self._episodes[torch.from_numpy(started)] = numbers
+            self._next_episode += count
+
+    def __repr__(self) -> str:
+        count = len(self.ended)
+        return f"{type(self).__name__}(num_envs={count}, autoreset={self.autoreset!r})"
+
+
+_MODES = ("next_step", "same_step", "disabled")
+
+
+def _mode_of(envs: Any) -> str:
+    """The mode that a vector environment declares; its library is not needed to read it."""
+    mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+    if mode is None:
+        raise ValueError(
+            f"expected 'autoreset_mode' in the metadata of {envs}, got none; say it by "
+            f"autoreset=, one of {', '.join(map(repr, _MODES))}"
+        )
+    return _checked_mode(getattr(mode, "name", mode))
+
+
+def _checked_mode(mode: object) -> str:
+    name = mode.lower() if isinstance(mode, str) else mode
+    if name not in _MODES:
+        raise ValueError(f"expected autoreset as one of {', '.join(_MODES)}, got {mode!r}")
+    return str(name)
+
+
+def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any]) -> Any:
+    """Observations after a step, with the last ones of the episodes that it has ended."""
+    final = infos.get("final_obs")
+    after = after.clone()
+    for env in np.flatnonzero(ended).tolist():
+        value = None if final is None else _of_one(final, env)
+        if value is None:
+            raise RuntimeError(
+                f"expected the last observation of environment {env}, which has ended, in "
+                "infos['final_obs'], got none; the autoreset mode of these environments is not "
+                "SAME_STEP"
+            )
+        row = _columns(value, torch.Size(), ("final_obs",))
+        _check_alike(after[env], row, 0)
+        after[env] = row
+    return after
+
+
+def _of_one(values: Any, env: int) -> Any:
+    """What belongs to one environment: of an array of objects, or of columns."""
+    if isinstance(values, Mapping):
+        return {key: _of_one(value, env) for key, value in values.items() if key[:1] != "_"}
+    if isinstance(values, tuple):
+        return tuple(_of_one(value, env) for value in values)
+    return values[env]
+
+
+def _as_arrays(action: Any) -> Any:
+    if isinstance(action, torch.Tensor):
+        return action.detach().cpu().numpy()
+    if isinstance(action, Mapping):
+        return {key: _as_arrays(value) for key, value in action.items()}
+    return tuple(map(_as_arrays, action)) if isinstance(action, tuple) else action
+
+
+# -- what a row is made of ------------------------------------------------------------------------
+
+
+def _batch(batch_size: Any) -> torch.Size:
+    sizes = () if batch_size is None else batch_size
+    sizes = (sizes,) if isinstance(sizes, (int, np.integer)) else tuple(sizes)
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
+        raise ValueError(f"expected batch_size as ints of at least 0, got {batch_size!r}")
+    return torch.Size(map(int, sizes))
+
+
+def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
+    """A tensor of one's own, or a TensorDict of them, each with a dimension below the batch."""
+    if is_tensordict(value) or isinstance(value, Mapping):
+        fields = dict(value.items())
+        for name in fields:
+            if not isinstance(name, str):
+                raise TypeError(f"key {_at(path)}: expected names as strings, got {name!r}")
+    elif isinstance(value, tuple):
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        fields = dict(zip(names, value, strict=True))
+    else:
+        tensor = _tensor(value, path)
+        if tensor.shape[: len(batch)] != batch:
+            raise ValueError(
+                f"key {_at(path)}: expected a shape that begins with batch_size {list(batch)}, got "
+                f"{list(tensor.shape)}"
+            )
+        return tensor.unsqueeze(-1) if tensor.ndim == len(batch) else tensor
+    columns = {name: _columns(field, batch, (*path, name)) for name, field in fields.items()}
+    return new_tensordict(columns, batch, None)
+
+
+def _tensor(value: Any, path: Path) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return from_numpy(value, path).clone()
+    found = from_numbers(value, path)
+    if found is None:
+        raise TypeError(
+            f"key {_at(path)}: expected a tensor, array, number, or a dict or tuple of these, got "
+            f"{type(value).__name__}"
+        )
+    return found
+
+
+def _one_each(value: Any, batch: torch.Size, name: str) -> torch.Tensor:
+    """One number a row, ``[*batch, 1]``."""
+    tensor = _tensor(value, ("next", name))
+    if tensor.shape not in (batch, (*batch, 1)):
+        hint = "; give batch_size= for more rows than one" if not batch and tensor.ndim else ""
+        raise ValueError(
+            f"expected one {name} a row, of shape {list(batch)} or {[*batch, 1]}, got "
+            f"{list(tensor.shape)}{hint}"
+        )
+    return tensor.reshape(*batch, 1)
+
+
+def _flag(value: Any, batch: torch.Size, name: str) -> torch.Tensor:
+    tensor = _one_each(value, batch, name)
+    if tensor.dtype != torch.bool:
+        raise TypeError(f"expected {name} as bool, got {tensor.dtype}")
+    return tensor
+
+
+def _check_alike(before: Any, after: Any, ndim: int) -> None:
+    """Raises SchemaError where two observations differ in keys, shapes or dtypes."""
+    try:
+        Schema(flatten(before, ndim)[0]).check(flatten(after, ndim)[0])
+    except SchemaError as error:
+        raise SchemaError(f"the next observation differs from the observation: {error}") from None
+
+
+def _at(path: Path) -> str:
+    return format_key(path)

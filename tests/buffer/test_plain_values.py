@@ -1,0 +1,186 @@
+"""Numbers, NumPy scalars, arrays and lists, as ``env.step`` gives them, written as they are."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
+from replaykit.errors import SchemaError
+
+VALUES: list[tuple[Any, torch.Tensor]] = [
+    (1.5, torch.tensor(1.5)),
+    (3, torch.tensor(3)),
+    (True, torch.tensor(True)),
+    (2 + 1j, torch.tensor(2 + 1j)),
+    (np.float64(1.5), torch.tensor(1.5, dtype=torch.float64)),
+    (np.float32(1.5), torch.tensor(1.5)),
+    (np.int32(3), torch.tensor(3, dtype=torch.int32)),
+    (np.uint8(3), torch.tensor(3, dtype=torch.uint8)),
+    (np.bool_(True), torch.tensor(True)),
+    (np.array(1.5), torch.tensor(1.5, dtype=torch.float64)),
+    (np.arange(3, dtype=np.int16), torch.arange(3, dtype=torch.int16)),
+    ([1.5, 2], torch.tensor([1.5, 2.0])),
+    ([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]])),
+    ([np.float64(1), np.float64(2)], torch.tensor([1.0, 2.0], dtype=torch.float64)),
+]
+
+
+def same(found: Any, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("value", "wanted"), VALUES, ids=repr)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_values_have_the_dtypes_that_are_promised(
+    value: Any, wanted: torch.Tensor, storage: Any
+) -> None:
+    """One by one, in a list of rows, and bare; a list storage keeps them and stacks alike."""
+    rb = ReplayBuffer(storage=storage(10), batch_size=6)
+    rb.add({"a": value, "b": (value, {"c": value})})
+    rb.extend([{"a": value, "b": (value, {"c": value})}] * 2)
+    batch = rb.sample()
+    for column in (batch["a"], batch["b"][0], batch["b"][1]["c"]):
+        assert same(column, wanted.expand(6, *wanted.shape))
+    bare = ReplayBuffer(storage=storage(10), batch_size=2)
+    bare.add(value)
+    assert same(bare.sample(), wanted.expand(2, *wanted.shape))
+
+
+@pytest.mark.parametrize(("value", "wanted"), VALUES, ids=repr)
+def test_a_batch_may_be_lists_of_numbers(value: Any, wanted: torch.Tensor) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend({"a": [value, value] if not isinstance(value, np.ndarray) else np.stack([value] * 2)})
+    assert same(rb[:]["a"], wanted.expand(2, *wanted.shape))
+
+
+def test_floats_follow_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        rb.add({"a": 0.1})
+    finally:
+        torch.set_default_dtype(before)
+    assert rb[:]["a"].tolist() == [0.1]
+
+
+def test_what_an_environment_gives_is_written_as_it_is() -> None:
+    """Space by space, a step of each of gymnasium's nested spaces."""
+    spaces = gymnasium.spaces
+    space = spaces.Dict(
+        {
+            "box": spaces.Box(-1, 1, (2, 3), np.float32),
+            "discrete": spaces.Discrete(5),
+            "both": spaces.Tuple((spaces.MultiBinary(4), spaces.MultiDiscrete([3, 4]))),
+            "deep": spaces.Dict({"one": spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3)))}),
+        }
+    )
+    space.seed(0)
+    seen = [space.sample() for _ in range(8)]
+    rows = [
+        {"observation": o, "action": 1, "reward": 0.5 * i, "done": i == 7, "info": {}}
+        for i, o in enumerate(seen)
+    ]
+    rb = ReplayBuffer(storage=LazyTensorStorage(20))
+    for row in rows[:4]:
+        rb.add(row)
+    rb.extend(rows[4:])
+    stored = rb[:]
+    assert stored["reward"].tolist() == [0.5 * i for i in range(8)]
+    assert stored["done"].tolist() == [False] * 7 + [True]
+    observation = stored["observation"]
+    for at, one in enumerate(seen):
+        assert np.array_equal(observation["box"][at].numpy(), one["box"])
+        assert observation["discrete"][at] == one["discrete"]
+        for part in range(2):
+            assert np.array_equal(observation["both"][part][at].numpy(), one["both"][part])
+            assert observation["deep"]["one"][part][at] == one["deep"]["one"][part]
+    assert observation["box"].dtype == torch.float32
+    assert observation["discrete"].dtype == torch.int64
+    assert observation["both"][0].dtype == torch.int8
+
+
+def test_the_order_of_keys_and_kinds_of_containers_may_differ() -> None:
+    Pair = namedtuple("Pair", "x y")
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend([{"a": 1, "b": Pair(1.0, True)}, {"b": Pair(2.0, False), "a": 2}])
+    assert rb[:]["b"].x.tolist() == [1.0, 2.0]
+    assert isinstance(rb[:]["b"], Pair)
+
+
+def test_steps_of_all_lanes_may_be_lists() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    for step in range(2):
+        rb.add({"r": [1.0 + step, 2.0, 3.0], "o": np.full((3, 2), step)})
+    assert rb[:]["r"].tolist() == [[1.0, 2.0], [2.0, 2.0], [3.0, 3.0]]
+    with pytest.raises(SchemaError, match=r"key 'r'.*got shape \[\]|time along batch dimension"):
+        rb.add({"r": 1.0, "o": np.zeros((3, 2))})
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"reward": 1, "x": 1.0}, "key 'reward': expected float32 .., got int64"),
+        ({"reward": np.float64(1), "x": 1.0}, "key 'reward': expected float32 .., got float64"),
+        ({"reward": 1.0}, "key 'x': expected float32 .., got nothing"),
+        ({"reward": 1.0, "x": [1.0]}, r"key 'x': expected float32 \[\], got float32 \[1\]"),
+        ({"reward": [1.0, [2.0]], "x": 1.0}, "key 'reward': expected numbers of one shape"),
+        ({"reward": 2**63, "x": 1.0}, "key 'reward': expected numbers"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(later: Any, message: str) -> None:
+    """Nothing is cast: the first write fixes the dtypes, as for tensors."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.add({"reward": 0.5, "x": 1.0})
+    with pytest.raises(SchemaError, match=message):
+        rb.add(later)
+    with pytest.raises(SchemaError, match=message):
+        rb.extend([{"reward": 0.5, "x": 1.0}, later])
+    assert (len(rb), rb.write_count, rb.storage.ledger.cursor) == (1, 1, 1)
+    assert {key: column.tolist() for key, column in rb[:].items()} == {"reward": [0.5], "x": [1.0]}
+
+
+@pytest.mark.parametrize("value", ["text", None, object(), np.str_("a"), {1, 2}, [1, "a"], b"x"])
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(TypeError, match=r"key .*'a'.*: expected"):
+        rb.add({"a": value})
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_an_environment_may_reuse_its_arrays(storage: Any) -> None:
+    rb = ReplayBuffer(storage=storage(10))
+    array = np.zeros(2)
+    for step in range(3):
+        array[:] = step
+        rb.add({"a": array, "b": (array, (array,))})
+    stored = rb[:]
+    for column in (stored["a"], stored["b"][0], stored["b"][1][0]):
+        assert column[:, 0].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_tensordict_takes_no_step_more_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are looked for only where there is no tensor."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("looked for numbers in a TensorDict")
+
+    for module in ("replaykit.structure", "replaykit.schema"):
+        monkeypatch.setattr(f"{module}.from_numbers", refuse)
+    rows = TensorDict({"a": torch.zeros(4, 2), "next": {"reward": torch.zeros(4, 1)}}, [4])
+    for arguments in ({}, {"sampler": PrioritizedSampler(10, 0.7, 0.5)}):
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, **arguments)
+        rb.extend(rows)
+        rb.add(rows[0])
+        rb.sample()
+    plain = ReplayBuffer(storage=LazyTensorStorage(10))
+    plain.extend({"a": torch.zeros(4), "b": np.zeros(4)})
+    assert len(plain) == 4
