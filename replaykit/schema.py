@@ -30,7 +30,7 @@ from replaykit.structure import (
 )
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
-__all__ = ["Rows", "Schema", "take_apart"]
+__all__ = ["Rows", "Schema", "take_apart", "zeros_of"]
 
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
@@ -49,6 +49,26 @@ class Rows:
     def __len__(self) -> int:
         return self.batch[0]
 
+    def complete(self, schema: Schema) -> None:
+        """Give the rows zeros in those added columns of a schema that they lack."""
+        missing = schema.added.difference(self.leaves)
+        if not missing:
+            return
+        device = next(iter(self.leaves.values())).device
+        leaves = {path: schema.leaves[path] for path in schema.leaves if path in missing}
+        zeros = {path: zeros_of(leaf, self.batch, device) for path, leaf in leaves.items()}
+        self._take({**self.leaves, **zeros})
+        # The containers of the rows stay what they are, so that others are still refused.
+        self.root = Schema(self.root).with_added(schema.part(list(leaves)).root).root
+
+    def _take(self, leaves: dict[Path, torch.Tensor]) -> None:
+        self.leaves = leaves
+
+
+def zeros_of(leaf: Leaf, batch: torch.Size, device: torch.device) -> torch.Tensor:
+    """Returns zeros ``[*batch, *F]`` that take the memory of one value."""
+    return torch.zeros((), dtype=leaf.dtype, device=device).expand(batch + leaf.shape)
+
 
 class Schema:
     """Keys, feature shapes and dtypes of the records of one storage.
@@ -66,6 +86,7 @@ class Schema:
     def __init__(self, root: Node) -> None:
         self.root = root
         self.leaves: dict[Path, Leaf] = dict(leaf_paths(root))
+        self.added = frozenset(path for path, leaf in self.leaves.items() if leaf.added)
         # Rows are checked when they come and once more under the lock: with one comparison.
         self._accepted = root
         # Fields that are no tensors may have an equality of their own.
@@ -133,6 +154,22 @@ class Schema:
         """Returns the schema of some of the leaves, in this one's order."""
         return Schema(_part(self.root, (), frozenset(paths)) or self.root)
 
+    def with_added(self, root: Node) -> Schema:
+        """Returns the schema with those leaves of another tree that it lacks, marked as added.
+
+        Raises:
+            SchemaError: a new leaf lies in a container with fixed fields, below a tensor, or does
+                not have the batch dimensions of the TensorDict that is to hold it.
+        """
+        merged = _merged(self.root, root, ())
+        return self if merged is self.root else Schema(merged)
+
+    def without_added(self, kept: Collection[Path]) -> Schema:
+        """Returns the schema without those added leaves that are not among ``kept``."""
+        if self.added <= set(kept):
+            return self
+        return self.part([path for path in self.leaves if path in kept or path not in self.added])
+
     def row_bytes(self) -> int:
         """Bytes that one record takes, padding apart."""
         return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves.values())
@@ -148,6 +185,41 @@ def _part(node: Node, path: Path, paths: frozenset[Path]) -> Node | None:
     children = [(part, _part(child, (*path, part), paths)) for part, child in node.children]
     kept = tuple((part, child) for part, child in children if child is not None)
     return replace(node, children=kept) if kept else None
+
+
+def _merged(mine: Node, other: Node, path: Path) -> Node:
+    """A tree with the children that only the other one has, as added ones."""
+    if isinstance(mine, Leaf) or isinstance(other, Leaf):
+        if isinstance(other, Branch) and other.children:
+            raise SchemaError(f"key {_at(path)}: expected {mine}, got a {_kind(other)}")
+        return mine
+    known, theirs = dict(mine.children), dict(other.children)
+    children = [
+        (part, _merged(child, theirs[part], (*path, part)) if part in theirs else child)
+        for part, child in mine.children
+    ]
+    new = [(part, _added(child)) for part, child in other.children if part not in known]
+    if new and mine.kind not in ("tensordict", "mapping"):
+        raise SchemaError(
+            f"key {_at((*path, new[0][0]))}: expected no such key, since the fields of a "
+            f"{_kind(mine)} are fixed"
+        )
+    for part, child in new:
+        for inner, leaf in leaf_paths(child, (*path, part)):
+            if leaf.shape[: len(mine.extra)] != mine.extra:
+                raise SchemaError(
+                    f"key {_at(inner)}: expected a shape that begins with {list(mine.extra)}, as "
+                    f"the TensorDict has that holds it, got {list(leaf.shape)}"
+                )
+    if not new and all(child is known[part] for part, child in children):
+        return mine
+    return replace(mine, children=(*children, *new))
+
+
+def _added(node: Node) -> Node:
+    if isinstance(node, Leaf):
+        return replace(node, added=True)
+    return replace(node, children=tuple((part, _added(child)) for part, child in node.children))
 
 
 def _has_constants(node: Node) -> bool:

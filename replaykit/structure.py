@@ -51,17 +51,23 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor: feature shape (below the batch dimensions) and dtype."""
+    """A tensor: feature shape (below the batch dimensions) and dtype.
+
+    ``added`` marks a column that an edit of all rows brought, after the first write: rows written
+    without it hold zeros there. Leaves that differ in it alone are equal.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
+    added: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns what ``from_json`` rebuilds it from."""
-        return {"kind": "tensor", "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+        record = {"kind": "tensor", "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+        return {**record, "added": True} if self.added else record
 
 
 @dataclass(frozen=True)
@@ -373,7 +379,10 @@ def from_json(record: object) -> Node:
         raise ValueError(f"expected a record of a container, got {record!r}")
     kind = record.get("kind")
     if kind == "tensor":
-        return Leaf(_sizes(record.get("shape")), dtype_by_name(record.get("dtype")))
+        added = record.get("added", False)
+        if type(added) is not bool:
+            raise ValueError(f"expected added as a bool, got {added!r}")
+        return Leaf(_sizes(record.get("shape")), dtype_by_name(record.get("dtype")), added)
     children = record.get("children")
     if not (isinstance(kind, str) and kind in _NAMES and isinstance(children, list)):
         raise ValueError(f"expected a record of a container, got kind {kind!r}")

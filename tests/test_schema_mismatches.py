@@ -200,9 +200,9 @@ SET_WAYS: dict[str, tuple[Callable[[ReplayBuffer], Any], type[Exception], str]] 
         "key 'observation'",
     ),
     "rb[key] = v": (
-        lambda rb: rb.__setitem__("new", torch.zeros(3)),
-        KeyError,
-        "no column 'new'",
+        lambda rb: rb.__setitem__("new", torch.zeros(2)),
+        ValueError,
+        r"key 'new': expected a tensor of shape \[3, ...\], got \[2\]",
     ),
 }
 

@@ -12,10 +12,11 @@ from tensordict import is_tensorclass
 from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tensordict
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore
-from replaykit.storages import Storage, TensorStorage
+from replaykit.schema import Schema
+from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, unravel_index
 from replaykit.structure import flatten, map_leaves
-from replaykit.ted import RESERVED_KEYS, format_key, unravel
+from replaykit.ted import RESERVED_KEYS, Key, format_key, unravel
 
 __all__ = ["Editing", "column_of", "is_key"]
 
@@ -108,12 +109,34 @@ class Editing(BufferCore):
         Inverse transforms apply to rows. Length, cursor, ``write_count``, priorities and
         generations stay.
 
+        What is given for all rows may bring new columns: ``rb["advantage"] = x``, ``rb[:] = rows``,
+        ``write_all(rows)``. Rows that are written later without them hold zeros there, until they
+        are edited. Added columns that the rows of an edit lack stay as they are. Batches that this
+        buffer has prepared ahead are read again.
+
         Raises:
-            IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
-            KeyError: no such column.
+            IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ, or a
+                new key that says where episodes end. RuntimeError: new columns of rows that are
+                shared, recovered, or those of a data set.
+
+        Cost of a new column: memory for it in all slots. It lies outside of the rows' records, so
+        that a sample reads one place more.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend(TensorDict({"reward": torch.arange(3.0)}, [3]))
+            >>> rb["advantage"] = rb["reward"] - rb["reward"].mean()
+            >>> rb[:2]["advantage"]
+            tensor([-1.,  0.])
+            >>> _ = rb.add(TensorDict({"reward": torch.tensor(7.0)}, []))
+            >>> rb["advantage"]
+            tensor([-1.,  0.,  1.,  0.])
         """
         if is_key(index):
-            self.set_(index, value)
+            self._set_column(unravel(index), value)
             return
         if len(self.transform):
             single = _is_single(index) and self.storage.ndim == 1
@@ -123,16 +146,37 @@ class Editing(BufferCore):
             if value is None:
                 return
         with self._locked() as storage:
+            before = storage.schema
             storage.edit(index, value, time_dim=self._layout(storage))
+            self._follow_schema(before)
+
+    def _set_column(self, key: Key, value: Any) -> None:
+        """Sets a key of all rows, or all keys below it, stored or not."""
+        _, found = flatten(value, 0)
+        values = {(*key, *path): leaf for path, leaf in found.items()}
+        with self._locked() as storage:
+            if isinstance(storage, ListStorage):
+                storage.edit_columns(values)
+                return
+            before = storage.schema
+            columns = self._columns()
+            columns.edit_columns(values, time_dim=self._layout(storage), adds=True)
+            self._follow_schema(before)
+
+    def _follow_schema(self, before: Schema | None) -> None:
+        """Has batches that were prepared ahead read again, where columns were added."""
+        if self._storage.schema is not before:
+            self._made_again()
 
     def write_all(self, data: Any, end: int | None = None) -> None:
         """Replaces the first ``end`` stored rows in physical order: ``rb[:end] = data``.
 
         Args:
+            data: rows; of all that are stored, also with keys that are not stored yet.
             end: number of rows; None: as many as ``data`` has.
 
         Raises:
-            IndexError: more rows than are stored. SchemaError: they do not fit.
+            IndexError: more rows than are stored. SchemaError, RuntimeError: as ``rb[...] = ``.
 
         Example:
             >>> import torch
@@ -157,10 +201,14 @@ class Editing(BufferCore):
                 stored = self._columns().visible_shape(self.dim_extend)[0]
             if not 0 <= end <= stored:
                 raise IndexError(f"expected at most the {stored} stored rows, got {end}")
+            before = storage.schema
             storage.edit(slice(0, end), data, time_dim=self._layout(storage))
+            self._follow_schema(before)
 
     def set_(self, key: Any, value: torch.Tensor) -> Any:
         """Replaces a whole column; returns the buffer. Transforms do not apply.
+
+        ``rb[key] = value`` also adds one.
 
         Args:
             key: a stored key, nested as a tuple.

@@ -239,6 +239,13 @@ class Changes:
             self._users = None if self._frozen else self._count()
             self._exposed = True
 
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count more tensors among those that the rows lie in; nobody else has a view of them."""
+        self.tensors += tuple(tensors)
+        if self._users is not None:
+            counts = [memory_users(tensor) for tensor in tensors]
+            self._users = None if None in counts else self._users + sum(n or 0 for n in counts)
+
     def lend(self) -> None:
         """Told that somebody who may write without saying so has the memory for good."""
         self._users, self._exposed = None, True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,6 +19,7 @@ from replaykit.storages.once import OnceColumns
 from replaykit.storages.pairs import pairs_of
 from replaykit.storages.scattered import ScatteredColumns
 from replaykit.structure import Path
+from replaykit.ted import format_key
 
 __all__ = ["MappedStorage"]
 
@@ -124,10 +125,21 @@ class MappedStorage(TensorStorage):
         super().edit(index, value, time_dim=time_dim)
 
     def edit_columns(
-        self, values: Mapping[Path, Any], index: Any = None, *, time_dim: int = 0
+        self,
+        values: Mapping[Path, Any],
+        index: Any = None,
+        *,
+        time_dim: int = 0,
+        adds: bool = False,
     ) -> None:
         self._edited = True
-        super().edit_columns(values, index, time_dim=time_dim)
+        super().edit_columns(values, index, time_dim=time_dim, adds=adds)
+
+    def _check_addable(self, paths: Collection[Path]) -> None:
+        raise RuntimeError(
+            f"key {format_key(next(iter(paths)))}: expected a stored key, since a data set has "
+            "the columns that were published; preprocess(fn, dest=...) makes one with others"
+        )
 
     def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
         self._edited = True

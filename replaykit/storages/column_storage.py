@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit._compat import dtype_name
+from replaykit._compat import TensorDict, dtype_name
 from replaykit.episodes import InterleavedIndex
 from replaykit.episodes.stream_keys import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.allocation import allocate
+from replaykit.storages.carrying import carried
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
 from replaykit.storages.edits import Edit, with_edit
@@ -31,8 +32,8 @@ from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.records import plan_records
-from replaykit.structure import Leaf, Path
-from replaykit.ted import FLAG_KEYS, format_key, unravel
+from replaykit.structure import Branch, Leaf, Node, Path
+from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
 __all__ = ["AnyColumns", "ColumnStorage"]
 
@@ -66,6 +67,8 @@ class ColumnStorage(ColumnReads):
             schema=self.schema,
         )
         if len(rows):
+            if self._columns is not None:
+                rows.complete(self._columns.schema)
             self._check(rows)
         return rows
 
@@ -80,7 +83,10 @@ class ColumnStorage(ColumnReads):
             )
 
     def accept(self, rows: Rows) -> None:
-        # Checked again: another thread may have made the first write since `prepare`.
+        # Checked again: another thread may have made the first write since `prepare`, or have
+        # added a column.
+        if self._columns is not None and self._columns.schema.added:
+            rows.complete(self._columns.schema)
         self._check(rows)
         if self._columns is None:
             self._columns = self._allocate(Schema(rows.root), rows.batch[1:], rows)
@@ -239,17 +245,93 @@ class ColumnStorage(ColumnReads):
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
 
+        An edit of all rows adds the columns that the storage lacks. Added columns that the value
+        lacks stay as they are.
+
         Raises:
             IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
+            RuntimeError: a storage that takes no more columns.
         """
         with self.lock:
             columns = self.require()
             at, batch = self._edit_index(index, time_dim)
             rows = take_apart(value, len(batch))
-            columns.schema.check(rows.root)
+            schema = columns.schema
+            if rows.batch == batch and self._is_whole(at, time_dim):
+                schema = schema.with_added(rows.root)
+            schema.without_added(rows.leaves).check(rows.root)
             if rows.batch != batch:
                 raise SchemaError(f"expected rows of shape {list(batch)}, got {list(rows.batch)}")
-            self._assign(rows.leaves, at, batch, time_dim)
+            self._edit(schema, rows.leaves, at, batch, time_dim)
+
+    def _is_whole(self, at: Any, time_dim: int) -> bool:
+        """Whether an index, as ``_edit_index`` gives it, names all rows in their order."""
+        shape = self.visible_shape(time_dim)
+        if not shape.numel():
+            return False
+        parts = at if isinstance(at, tuple) else (at,)
+        return all(
+            part is Ellipsis or (isinstance(part, slice) and part.indices(size) == (0, size, 1))
+            for part, size in zip(parts, shape, strict=False)
+        )
+
+    def _edit(
+        self,
+        schema: Schema,
+        leaves: Mapping[Path, torch.Tensor],
+        at: Any,
+        batch: torch.Size,
+        time_dim: int,
+    ) -> None:
+        """Write checked leaves into stored rows; those that are new in ``schema`` become columns.
+
+        Raises:
+            RuntimeError: this storage takes no more columns. SchemaError: a key that says where
+                episodes end. MemoryError, OSError: there is no room. Nothing has changed then.
+        """
+        columns = self.require()
+        if schema is not columns.schema:
+            new = [path for path in schema.leaves if path not in columns.schema.leaves]
+            self._check_addable(new)
+            columns.check_writable()
+            tensors = self._memory_for(schema.part(new))
+            for path, tensor in tensors.items():
+                _fill(tensor[: self.ledger.length], leaves[path], time_dim)
+            # With their values, so that nobody sees them without.
+            self._note_edit(new, None)
+            columns.add(schema, tensors)
+            self._adopt(columns)
+            leaves = {path: leaf for path, leaf in leaves.items() if path not in tensors}
+        self._assign(leaves, at, batch, time_dim)
+
+    def _check_addable(self, paths: Collection[Path]) -> None:
+        """Raises where columns cannot be added to the stored rows; names the first of them."""
+        name = format_key(next(iter(paths)))
+        if self.recovery is not None:
+            how = "shared=True" if self.recovery.shared else "recover=True"
+            raise RuntimeError(
+                f"key {name}: expected a stored key, since the files of rows with {how} are laid "
+                f"out by the first write; write {name} with the first rows"
+            )
+        for path in paths:
+            if path in FLAG_KEYS or path in EPISODE_KEYS:
+                raise SchemaError(
+                    f"key {format_key(path)}: expected a stored key, since it says where episodes "
+                    "end; write it with the first rows"
+                )
+            if path[0] in RESERVED_KEYS:
+                raise SchemaError(
+                    f"key {format_key(path)}: expected another key, since the buffer puts this one "
+                    "into samples"
+                )
+
+    def _memory_for(self, schema: Schema) -> dict[Path, torch.Tensor]:
+        """Take memory for columns that are added: zeros ``[slots, *lanes, *F]``."""
+        columns = self.require()
+        tensors, _ = allocate(schema, columns.slots, columns.lanes, columns.device, None)
+        for tensor in tensors.values():
+            carried(tensor).zero_()
+        return tensors
 
     def _assign(
         self, leaves: Mapping[Path, torch.Tensor], at: Any, batch: torch.Size, time_dim: int
@@ -316,23 +398,37 @@ class ColumnStorage(ColumnReads):
         return view.transpose(0, time_dim) if time_dim else view
 
     def edit_columns(
-        self, values: Mapping[Path, Any], index: Any = None, *, time_dim: int = 0
+        self,
+        values: Mapping[Path, Any],
+        index: Any = None,
+        *,
+        time_dim: int = 0,
+        adds: bool = False,
     ) -> None:
         """Replaces stored values of some leaves: whole columns, or the rows at ``index``.
 
+        Args:
+            adds: whether whole columns that are not stored are added.
+
         Raises:
             KeyError: no such leaf. IndexError: rows that are not stored. SchemaError: another
-                shape or dtype. Nothing has changed then.
+                shape or dtype. RuntimeError: a storage that takes no more columns. Nothing has
+                changed then.
         """
         with self.lock:
             at, batch = slice(None), self.visible_shape(time_dim)
             if index is not None:
                 at, batch = self._edit_index(index, time_dim)
+            schema = self.require().schema
+            if adds and batch.numel():
+                new = {path: v for path, v in values.items() if path not in schema.leaves}
+                for path, value in new.items():
+                    schema = schema.with_added(_tree(path, value, batch, schema.root))
             leaves = {}
             for path, value in values.items():
-                leaf = self.leaf(path)
+                leaf = schema.leaf(path)
                 leaves[path] = _fitting(path, value, leaf.dtype, batch + leaf.shape)
-            self._assign(leaves, at, batch, time_dim)
+            self._edit(schema, leaves, at, batch, time_dim)
 
     def _edit_index(self, index: Any, time_dim: int) -> tuple[Any, torch.Size]:
         """The index of rows to edit, and the shape of the rows that it selects."""
@@ -364,6 +460,32 @@ def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any]
     if len(slots) and slots[-1] - slots[0] == len(slots) - 1:
         return range(int(slots[0]), int(slots[-1]) + 1)
     return slots
+
+
+def _tree(path: Path, value: Any, batch: torch.Size, root: Node) -> Node:
+    """The containers that lead to a new column, of the kind of those that are stored.
+
+    Raises:
+        SchemaError: the value is not one of as many rows as there are.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape[: len(batch)] != batch:
+        given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        wanted = ", ".join(map(str, batch))
+        raise SchemaError(
+            f"key {format_key(path)}: expected a tensor of shape [{wanted}, ...], got {given}"
+        )
+    node: Node = Leaf(value.shape[len(batch) :], value.dtype)
+    mapping = isinstance(root, Branch) and root.kind == "mapping"
+    for part in reversed(path):
+        kind, cls = ("mapping", dict) if mapping else ("tensordict", TensorDict)
+        node = Branch(kind, ((part, node),), cls)
+    return node
+
+
+def _fill(rows: torch.Tensor, values: torch.Tensor, time_dim: int) -> None:
+    """Copies the values of all stored rows, laid out as ``rb[:]`` is, into a column."""
+    target = carried(rows)
+    (target.transpose(0, time_dim) if time_dim else target).copy_(carried(values))
 
 
 def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -77,22 +77,44 @@ class Columns:
         self.lanes = first.shape[1:ndim]
         self._cells = self.lanes.numel()
         self.device = first.device
-        self._overlapping = [p for p, tensor in self.tensors.items() if overlaps(tensor)]
         # Of all leaves in records these tell where they lie.
         held = [] if records is None else [records]
         held += [tensor for path, tensor in self.tensors.items() if path not in packed]
-        self._memory = ColumnMemory(held)
-        self.row_bytes = schema.row_bytes()
         if changes is None:
-            changes = Changes(self.slots, self.row_bytes * self._cells, held, packed)
+            changes = Changes(self.slots, schema.row_bytes() * self._cells, held, packed)
         self.changes = changes
+        self._parts: dict[tuple[Path, ...], Columns] = {}
+        self._arrange(held)
+
+    def _arrange(self, held: list[torch.Tensor]) -> None:
+        """Work out what follows from the leaves; ``held``: all memory that they lie in."""
+        self._held = held
+        self._overlapping = [p for p, tensor in self.tensors.items() if overlaps(tensor)]
+        self._memory = ColumnMemory(held)
+        self.row_bytes = self.schema.row_bytes()
         self._native = NativeRows.over(self)
         # Leaves come out in this order.
         self.order = list(self.tensors) if self._native is None else self._native.order
-        self._assemble = assembler(schema.root, self.order)
-        self._parts: dict[tuple[Path, ...], Columns] = {}
-        plain = None if mapped else self._native
+        self._assemble = assembler(self.schema.root, self.order)
+        plain = None if self.advise else self._native
         self.frames = None if plain is None else Frames(self, plain)
+
+    @torch.inference_mode(False)
+    def add(self, schema: Schema, tensors: Mapping[Path, torch.Tensor]) -> None:
+        """Take more leaves, which lie alone.
+
+        Args:
+            schema: of all leaves, those that are here among them.
+            tensors: the others, ``[slots, *lanes, *F]``, of which nobody has a view.
+        """
+        if self.changes.reads is not None:
+            self.changes.reads.wait()
+        self.schema = schema
+        self.tensors = {
+            path: tensors[path] if path in tensors else self.tensors[path] for path in schema.leaves
+        }
+        self._arrange([*self._held, *tensors.values()])
+        self.changes.follow(list(tensors.values()))
 
     def follow_memory(self) -> None:
         """Looks where the columns lie: whoever holds a view may have had the memory moved.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing.context
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDictBase, clone, is_tensordict, lookup
+from replaykit._compat import TensorDictBase, arange, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
 from replaykit.storages.allocation import as_device
 from replaykit.storages.base import Storage
@@ -18,7 +18,7 @@ from replaykit.storages.content import Content
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.storages.plain_state import from_plain, to_plain
 from replaykit.structure import Path, from_numbers
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
 
 __all__ = ["ListStorage", "copy_item"]
 
@@ -164,6 +164,38 @@ class ListStorage(Storage):
             self.edits += 1
             self.write(slots, rows, slice(None))
 
+    def edit_columns(self, values: Mapping[Path, torch.Tensor]) -> None:
+        """Sets keys of all rows, which are TensorDicts or dicts of tensors.
+
+        Args:
+            values: ``[N, ...]`` by path, with rows along the dimension of ``rb[:]``.
+
+        Raises:
+            RuntimeError: rows that have no keys. SchemaError: not one value a row. Nothing has
+                changed then.
+        """
+        with self.lock:
+            rows = list(self._items)
+            for path, value in values.items():
+                parts = self._per_row(path, value, rows)
+                rows = [_with_key(row, path, part) for row, part in zip(rows, parts, strict=True)]
+            rows = [self._owned(row) for row in rows]
+            self.edits += 1
+            self.write(arange(len(rows)), rows, slice(None))
+
+    def _per_row(self, path: Path, value: torch.Tensor, rows: list[Any]) -> Sequence[Any]:
+        dim = self._dim(rows) if rows else 0
+        if value.ndim <= dim or value.shape[dim] != len(rows):
+            raise SchemaError(
+                f"key {format_key(path)}: expected {len(rows)} values along dimension {dim}, got "
+                f"shape {list(value.shape)}"
+            )
+        return value.unbind(dim) if rows else ()
+
+    def _dim(self, rows: list[Any]) -> int:
+        """Dimension of a batch of these rows along which they lie."""
+        return 0
+
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, index: Any) -> Any:
@@ -299,6 +331,21 @@ class ListStorage(Storage):
         with self.lock:
             state = super().__getstate__()
             return {**state, "_items": list(self._items)}
+
+
+def _with_key(row: Any, path: Path, value: torch.Tensor) -> Any:
+    """A row with another value of a key; the row itself is left alone."""
+    if is_tensordict(row):
+        return row.copy().set(path, value)
+    if is_tensorclass(row) and path[0] in type(row).__dataclass_fields__:
+        return row.copy().set(path, value)
+    if type(row) is dict:
+        inner = value if len(path) == 1 else _with_key(row.get(path[0], {}), path[1:], value)
+        return {**row, path[0]: inner}
+    raise RuntimeError(
+        f"key {format_key(path)}: expected rows that are TensorDicts or dicts, got a "
+        f"{type(row).__name__}"
+    )
 
 
 def _normalised(item: TensorDictBase) -> TensorDictBase:

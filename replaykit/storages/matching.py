@@ -139,12 +139,18 @@ class MatchedRows(Rows):
         self.addresses = addresses
         self._given = leaves
         self._single = single
+        self._taken: dict[Path, torch.Tensor] | None = None
 
     @property
     def leaves(self) -> dict[Path, torch.Tensor]:  # type: ignore[override]
         """The leaves by path. Made when asked for: a ring is written from the addresses."""
+        if self._taken is not None:
+            return self._taken
         given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
         return dict(zip(self.matcher.paths, given, strict=True))
+
+    def _take(self, leaves: dict[Path, torch.Tensor]) -> None:
+        self._taken = leaves
 
 
 def _of_tensordicts(node: Node) -> bool:

@@ -23,17 +23,20 @@ from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_kept import KeptOnce
 from replaykit.storages.pairs import DedupNext, Mismatch, Pairs
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.row_files import (
     RowFiles,
+    added_in_files,
     columns_in_files,
     grow_in_files,
     refuse_taken,
     remove_empty,
 )
 from replaykit.storages.tensors import LazyTensorStorage
+from replaykit.structure import Path
 
 __all__ = ["LazyMemmapStorage"]
 
@@ -210,6 +213,16 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
         self._made_in = folder
         return columns
+
+    def _memory_for(self, schema: Schema) -> dict[Path, torch.Tensor]:
+        columns, folder = self.require(), self._made_in
+        assert folder is not None
+        rows = columns.rows if isinstance(columns, OnceColumns) else columns
+        stored = rows.schema.with_added(schema.root)
+        new = list(schema.leaves)
+        return added_in_files(
+            folder, stored, new, columns.slots, columns.lanes, existsok=self.existsok
+        )
 
     def _take_files_to_keep(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
         home = self.recovery.home

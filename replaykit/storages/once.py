@@ -69,9 +69,6 @@ class OnceColumns(SettledRows):
         self._noted: Rows | None = None  # compared by the core
         # Of which lanes the newest row is the last of its episode, whatever it says.
         self.severed: torch.Tensor | None = None
-        # Where the leaves of every row are among all.
-        places = {path: place for place, path in enumerate(pairs.schema.leaves)}
-        self._places = [places[path] for path in rows.tensors]
 
     def clear(self) -> None:
         """Told that no row is stored any more; memory stays."""

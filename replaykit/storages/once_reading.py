@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from replaykit._compat import arange
 from replaykit.assembly import assembler
+from replaykit.schema import Schema
 from replaykit.storages.beside import Beside, Grow
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel, selected_elements
@@ -43,8 +45,6 @@ class FollowedRows:
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
-        self.pairs = pairs
-        self.schema = pairs.schema
         self.rows = rows
         self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
         self.device = rows.device
@@ -57,12 +57,28 @@ class FollowedRows:
         # The counterparts come out in the order of the roots.
         self._nexts = [next_of[root] for root in self._roots.order]
         self._beside = Beside(pairs.beside, self._elements, self.device, grow)
-        self.order = [*rows.order, *self._nexts]
-        self._assemble = assembler(self.schema.root, self.order)
         self._links = links
-        self._native = NativeOnce.over(pairs, rows, self._beside, links)
+        self._arrange(pairs)
+
+    def _arrange(self, pairs: Pairs) -> None:
+        """Work out what follows from which leaves there are."""
+        self.pairs = pairs
+        self.schema = pairs.schema
+        self.order = [*self.rows.order, *self._nexts]
+        self._assemble = assembler(self.schema.root, self.order)
+        self._native = NativeOnce.over(pairs, self.rows, self._beside, self._links)
         if self._native is not None:
             self._assemble_native = assembler(self.schema.root, self._native.order)
+        # Where the leaves of every row are among all.
+        places = {path: place for place, path in enumerate(pairs.schema.leaves)}
+        self._places = [places[path] for path in self.rows.tensors]
+
+    def add(self, schema: Schema, tensors: Mapping[Path, torch.Tensor]) -> None:
+        """Take more leaves, which every row has; see ``Columns.add``."""
+        pairs = self.pairs
+        stored = schema.part([path for path in schema.leaves if path not in pairs.root_of])
+        self.rows.add(stored, tensors)
+        self._arrange(replace(pairs, schema=schema, stored=stored))
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         """A leaf as it lies, to look at; KeyError for what is rebuilt and lies nowhere."""

@@ -89,6 +89,8 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
         root = path[1:]
         if path[:1] != ("next",) or not root or leaves.get(root) != leaf:
             continue
+        if leaf.added or leaves[root].added:
+            continue  # what is stored once is settled by the first write
         if root in keys if isinstance(keys, tuple) else root[-1] not in _NEVER:
             root_of[path] = root
     if not root_of:

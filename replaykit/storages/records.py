@@ -170,11 +170,14 @@ _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def plan_records(schema: Schema) -> RecordLayout | None:
-    """Returns the layout of the leaves that are small; None where there are not two of them."""
+    """Returns the layout of the leaves that are small; None where there are not two of them.
+
+    Leaves that were added lie alone: records are laid out by the first write.
+    """
     small = []
     for path, leaf in schema.leaves.items():
         nbytes = leaf.shape.numel() * leaf.dtype.itemsize
-        if 0 < nbytes < WIDE_BYTES:
+        if 0 < nbytes < WIDE_BYTES and not leaf.added:
             small.append(path)
     return RecordLayout(schema, small) if len(small) > 1 else None
 

@@ -11,7 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import RowChunks
 from replaykit.errors import SchemaError
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.schema import Rows, Schema, take_apart, zeros_of
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.carrying import picked
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
@@ -75,7 +75,7 @@ class RestorableStorage(ColumnStorage):
         """
         if not content.groups and not content.rows:
             return None if self._columns is None else _Target(self._columns.slots)
-        group = content.single_group()
+        group = self._completed(content)
         if len(content.lanes) != self.ndim - 1:
             raise SchemaError(
                 f"expected rows of a storage with ndim={self.ndim}, "
@@ -107,7 +107,7 @@ class RestorableStorage(ColumnStorage):
                 content.check()
             self.clear()
             return
-        group = content.single_group()
+        group = self._completed(content)
         leaves = group.leaves
         columns = self._columns
         if columns is None:
@@ -123,6 +123,20 @@ class RestorableStorage(ColumnStorage):
             content.check()
         self._columns = columns
         self._adopt(columns)
+
+    def _completed(self, content: Content) -> Group:
+        """The rows of some content, with zeros in those added columns here that they lack."""
+        group, columns = content.single_group(), self._columns
+        if columns is None or columns.schema.added <= group.schema.leaves.keys():
+            return group
+        missing = [path for path in columns.schema.added if path not in group.schema.leaves]
+        schema = group.schema.with_added(columns.schema.part(missing).root)
+        batch, found = torch.Size([content.rows, *content.lanes]), group.leaves
+        leaves = (
+            found[path] if path in found else zeros_of(leaf, batch, columns.device)
+            for path, leaf in schema.leaves.items()
+        )
+        return replace(group, schema=schema, columns=tuple(leaves))
 
     def undo_content(self) -> Callable[[], None]:
         if self._columns is None:
@@ -153,10 +167,16 @@ class RestorableStorage(ColumnStorage):
                 for path in leaves:  # what is no view is let go one by one
                     leaves[path] = leaves[path].clone()
                 stored = self._build(leaves, self.visible_shape())
+            added = (
+                []
+                if self.schema is None
+                else [p for p in self.schema.leaves if p in self.schema.added]
+            )
             return {
                 "_storage": to_plain(stored),
                 "initialized": self.initialized,
                 "_len": content.rows * self.lanes.numel(),
+                **({"_added": added} if added else {}),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,7 +209,12 @@ class RestorableStorage(ColumnStorage):
         rows = take_apart(from_plain(stored), self.ndim)
         if rows.batch.numel() != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {rows.batch.numel()}")
-        group = Group(Schema(rows.root), tuple(rows.leaves.values()))
+        schema = Schema(rows.root)
+        added = {tuple(path) for path in state_dict.get("_added", ())}
+        if added:
+            first = schema.part([path for path in schema.leaves if path not in added])
+            schema = first.with_added(schema.root)
+        group = Group(schema, tuple(rows.leaves[path] for path in schema.leaves))
         return Content(len(rows), rows.batch[1:], (group,))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,12 +20,14 @@ from replaykit.native import join_pages
 from replaykit.schema import Schema
 from replaykit.storages.allocation import column_shapes, format_bytes, storage_bytes
 from replaykit.storages.beside import Grow
+from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
 from replaykit.storages.records import RecordLayout, plan_records
 from replaykit.structure import Path
 
 __all__ = [
     "RowFiles",
+    "added_in_files",
     "columns_in_files",
     "grow_in_files",
     "map_file",
@@ -73,6 +75,45 @@ def columns_in_files(
         raise
 
 
+def added_in_files(
+    folder: FilePath,
+    schema: Schema,
+    paths: list[Path],
+    slots: int,
+    lanes: torch.Size,
+    *,
+    existsok: bool,
+) -> dict[Path, torch.Tensor]:
+    """Returns zeros over files of their own for columns that are added: all of them, or none.
+
+    Args:
+        schema: of all leaves that lie in the folder, the added ones among them.
+        paths: those for which there are no files yet.
+        existsok: whether files of these names may be taken.
+    """
+    plan = RowFiles.of(folder, schema, slots, lanes)
+    files = {path: plan.files[path] for path in paths}
+    present = {file for file in files.values() if file.exists()}
+    refuse_taken(present, existsok=existsok)
+    _check_disk(folder, sum(plan.nbytes(path) for path in paths), present)
+    inner = {file.parent for file in files.values() if not file.parent.exists()}
+    try:
+        tensors = {
+            path: map_file(file, plan.shapes[path], plan.dtypes[path], create=True)
+            for path, file in files.items()
+        }
+        for path in paths:
+            if files[path] in present:
+                carried(tensors[path]).zero_()
+    except BaseException:
+        for file in files.values():
+            if file not in present:
+                file.unlink(missing_ok=True)
+        remove_empty(inner)
+        raise
+    return tensors
+
+
 def refuse_taken(files: set[FilePath], *, existsok: bool) -> None:
     if files and not existsok:
         raise RuntimeError(
@@ -95,7 +136,8 @@ class RowFiles(NamedTuple):
         layout = plan_records(schema)
         shapes = column_shapes(schema, slots, lanes, layout)
         dtypes = {path: schema.leaves[path].dtype for path in shapes}
-        names = _file_names(list(shapes))
+        # Columns that were added have taken no name that was there.
+        names = _file_names(sorted(shapes, key=lambda path: schema.leaves[path].added))
         if layout is not None:
             shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
             dtypes[_RECORDS] = torch.uint8

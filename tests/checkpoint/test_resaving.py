@@ -103,6 +103,8 @@ class Player:
             moves += [self.set_rows, self.sample, self.cut]
             if self.chance.random() < 0.1:
                 moves.append(self.empty)
+            if self.buffer.storage.recovery is None:
+                moves.append(self.add_column)
         self.chance.choice(moves)()
 
     def fresh(self, count: int) -> TensorDict:
@@ -134,6 +136,11 @@ class Player:
         key = self.chance.choice([("next", "reward"), "wide", "x", ("next", "x")])
         value = self.buffer[key].clone()
         self.buffer[key] = value + 1
+
+    def add_column(self) -> None:
+        size = self.chance.choice([1, 2, 200])
+        rows = self.buffer["env"].shape
+        self.buffer[self.chance.choice(["a", "next"]), f"added{size}"] = torch.rand(*rows, size)
 
     def patch(self) -> None:
         batch = self.buffer.sample()

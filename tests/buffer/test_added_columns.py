@@ -1,0 +1,551 @@
+"""Columns that whole-buffer writes add to stored rows, as PPO writes advantages back."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorStorage,
+)
+from replaykit.errors import SchemaError
+
+CAPACITY = 12
+
+STORAGES: dict[str, Callable[[Path], Any]] = {
+    "list": lambda folder: ListStorage(CAPACITY),
+    "lazy_stack": lambda folder: LazyStackStorage(CAPACITY),
+    "tensor": lambda folder: LazyTensorStorage(CAPACITY),
+    "memmap": lambda folder: LazyMemmapStorage(CAPACITY),
+    "folder": lambda folder: LazyMemmapStorage(CAPACITY, scratch_dir=folder / "rows"),
+}
+COLUMNS = ["tensor", "memmap", "folder"]
+
+WAYS: dict[str, Callable[[ReplayBuffer, TensorDict], None]] = {
+    "write_all": lambda rb, rows: rb.write_all(rows),
+    "slice": lambda rb, rows: rb.__setitem__(slice(None), rows),
+    "bounds": lambda rb, rows: rb.__setitem__(slice(0, len(rb)), rows),
+    "key": lambda rb, rows: rb.__setitem__("advantage", rows["advantage"]),
+}
+
+
+def _rows(first: int, count: int, *lanes: int) -> TensorDict:
+    """Rows whose values follow from their number; small leaves and a wide one."""
+    number = torch.arange(first, first + count).expand(*lanes, count)
+    column = number[..., None]
+    return TensorDict(
+        {
+            "id": number.clone(),
+            "observation": column * torch.ones(3),
+            "wide": column * torch.ones(200, dtype=torch.float64),
+            "next": {
+                "observation": (column + 1) * torch.ones(3),
+                "reward": column.float() / 2,
+                "done": column % 5 == 4,
+            },
+        },
+        [*lanes, count],
+    )
+
+
+def _buffer(storage: Any, **options: Any) -> ReplayBuffer:
+    generator = torch.Generator().manual_seed(3)
+    return ReplayBuffer(storage=storage, batch_size=4, generator=generator, **options)
+
+
+def _is_consistent(batch: TensorDict) -> bool:
+    """Whether a batch has the advantage of its rows, ten times their number and a half."""
+    number = batch["id"][..., None]
+    same = torch.equal(batch["advantage"], number * 10 + 0.5)
+    return same and torch.equal(batch["wide"], number * torch.ones(200, dtype=torch.float64))
+
+
+def _advantage(rows: TensorDict) -> torch.Tensor:
+    return rows["id"][..., None] * 10 + 0.5
+
+
+@pytest.mark.parametrize("count", [5, CAPACITY, 17])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_whole_write_adds_a_column(kind: str, way: str, count: int, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, count))
+    before = buffer[:].clone()
+    rows = before.clone().contiguous()
+    rows["advantage"] = _advantage(rows)
+    WAYS[way](buffer, rows)
+    assert torch.equal(buffer["advantage"], rows["advantage"])
+    assert _is_consistent(buffer[:])
+    assert all(_is_consistent(buffer.sample()) for _ in range(5))
+    assert _is_consistent(buffer[torch.tensor([2, 0])])
+    assert buffer[1]["advantage"].shape == (1,)
+    for key in ("observation", ("next", "reward"), ("next", "done")):
+        assert torch.equal(buffer[key], before[key])
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_iterations_of_ppo(kind: str, tmp_path: Path):
+    """Rows come without what is worked out from them, again and again."""
+    buffer = _buffer(STORAGES[kind](tmp_path), sampler=SamplerWithoutReplacement())
+    for turn in range(3):
+        buffer.empty()
+        buffer.extend(_rows(100 * turn, CAPACITY))
+        for _ in range(2):
+            rows = buffer[:].clone().contiguous()
+            rows["advantage"] = _advantage(rows)
+            buffer.write_all(rows)
+            assert sum(len(batch) for batch in buffer if _is_consistent(batch)) == CAPACITY
+
+
+def test_the_same_as_torchrl():
+    torchrl = pytest.importorskip("torchrl.data")
+    theirs = torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(CAPACITY))
+    mine = _buffer(LazyTensorStorage(CAPACITY))
+    for count, first in ((CAPACITY, 0), (4, CAPACITY)):
+        for buffer in (mine, theirs):
+            buffer.extend(_rows(first, count))
+            rows = buffer[:].clone()
+            rows["advantage"] = _advantage(rows)
+            rows["next", "state_value"] = rows["next", "reward"] + 1
+            buffer.write_all(rows)
+        found, expected = mine[:], theirs[:].exclude("index")
+        assert set(found.keys(True, True)) == set(expected.keys(True, True))
+        assert bool((found == expected).all())
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_rows_written_without_it_hold_zeros(kind: str, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, CAPACITY))
+    buffer["advantage"] = torch.ones(CAPACITY, 1)
+    buffer["agent", "value"] = torch.ones(CAPACITY, 2, dtype=torch.int16)
+    buffer.extend(_rows(50, 3))
+    buffer.add(_rows(60, 1)[0])
+    buffer.extend([_rows(70, 1)[0], _rows(71, 1)[0]])
+    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [1] * 6
+    assert buffer["agent", "value"][:, 0].tolist() == [0] * 6 + [1] * 6
+    whole = _rows(80, 2)
+    whole["advantage"] = torch.full((2, 1), 7.0)
+    buffer.extend(whole)  # without the other one
+    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
+    assert buffer["agent", "value"][:, 0].tolist() == [0] * 8 + [1] * 4
+    # An edit keeps what it is not given.
+    buffer[8:10] = _rows(90, 2)
+    buffer[11] = _rows(92, 1)[0]
+    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
+    assert buffer["id"].tolist()[8:] == [90, 91, 10, 92]
+    with pytest.raises(SchemaError, match="advantage"):
+        buffer.extend(whole.set("advantage", torch.zeros(2)))
+    buffer.empty()
+    buffer.extend(_rows(0, 2))
+    assert not buffer["advantage"].any()
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_rows_prepared_before_the_column_came(kind: str, tmp_path: Path):
+    """Another thread may add one between the check of rows and their write."""
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, 4))
+    prepared = [buffer.writer.prepare(_rows(4, 2)), buffer.writer.prepare([_rows(6, 1)[0]])]
+    buffer["advantage"] = torch.ones(4, 1)
+    for rows in prepared:
+        with buffer.storage.lock:
+            buffer.writer.write(rows)
+    assert buffer["id"].tolist() == list(range(7))
+    assert buffer["advantage"].flatten().tolist() == [1, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "memmap"])
+def test_lanes(kind: str, tmp_path: Path):
+    storage = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[kind](24, ndim=2)
+    buffer = _buffer(storage)
+    buffer.extend(_rows(0, 9, 2))
+    rows = buffer[:].clone()
+    rows["id"] = torch.arange(18).view(2, 9)
+    rows["wide"] = rows["id"][..., None] * torch.ones(200, dtype=torch.float64)
+    rows["advantage"] = _advantage(rows)
+    buffer[:] = rows
+    buffer["later"] = rows["id"] * 2
+    batch = buffer.sample(50)
+    assert _is_consistent(batch)
+    assert torch.equal(batch["later"], batch["id"] * 2)
+    assert torch.equal(buffer[1]["later"], torch.arange(9, 18) * 2)
+    buffer.extend(_rows(40, 2, 2))
+    assert torch.equal(buffer["later"][:, :9], rows["id"] * 2)
+    assert not buffer["later"][:, 9:].any()
+
+
+ONCE: dict[str, Callable[[], Any]] = {
+    "ring": lambda: LazyTensorStorage(CAPACITY, dedup_next=True, on_mismatch="dense"),
+    "files": lambda: LazyMemmapStorage(CAPACITY, dedup_next=True, on_mismatch="dense"),
+    "streams": lambda: LazyTensorStorage(
+        CAPACITY, dedup_next=["observation"], on_mismatch="dense", lane_key="stream"
+    ),
+}
+
+
+def _changes(chance: random.Random, number: int) -> Callable[[ReplayBuffer], None]:
+    """A change that several buffers are given in turn."""
+    kind = chance.choice(["extend", "extend", "edit", "column", "all", "cut", "empty"])
+    if kind == "extend":
+        rows = _rows(number, chance.choice([1, 3, CAPACITY + 2]))
+        rows["stream"] = rows["id"] % 2
+
+        def extend(buffer: ReplayBuffer) -> None:
+            buffer.extend(rows)
+
+        return extend
+    size, value = chance.choice([1, 3]), float(number)
+    key = chance.choice([("advantage", str(size)), ("next", f"value{size}"), (f"value{size}",)])
+
+    def change(buffer: ReplayBuffer) -> None:
+        if not len(buffer):
+            return
+        if kind == "edit":
+            place = number % len(buffer)
+            buffer[place] = buffer[place].clone()
+        elif kind == "column":
+            buffer[key] = torch.arange(len(buffer) * size).view(-1, size) + value
+        elif kind == "all":
+            rows = buffer[:].clone()
+            rows.set(key, torch.ones(len(buffer), size) * value)
+            rows["observation"] = rows["observation"] + 1
+            buffer.write_all(rows)
+        elif kind == "cut":
+            buffer.cut()
+        else:
+            buffer.empty()
+
+    return change
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ONCE)
+def test_observations_stored_once_are_those_of_dense_rows(kind: str, seed: int, tmp_path: Path):
+    chance = random.Random(f"{kind}{seed}")
+    key = "stream" if kind == "streams" else None
+    once, dense = _buffer(ONCE[kind]()), _buffer(LazyTensorStorage(CAPACITY, lane_key=key))
+    number = 0
+    for turn in range(60):
+        change = _changes(chance, number)
+        number += 20
+        change(once)
+        change(dense)
+        if not len(dense):
+            continue
+        assert bool((once[:] == dense[:]).all())
+        assert bool((once.sample() == dense.sample()).all())
+        if turn % 20 == 19:
+            once.dumps(tmp_path / "saved")
+            loaded = _buffer(ONCE[kind]())
+            loaded.loads(tmp_path / "saved")
+            assert bool((loaded[:] == dense[:]).all())
+            if kind != "files":  # mapped rows lie in the checkpoint's files
+                mapped = _buffer(ONCE[kind]())
+                mapped.loads(tmp_path / "saved", mmap=True)
+                assert bool((mapped[:] == dense[:]).all())
+
+
+def test_a_program_at_random_against_plain_arrays(tmp_path: Path):
+    """Ring, edits, columns, saves in turn; numpy holds what there should be."""
+    chance = random.Random(5)
+    buffer = _buffer(LazyMemmapStorage(CAPACITY))
+    model: dict[Any, np.ndarray] = {}
+    cursor = length = number = 0
+    for turn in range(200):
+        move = chance.choice(["extend", "column", "edit", "load"])
+        if move == "extend":
+            rows = _rows(number, count := chance.choice([1, 4, 9]))
+            number += count
+            buffer.extend(rows)
+            given = {key: rows[key].numpy() for key in rows.keys(True, True)}
+            for key, values in given.items():
+                model.setdefault(key, np.zeros((CAPACITY, *values.shape[1:]), values.dtype))
+            for row in range(count):
+                for key, column in model.items():
+                    column[cursor] = given[key][row] if key in given else 0
+                cursor, length = (cursor + 1) % CAPACITY, min(length + 1, CAPACITY)
+        elif length and move == "column":
+            key = chance.choice(["a", "b", ("c", "d")])
+            size = {"a": 1, "b": 130, ("c", "d"): 2}[key]
+            values = np.random.default_rng(turn).random((length, size)).astype(np.float32)
+            buffer[key] = torch.from_numpy(values)
+            column = model.setdefault(key, np.zeros((CAPACITY, size), np.float32))
+            column[:length] = values
+        elif length and move == "edit":
+            slots = sorted(chance.sample(range(length), min(3, length)))
+            key = chance.choice(list(model))
+            values = np.roll(model[key][slots], 1, 0)
+            buffer.set_at_(key, torch.from_numpy(values), slots)
+            model[key][slots] = values
+        elif length:
+            buffer.dumps(tmp_path / "saved")
+            mapped = chance.random() < 0.5
+            buffer = _buffer(LazyTensorStorage(CAPACITY))
+            buffer.loads(tmp_path / "saved", mmap=mapped)
+        if length:
+            found = buffer[:]
+            assert set(found.keys(True, True)) == set(model)
+            for key, column in model.items():
+                assert np.array_equal(found[key].numpy(), column[:length]), (turn, move, key)
+            batch = buffer.sample()
+            for key, column in model.items():
+                assert np.array_equal(batch[key].numpy(), column[batch["index"].numpy()])
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("by", ["dumps", "mmap", "state_dict", "copy"])
+def test_what_is_loaded_goes_on_alike(by: str, kind: str, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, 7))
+    buffer["advantage"] = _advantage(buffer[:])
+    loaded = _buffer(LazyTensorStorage(CAPACITY))
+    if by == "state_dict":
+        loaded.load_state_dict(buffer.state_dict())
+    elif by == "copy":
+        loaded = copy.deepcopy(buffer)
+    else:
+        buffer.dumps(tmp_path / "saved")
+        loaded.loads(tmp_path / "saved", mmap=by == "mmap")
+    assert _is_consistent(loaded[:])
+    assert _is_consistent(loaded.sample())
+    loaded.extend(_rows(7, 3))
+    assert loaded["advantage"].flatten().tolist() == [*_advantage(_rows(0, 7)).flatten(), 0, 0, 0]
+    loaded["other"] = torch.arange(10)
+    assert loaded["other"].tolist() == list(range(10))
+    assert buffer["id"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_checkpoint_from_before_the_column(kind: str, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, 7))
+    buffer.dumps(tmp_path / "saved")
+    state = buffer.state_dict()
+    buffer["advantage"] = torch.ones(7, 1)
+    for load in (lambda: buffer.loads(tmp_path / "saved"), lambda: buffer.load_state_dict(state)):
+        buffer["advantage"] = torch.ones(7, 1)
+        load()
+        assert buffer["id"].tolist() == list(range(7))
+        assert not buffer["advantage"].any()
+
+
+def test_a_save_after_it_writes_the_column_alone(tmp_path: Path):
+    count = 50_000
+    buffer = _buffer(LazyTensorStorage(count))
+    rows = TensorDict({"x": torch.rand(count, 8), "y": torch.rand(count, 200)}, [count])
+    buffer.extend(rows)
+    buffer.dumps(tmp_path)
+
+    def written() -> int:
+        before = {file.name for file in tmp_path.iterdir()} - {"manifest.json"}
+        buffer.dumps(tmp_path)
+        return sum(file.stat().st_size for file in tmp_path.iterdir() if file.name not in before)
+
+    buffer["advantage"] = torch.rand(count, 1)
+    assert 4 * count <= written() < 4 * count + 40_000
+    assert written() < 40_000
+    buffer.set_at_("advantage", torch.ones(2, 1), [0, 1])
+    assert written() < 60_000
+    # While somebody holds a view, anything may change; afterwards nothing can.
+    held = buffer[:]
+    buffer["other"] = torch.rand(count, 1)
+    assert written() > rows["y"].nbytes
+    del held
+    written()
+    assert written() < 40_000
+    loaded = _buffer(LazyTensorStorage(count))
+    loaded.loads(tmp_path)
+    assert bool((loaded[:] == buffer[:]).all())
+
+
+# -- batches made ahead, other processes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_batches_made_ahead_have_the_column(
+    threads: bool, request: pytest.FixtureRequest, tmp_path: Path
+):
+    if threads:
+        request.getfixturevalue("by_threads")
+    ahead, plain = (_buffer(LazyTensorStorage(CAPACITY), prefetch=n) for n in (3, 0))
+    for buffer in (ahead, plain):
+        buffer.extend(_rows(0, CAPACITY))
+    for turn in range(4):
+        assert torch.equal(ahead.sample()["index"], plain.sample()["index"])
+        for buffer in (ahead, plain):
+            buffer[f"key{turn}"] = buffer["id"] * (turn + 1)
+        for _ in range(2):
+            batch = ahead.sample()
+            assert torch.equal(batch[f"key{turn}"], batch["id"] * (turn + 1))
+            assert torch.equal(batch["index"], plain.sample()["index"])
+
+
+def test_worker_processes_read_the_column(tmp_path: Path):
+    buffer = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"))
+    buffer.extend(_rows(0, CAPACITY))
+    buffer["advantage"] = _advantage(buffer[:])
+    loader = buffer.dataloader(4, workers=1, steps=3, multiprocessing_context="spawn")
+    assert [_is_consistent(batch) for batch in loader] == [True] * 3
+
+
+def test_samplers_go_on(tmp_path: Path):
+    """Priorities, windows and episodes are those of before."""
+    for sampler in (PrioritizedSampler(alpha=1.0, beta=1.0), SliceSampler(slice_len=2)):
+        mine, other = (
+            _buffer(LazyTensorStorage(CAPACITY), sampler=copy.deepcopy(sampler)) for _ in range(2)
+        )
+        for buffer in (mine, other):
+            buffer.extend(_rows(0, CAPACITY))
+            if sampler.prioritized:
+                buffer.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
+        mine.sample()
+        other.sample()
+        mine["advantage"] = _advantage(mine[:])
+        for _ in range(5):
+            batch = mine.sample()
+            assert _is_consistent(batch)
+            assert torch.equal(batch["index"], other.sample()["index"])
+        assert [len(e) for e in mine.episodes] == [len(e) for e in other.episodes]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@tensorclass
+class Step:
+    observation: torch.Tensor
+    value: torch.Tensor | None = None
+
+
+def _unchanged(buffer: ReplayBuffer, error: Any, match: str, call: Callable[[], None]) -> None:
+    before = buffer[:].clone()
+    keys = set(before.keys(True, True))
+    with pytest.raises(error, match=match):
+        call()
+    assert set(buffer[:].keys(True, True)) == keys
+    assert bool((buffer[:] == before).all())
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_what_cannot_be_added_is_refused_by_name(kind: str, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, 6))
+    wrong: list[tuple[Any, str, Any, Any]] = [
+        (SchemaError, "'advantage'.*no such key", slice(0, 3), _rows(0, 3)),
+        (SchemaError, "'advantage'.*no such key", [0, 1], _rows(0, 2)),
+        (SchemaError, "'wide'.*got nothing", slice(None), _rows(0, 6).exclude("wide")),
+    ]
+    for error, match, index, rows in wrong:
+        rows["advantage"] = torch.zeros(len(rows), 1)
+        _unchanged(buffer, error, match, lambda i=index, r=rows: buffer.__setitem__(i, r))
+    single: list[tuple[Any, str, Any, Any]] = [
+        (SchemaError, r"'advantage'.*\[6, ...\].*got \[5\]", "advantage", torch.zeros(5)),
+        (SchemaError, "where episodes end", ("next", "truncated"), torch.zeros(6, 1).bool()),
+        (SchemaError, "where episodes end", "episode", torch.zeros(6, dtype=torch.int64)),
+        (SchemaError, "'index'.*samples", "index", torch.zeros(6)),
+        (SchemaError, "'wide'.*got a TensorDict", ("wide", "inner"), torch.zeros(6)),
+        (KeyError, "no column 'next'", "next", torch.zeros(6)),
+        (TypeError, "expected a TensorDict, tensor", "advantage", "seven"),
+    ]
+    for error, match, key, value in single:
+        _unchanged(buffer, error, match, lambda k=key, v=value: buffer.__setitem__(k, v))
+    for call in (
+        lambda: buffer.set_("advantage", torch.zeros(6, 1)),
+        lambda: buffer.update_({"advantage": torch.zeros(6, 1)}),
+        lambda: buffer.set_at_("advantage", torch.zeros(2, 1), [0, 1]),
+    ):
+        _unchanged(buffer, KeyError, "no column 'advantage'", call)
+
+
+def test_where_columns_are_fixed(tmp_path: Path):
+    shared = _buffer(LazyTensorStorage(CAPACITY), shared=True)
+    recovered = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "r", recover=True))
+    for buffer, how in ((shared, "shared=True"), (recovered, "recover=True")):
+        buffer.extend(_rows(0, 6))
+        rows = buffer[:].clone()
+        rows["advantage"] = torch.zeros(6, 1)
+        for call in (
+            lambda b=buffer, r=rows: b.write_all(r),
+            lambda b=buffer: b.__setitem__("advantage", torch.zeros(6, 1)),
+        ):
+            _unchanged(buffer, RuntimeError, f"'advantage'.*{how}.*first rows", call)
+    taken = tmp_path / "taken"
+    buffer = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=taken))
+    buffer.extend(_rows(0, 6))
+    (taken / "advantage.memmap").write_bytes(b"of others")
+    _unchanged(
+        buffer,
+        RuntimeError,
+        "advantage.memmap exists",
+        lambda: buffer.__setitem__("advantage", torch.zeros(6, 1)),
+    )
+    assert (taken / "advantage.memmap").read_bytes() == b"of others"
+
+
+def test_records_of_fixed_fields(tmp_path: Path):
+    steps = _buffer(LazyTensorStorage(4))
+    steps.extend(Step(torch.zeros(3, 2), batch_size=[3]))
+    with pytest.raises(SchemaError, match=r"'value'.*fields of a Step"):
+        steps[:] = Step(torch.ones(3, 2), torch.ones(3), batch_size=[3])
+    assert not steps[:].observation.any()
+    tensors = _buffer(LazyTensorStorage(4))
+    tensors.extend(torch.zeros(3))
+    with pytest.raises(SchemaError):
+        tensors["advantage"] = torch.zeros(3)
+    objects = _buffer(ListStorage(4), collate_fn=list)
+    objects.extend([torch.zeros(1), torch.zeros(1)])
+    with pytest.raises(RuntimeError, match=r"'advantage'.*got a Tensor"):
+        objects["advantage"] = torch.zeros(2)
+
+
+def test_wrapped_tensors_and_mappings():
+    data = _rows(0, 6)
+    wrapped = _buffer(TensorStorage(data))
+    wrapped["advantage"] = _advantage(data)
+    assert _is_consistent(wrapped[:])
+    assert data.get("advantage", None) is None
+    mappings = _buffer(LazyTensorStorage(4))
+    mappings.extend({"x": torch.arange(3), "in": {"y": torch.arange(3)}})
+    mappings["in", "z"] = torch.arange(3) * 2
+    assert mappings[:]["in"]["z"].tolist() == [0, 2, 4]
+    mappings.extend({"x": torch.arange(1), "in": {"y": torch.arange(1)}})
+    assert mappings[:]["in"]["z"].tolist() == [0, 2, 4, 0]
+    lists = _buffer(ListStorage(4), collate_fn=list)
+    lists.extend([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}])
+    lists["in", "z"] = torch.tensor([5, 6])
+    assert [row["in"]["z"].item() for row in lists[:]] == [5, 6]
+
+
+def test_nested_containers_keep_their_shape():
+    """A TensorDict of agents has a batch dimension of its own."""
+    agents = TensorDict({"x": torch.zeros(5, 2, 3)}, [5, 2])
+    buffer = _buffer(LazyTensorStorage(8))
+    buffer.extend(TensorDict({"agents": agents}, [5]))
+    buffer["agents", "value"] = torch.arange(10).view(5, 2)
+    assert buffer.sample()["agents"].batch_size == (4, 2)
+    assert buffer["agents", "value"].tolist() == torch.arange(10).view(5, 2).tolist()
+    with pytest.raises(SchemaError, match=r"'agents', 'other'.*begins with \[2\]"):
+        buffer["agents", "other"] = torch.zeros(5, 3)
+    whole = TensorDict({"mean": torch.ones(5, 2), "std": torch.ones(5)}, [5])
+    buffer["critic"] = whole
+    assert set(buffer[:]["critic"].keys()) == {"mean", "std"}
