@@ -119,7 +119,8 @@ class Field:
         role: see `Role`.
         before: key that takes the state a row starts from, or the action, if any.
         after: key that takes the state a row arrives at, or the outcome, if any.
-        column: whether a scalar per record is stored as ``[N, 1]`` and not as ``[N]``.
+        column: whether a scalar per record is stored as ``[N, 1]`` and not as ``[N]``. Rewards
+            and the flags of the engine are ``[N, 1]`` in any case.
         required: whether every episode must have it, with one shape and dtype. A leaf of a field
             that is not required is left out when some episode lacks it or has it differently.
         nested: the source may also be a group, which then stands for all datasets below it.
@@ -132,7 +133,8 @@ class Field:
             alignment says of states.
 
     Raises:
-        ValueError: a role or moment that is none; a successor without ``after``.
+        ValueError: a role or moment that is none; a successor without ``after``; the key of the
+            reward for something else.
 
     Example:
         >>> from replaykit.datasets import Field
@@ -162,6 +164,9 @@ class Field:
             if given not in known:
                 text = f"{self.source!r}: expected {what} as one of {known}, got {given!r}"
                 raise ValueError(text)
+        if self.after == ("next", "reward") and self.role != "reward":
+            text = f"{self.source!r}: ('next', 'reward') takes the role 'reward', got {self.role!r}"
+            raise ValueError(text)
         if self.describes == "successor" and (self.after is None or self.before is not None):
             raise ValueError(f"{self.source!r}: a successor has the key `after` and no other")
 
@@ -197,6 +202,16 @@ class Field:
         if self.source.endswith("/"):
             return self.source == "/" or path.startswith(self.source)
         return path == self.source or (self.nested and path.startswith(f"{self.source}/"))
+
+    def shadows(self, later: Field) -> bool:
+        """Whether a field after this one gets nothing: what is below its group is this one's."""
+        if not isinstance(self.source, str) or not isinstance(later.source, str):
+            return False
+        if not self.source.endswith("/") or not later.source.endswith("/"):
+            return False
+        return self.source != later.source and (
+            self.source == "/" or later.source.startswith(self.source)
+        )
 
     def extra(self, alignment: Alignment) -> int:
         """How many more records than the clock the datasets of the field have."""

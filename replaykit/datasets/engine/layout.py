@@ -129,6 +129,8 @@ class Layout:
         alignment: which records a row takes; one of `ALIGNMENTS` or one's own.
         clock: the source path whose length is the number of records of an episode.
         fields: which dataset becomes which key; the engine adds flags, ``episode`` and ``seed``.
+            A dataset may be named by several, and fills the keys of each; one with a closing
+            ``/`` takes what no field before it covers.
         attributes: attributes of an episode's group that `facts` wants to see.
         count: the attribute that must be the length of the clock, if any (rule V15).
         about: a group and the attributes of it that describe the whole file; the manifest has
@@ -196,6 +198,21 @@ class Layout:
     copies: Literal["keep", "drop"] = "keep"
     joined: bool = False
     chunks: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks that every field can take something.
+
+        Raises:
+            ValueError: all that a field stands for is taken by one before it.
+        """
+        for at, entry in enumerate(self.fields):
+            for before in self.fields[:at]:
+                if before.shadows(entry):
+                    raise ValueError(
+                        f"layout {self.name!r}: the field {entry.name!r} gets nothing, since "
+                        f"{before.name!r} before it takes all datasets of that group; put "
+                        f"{entry.name!r} first"
+                    )
 
     # -- what follows from the declaration ------------------------------------------------------
 

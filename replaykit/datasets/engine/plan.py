@@ -36,6 +36,7 @@ class PlannedLeaf:
         is_successor: it has the states that rows arrive at.
         decoder: makes numbers of what the dataset stores.
         bounds: smallest and largest value, each one number or one for each value of a record.
+        field: the field of the layout that takes it, by its position.
     """
 
     path: str
@@ -51,6 +52,17 @@ class PlannedLeaf:
     is_successor: bool = False
     decoder: Decoder | None = None
     bounds: Bounds | None = None
+    field: int = 0
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether it fills no column and says nothing that every data set has.
+
+        Ends and rewards are in the table of episodes; the last action tells layouts how an episode
+        was closed.
+        """
+        needed = ("terminated", "truncated", "reward", "action")
+        return not self.targets and self.role not in needed
 
     @property
     def record_bytes(self) -> int:
@@ -104,7 +116,7 @@ class Plan:
     @property
     def source_bytes(self) -> int:
         """How many bytes the episodes hold, uncompressed."""
-        width = sum(leaf.record_bytes for leaf in self.leaves)
+        width = sum(leaf.record_bytes for leaf in self.leaves if not leaf.is_unwanted)
         return width * self.spans.records
 
     @property

@@ -21,6 +21,9 @@ from replaykit.ted import Key
 
 __all__ = ["SchemaUnion", "Spec"]
 
+_Use = tuple[str, int]
+"""A dataset, and which field of the layout takes it: several may take one dataset."""
+
 _NARROW: Final = ("float16", "int8")
 """Dtypes that loggers choose by default, at the price of digits or of wrapping (rule V14)."""
 
@@ -53,7 +56,7 @@ class Spec:
 class _Signature:
     """The leaves of some episodes that all declare the same ones."""
 
-    specs: dict[str, Spec]
+    specs: dict[_Use, Spec]
     first: Place
     number: int
     count: int = 0
@@ -77,7 +80,7 @@ class SchemaUnion:
         self._policies = policies
         self._without = without
         self._notes = notes
-        self._fields: dict[str, Field | None] = {}
+        self._fields: dict[str, dict[_Use, Field]] = {}
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._foreign: dict[str, Place] = {}
@@ -100,22 +103,23 @@ class SchemaUnion:
         if clock is None:
             raise place.at(key=self.layout.clock).error("the required key is missing", "V12")
         for path, leaf in leaves.items():
-            known = self.field_of(path)
-            is_unusable = leaf.problem is not None and not leaf.shape
-            if known is None or (is_unusable and not known.required):
-                continue
-            if is_unusable:
-                raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
-            if clock.shape and not known.required and leaf.shape[:1] in ((), (1,)):
-                continue
-            extra = known.extra(self.layout.alignment)
-            if not leaf.shape or not clock.shape or leaf.shape[0] != clock.shape[0] + extra:
-                text = f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}"
-                if extra:
-                    text += f", so that {clock.shape[0] + extra if clock.shape else 0} are expected"
-                hint = self.layout.hint(path, leaf.shape)
-                raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
+            for known in self.fields_of(path).values():
+                self._check_length(path, leaf, known, clock, place)
         return clock.shape[0]
+
+    def _check_length(self, path: str, leaf: Leaf, known: Field, clock: Leaf, place: Place) -> None:
+        is_unusable = leaf.problem is not None and not leaf.shape
+        if is_unusable and known.required:
+            raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
+        if is_unusable or (clock.shape and not known.required and leaf.shape[:1] in ((), (1,))):
+            return
+        extra = known.extra(self.layout.alignment)
+        if not leaf.shape or not clock.shape or leaf.shape[0] != clock.shape[0] + extra:
+            text = f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}"
+            if extra:
+                text += f", so that {clock.shape[0] + extra if clock.shape else 0} are expected"
+            hint = self.layout.hint(path, leaf.shape)
+            raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
 
     def _require(self, entry: Field, leaves: Mapping[str, Leaf], place: Place) -> None:
         if entry.is_group:
@@ -135,18 +139,19 @@ class SchemaUnion:
         Raises:
             CorpusError: a required leaf differs from that of the first episode.
         """
-        specs = {}
+        specs: dict[_Use, Spec] = {}
         for path, leaf in leaves.items():
-            entry = self.field_of(path)
-            if entry is not None:
-                specs[path] = self._known_spec(path, leaf, entry, records)
+            fields = self.fields_of(path)
+            if fields:
+                for use, entry in fields.items():
+                    specs[use] = self._known_spec(use, leaf, entry, records)
             elif self._policies.extra == "error" and not self._why_without(path):
                 at = place.at(key=path)
                 raise at.error(f"it is no part of the layout {self.layout.name!r}", "V10")
             else:
                 self._foreign.setdefault(path, place)
         # Equal ones are one object.
-        known = tuple((path, id(spec)) for path, spec in specs.items())
+        known = tuple((use, id(spec)) for use, spec in specs.items())
         signature = self._signatures.get(known)
         if signature is None:
             signature = _Signature(specs, place, len(self._signatures))
@@ -154,24 +159,31 @@ class SchemaUnion:
             self._signatures[known] = signature
         signature.count += count
         self._episodes += count
-        return specs, signature.number
+        # In reverse, so that of several uses of a leaf the first one is returned.
+        return {path: specs[path, at] for path, at in reversed(specs)}, signature.number
 
-    def field_of(self, path: str) -> Field | None:
-        """Returns the field of a leaf. Remembered: asked for every leaf of every episode."""
+    def fields_of(self, path: str) -> dict[_Use, Field]:
+        """Returns the fields that take a leaf. Remembered: asked for every leaf of every episode.
+
+        These are the first that covers it, others of the same source, and those that name it.
+        """
         if path not in self._fields:
-            self._fields[path] = next(
-                (entry for entry in self.layout.fields if entry.covers(path)), None
-            )
-            if self._why_without(path):
-                self._fields[path] = None
+            found: dict[_Use, Field] = {}
+            first: Field | None = None
+            for at, entry in enumerate(self.layout.fields):
+                if not entry.covers(path) or self._why_without(path):
+                    continue
+                first = first or entry
+                if entry.source == first.source or path in entry.sources:
+                    found[path, at] = entry
+            self._fields[path] = found
         return self._fields[path]
 
     def is_in_question(self, path: str, spec: Spec) -> bool:
         """Whether the leaf is left out unless it has a value other than NaN somewhere."""
-        entry = self.field_of(path)
         if path in self.with_values or spec.problem is not None:
             return False
-        if entry is None or entry.required:
+        if any(entry.required for entry in self.fields_of(path).values()):
             return False
         is_plain = path not in dict(self.layout.decoders)
         is_float = spec.dtype.kind in "fc" and 0 not in spec.shape
@@ -188,13 +200,12 @@ class SchemaUnion:
     def _compare(self, signature: _Signature) -> None:
         """Checks the required leaves against those of the first episode."""
         first = next(iter(self._signatures.values()), signature)
-        paths = list(dict.fromkeys([*signature.specs, *first.specs]))
-        for path in paths:
-            entry = self.field_of(path)
-            if entry is None or not (self._is_required(entry) or self._policies.missing == "error"):
+        for use in dict.fromkeys([*signature.specs, *first.specs]):
+            path, entry = use[0], self.layout.fields[use[1]]
+            if not (self._is_required(entry) or self._policies.missing == "error"):
                 continue
             at = signature.first.at(key=path)
-            spec, expected = signature.specs.get(path), first.specs.get(path)
+            spec, expected = signature.specs.get(use), first.specs.get(use)
             if spec is None or expected is None:
                 has, lacks = (first, at) if spec is None else (signature, first.first.at(key=path))
                 raise lacks.error(f"the key is missing, but {has.first} has it", "V12")
@@ -206,9 +217,9 @@ class SchemaUnion:
             if spec.shape != expected.shape or not same or spec.is_once != expected.is_once:
                 raise at.error(f"has {spec}, but {first.first} has {expected}", "V10")
 
-    def _known_spec(self, path: str, leaf: Leaf, entry: Field, records: int) -> Spec:
+    def _known_spec(self, use: _Use, leaf: Leaf, entry: Field, records: int) -> Spec:
         is_full = leaf.shape[:1] == (records + entry.extra(self.layout.alignment),)
-        kind = (path, leaf.shape[1:], leaf.dtype, leaf.problem, is_full)
+        kind = (use, leaf.shape[1:], leaf.dtype, leaf.problem, is_full)
         found = self._specs.get(kind)
         if found is None:
             spec = self._spec(leaf, entry, records)
@@ -220,10 +231,11 @@ class SchemaUnion:
         extra = entry.extra(self.layout.alignment)
         is_once = leaf.problem is None and leaf.shape[:1] != (records + extra,)
         shape = leaf.shape[1:]
-        if shape == () and entry.column:
+        is_column = entry.column or entry.role == "reward"
+        if shape == () and is_column:
             shape = (1,)
         elif (entry.is_end or entry.role == "reward") and math.prod(shape) == 1:
-            shape = (1,) if entry.column else ()
+            shape = (1,) if is_column else ()
         dtype = np.dtype(leaf.dtype)
         stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
         return Spec(shape, dtype, stored, leaf.problem, is_once, extra)
@@ -240,28 +252,49 @@ class SchemaUnion:
             LeftOut(path, self._why_foreign(path, place))
             for path, place in sorted(self._foreign.items())
         ]
-        specs: dict[str, Spec] = {}
+        specs: dict[_Use, Spec] = {}
         for signature in self._signatures.values():
-            for path, spec in signature.specs.items():
-                specs.setdefault(path, spec)
+            for use, spec in signature.specs.items():
+                specs.setdefault(use, spec)
         found = []
-        for path in sorted(specs):
-            entry = self.field_of(path)
-            if entry is None or path != _first_source(entry, path):
+        for use in sorted(specs):
+            path, entry = use[0], self.layout.fields[use[1]]
+            if path != _first_source(entry, path):
                 continue
-            why = None if self._is_required(entry) else self._why_left_out(path, specs[path])
+            why = None if self._is_required(entry) else self._why_left_out(use, specs[use])
             if why is not None:
                 left_out.append(LeftOut(path, why))
                 continue
-            leaf = self._leaf(path, entry, specs)
-            # Ends and rewards are in the table of episodes; the last action tells layouts how an
-            # episode was closed.
-            is_needed = entry.is_end or entry.role in ("reward", "action")
-            if leaf.targets or is_needed:
-                found.append(leaf)
+            found.append(self._leaf(use, entry, specs))
+        # What the caller does not want is compared with the rest all the same.
+        witnesses = set(self.layout.witnesses({leaf.path for leaf in found}))
+        self._note_unverified(found)
+        found = [leaf for leaf in found if not leaf.is_unwanted or leaf.path in witnesses]
         found.sort(key=lambda leaf: leaf.is_successor)
-        self._compare_successors(found)
+        self._compare_successors([leaf for leaf in found if not leaf.is_unwanted])
         return found, left_out
+
+    def _note_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
+        """Notes that steps are not compared with the next ones, where one side is left out."""
+        first = next(iter(self._signatures.values())).first
+        states = {
+            target.key
+            for entry, leaf in ((self.layout.fields[leaf.field], leaf) for leaf in leaves)
+            for target in entry.targets(self.layout.alignment, leaf.paths[0])
+        }
+        for leaf in leaves:
+            entry = self.layout.fields[leaf.field]
+            for target in entry.targets(self.layout.alignment, leaf.paths[0]):
+                pair = target.key, target.key[1:]
+                is_compared = leaf.is_successor and pair[1] in states
+                lacking = [key for key in pair if not self._policies.keeps(key)]
+                if is_compared and lacking:
+                    self._notes.add(
+                        "V22",
+                        f"{' and '.join(map('/'.join, lacking))} left out by the policies, so that "
+                        "it is unverified whether steps arrive at what the next ones start from",
+                        first.at(key=leaf.path),
+                    )
 
     def check_policies(self, always: Iterable[Key]) -> None:
         """Checks that what the caller names is there; ``always``: the keys of no leaf.
@@ -272,12 +305,11 @@ class SchemaUnion:
         declared = {
             (path, spec.dtype)
             for signature in self._signatures.values()
-            for path, spec in signature.specs.items()
+            for (path, _), spec in signature.specs.items()
         }
         columns = []
         for path, dtype in declared:
-            entry = self.field_of(path)
-            if entry is not None:
+            for entry in self.fields_of(path).values():
                 castable = None if entry.dtype else dtype
                 targets = entry.targets(self.layout.alignment, path)
                 columns += [(target.key, castable) for target in targets]
@@ -298,8 +330,8 @@ class SchemaUnion:
                         "V10",
                     )
 
-    def _leaf(self, path: str, entry: Field, specs: Mapping[str, Spec]) -> PlannedLeaf:
-        spec = specs[path]
+    def _leaf(self, use: _Use, entry: Field, specs: Mapping[_Use, Spec]) -> PlannedLeaf:
+        path, spec = use[0], specs[use]
         if spec.dtype.name in _NARROW and not entry.is_end:
             first = next(iter(self._signatures.values())).first
             text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
@@ -307,7 +339,7 @@ class SchemaUnion:
         paths: tuple[str, ...] = (path,)
         name = path
         if not isinstance(entry.source, str):
-            parts = [specs[part] for part in entry.sources]
+            parts = [specs[part, use[1]] for part in entry.sources]
             width = sum(math.prod(part.shape) for part in parts)
             dtype = np.result_type(*(part.dtype for part in parts))
             stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
@@ -324,10 +356,11 @@ class SchemaUnion:
             targets=tuple(target for target in targets if self._policies.keeps(target.key)),
             extra=spec.extra,
             is_once=spec.is_once,
-            is_padded=any(path not in known.specs for known in self._signatures.values()),
+            is_padded=any(use not in known.specs for known in self._signatures.values()),
             is_successor=entry.describes == "successor",
             decoder=dict(self.layout.decoders).get(path),
             bounds=self._bounds(path, spec.shape),
+            field=use[1],
         )
 
     def _bounds(self, path: str, shape: tuple[int, ...]) -> Bounds | None:
@@ -349,11 +382,12 @@ class SchemaUnion:
         default = f"it is no part of the layout {self.layout.name!r} (in {place.brief})"
         return self._why_without(path) or default
 
-    def _why_left_out(self, path: str, spec: Spec) -> str | None:
+    def _why_left_out(self, use: _Use, spec: Spec) -> str | None:
         """Says why an optional leaf is not shared by all episodes in a form that can be kept."""
-        lacking = [known for known in self._signatures.values() if path not in known.specs]
+        path, entry = use[0], self.layout.fields[use[1]]
+        lacking = [known for known in self._signatures.values() if use not in known.specs]
         if lacking:
-            others, where = lacking[0].specs, lacking[0].first.brief
+            others, where = [name for name, _ in lacking[0].specs], lacking[0].first.brief
             below = any(o.startswith(f"{path}/") for o in (*others, *self._foreign))
             above = any(path.startswith(f"{other}/") for other in others)
             if below or above:
@@ -363,15 +397,13 @@ class SchemaUnion:
                 return f"missing from {count} of {self._episodes} episodes, first {where}"
         if spec.problem is not None:
             return spec.problem
-        entry = self.field_of(path)
-        if 0 in spec.shape and entry is not None and entry.source == "/":
+        if 0 in spec.shape and entry.source == "/":
             return f"it has {spec}: nothing in a record"
         for known in self._signatures.values():
-            other = known.specs.get(path)
+            other = known.specs.get(use)
             if other is not None and other != spec:
                 return f"it has {spec} in one episode and {other} in {known.first.brief}"
-        entry = self.field_of(path)
-        if path not in self.with_values and entry is not None and not entry.required:
+        if path not in self.with_values and not entry.required:
             return "it is NaN throughout"
         try:
             torch_dtype(spec.stored)

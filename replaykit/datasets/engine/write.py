@@ -79,7 +79,7 @@ class RowWriter:
         self._block_bytes = block_bytes
         self._judge = judge
         self._advance = advance
-        known = {leaf.path: leaf for leaf in plan.leaves}
+        known = {leaf.path: leaf for leaf in reversed(plan.leaves)}
         self._witnesses = [
             known[path]
             for path in plan.layout.witnesses(known.keys())
@@ -172,6 +172,9 @@ class _StretchWriter:
         last: dict[str, npt.NDArray[Any]] = {}
         keeps_last = self._flags_want_last()
         for leaf in writer._plan.leaves:
+            if leaf.is_unwanted:
+                loaded.pop(leaf.path, None)
+                continue
             if not stretch.leaves.issuperset(leaf.paths):
                 for target in leaf.targets:
                     writer._columns[target.key].skip_to(stretch.start + stretch.rows)

@@ -6,7 +6,7 @@ from replaykit.datasets.families.isaaclab import ISAACLAB
 from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.maniskill import MANISKILL
 from replaykit.datasets.families.minari import MINARI
-from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.families.robohive import ROBOHIVE, RoboHiveLayout
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
 from replaykit.datasets.families.roboset_real import ROBOSET_REAL
 from replaykit.datasets.families.vd4rl import VD4RL
@@ -25,5 +25,6 @@ __all__ = [
     "VD4RL",
     "AlohaLayout",
     "D4RLLayout",
+    "RoboHiveLayout",
     "RobosuiteLayout",
 ]

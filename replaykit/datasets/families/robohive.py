@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.fields import STATE_RECORDS, Alignment, Field
+from replaykit.datasets.engine.fields import STATE_RECORDS, STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.layout import DropLeaves, Ends, Facts, Flags, Layout, Window
 from replaykit.datasets.engine.places import Notes, Place
@@ -31,9 +31,34 @@ _LOOKED_AT: Final = 16
 """Records by which most columns are told from the one that is looked for."""
 
 
+_Reward = Literal["recorded", "relabelled"]
+_Infos = Literal["before", "after"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoboHiveLayout(Layout):
-    """Trials of RoboHive's logger: the simulation files of RoboSet."""
+    """Trials of RoboHive's logger: the simulation files of RoboSet.
+
+    Attributes:
+        reward: ``"recorded"``: the rewards must be the dense or the sparse ones that the logger
+            wrote beside them (rule V52). ``"relabelled"``: they were computed afterwards, one for
+            each state like those of the logger, and are not compared.
+        infos: ``"before"``: a record has the infos, the reward and ``done`` of its state, as the
+            logger writes them. ``"after"``: it has those of the state that its action led to. T
+            records, none of which closes the trial with NaN, then make T - 1 rows, and T where the
+            trial terminated; infos are below ``("next", "info")`` alone. Either is confirmed by
+            ``obs_dict`` (rule V51).
+
+    Raises:
+        ValueError: another choice.
+
+    Example:
+        >>> from replaykit.datasets.families import RoboHiveLayout
+        >>> RoboHiveLayout(reward="relabelled").name
+        'robohive-trials-relabelled'
+        >>> RoboHiveLayout(infos="after").alignment.name
+        'steps'
+    """
 
     name: str = "robohive-trials"
     version: int = 1
@@ -48,6 +73,29 @@ class RoboHiveLayout(Layout):
         Field("time", "time", before=("time",)),
         Field(_INFOS, "info", ("info",), ("next", "info"), required=False),
     )
+    # The name says them, also to those who compare layouts.
+    reward: _Reward = field(default="recorded", repr=False)
+    infos: _Infos = field(default="before", repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for what, given, known in (
+            ("reward", self.reward, get_args(_Reward)),
+            ("infos", self.infos, get_args(_Infos)),
+        ):
+            if given not in known:
+                raise ValueError(f"expected {what} as one of {known}, got {given!r}")
+        suffixes = ["relabelled"] * (self.reward != "recorded")
+        if self.infos == "after":
+            suffixes.append("after")
+            fields = tuple(
+                replace(each, before=None, moment="outcome") if each.source == _INFOS else each
+                for each in self.fields
+            )
+            object.__setattr__(self, "alignment", STEPS)
+            object.__setattr__(self, "fields", fields)
+        missing = [each for each in suffixes if not self.name.endswith(f"-{each}")]
+        object.__setattr__(self, "name", "-".join([self.name, *missing]))
 
     def flags(
         self,
@@ -62,6 +110,15 @@ class RoboHiveLayout(Layout):
         Without the closing row of NaN the outcome of the last action was not recorded: the
         episode is truncated at the last recorded state, whatever that state's ``done`` is.
         """
+        if self.infos == "after":
+            if last["actions"].dtype.kind in "fc" and np.isnan(last["actions"]).any():
+                raise place.at(key="actions").error(
+                    "a record of NaN closes the trial, which the logger writes beside the infos of "
+                    'each state: expected none with infos="after"; remove that record from every '
+                    "array",
+                    "V50",
+                )
+            return super().flags(ends, last, facts, place, notes)
         done = ends["done"]
         final = done.records - 1
         if done.first is not None and done.first < final:
@@ -84,17 +141,16 @@ class RoboHiveLayout(Layout):
         return ("observations", "rewards", *infos)
 
     def examine(self, window: Window) -> None:
-        """Confirms that infos describe the state of their record, and which reward this is.
-
-        What the caller does not want is not read, and cannot be compared.
-        """
-        if "rewards" in window.arrays:
+        """Confirms which state infos describe, and which reward this is."""
+        if "rewards" in window.arrays and self.reward == "recorded":
             self._check_reward(window)
         if "observations" in window.arrays:
             self._check_infos(window)
 
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
         """Names the reward: ``dense``, ``sparse``, both where they are equal, or unknown."""
+        if self.reward == "relabelled":
+            return {"reward": ["relabelled"]}
         return {"reward": sorted(memory.get("rewards", ())) or None}
 
     def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
@@ -119,6 +175,17 @@ class RoboHiveLayout(Layout):
                 return int(match[1])
         return -1
 
+    def _other_way(self) -> str:
+        if self.infos == "after":
+            return (
+                "the infos describe the state of their record, expected that after the action: "
+                'this file is of RoboHiveLayout(infos="before"), the default'
+            )
+        return (
+            "the infos describe the state after the action, not before it; rewards of such a file "
+            'must not be shifted: RoboHiveLayout(infos="after") reads it as it is'
+        )
+
     def _check_reward(self, window: Window) -> None:
         rewards = window.arrays["rewards"].reshape(-1)
         known = {
@@ -138,7 +205,11 @@ class RoboHiveLayout(Layout):
         }
         if not equal:
             at = window.place.at(key="rewards")
-            raise at.error(f"the rewards equal none of {sorted(known)}", "V52")
+            raise at.error(
+                f"the rewards equal none of {sorted(known)}: if they were relabelled, say so with "
+                'RoboHiveLayout(reward="relabelled")',
+                "V52",
+            )
         so_far = window.memory.setdefault("rewards", equal)
         if not so_far & equal:
             at = window.place.at(key="rewards")
@@ -169,21 +240,20 @@ class RoboHiveLayout(Layout):
             )
         # Where a leaf lay in the last trial is where it lies in this one, as a rule.
         columns: dict[str, int] = window.memory.setdefault("columns", {})
-        confirmed = False
+        confirmed, is_after = False, self.infos == "after"
         for path, block in moving.items():
             at = columns.get(path)
-            if at is None or not _lies_at(block, observations, at):
-                at = _find_columns(block, observations)
+            mine, theirs = _paired(block, observations, is_after=is_after)
+            if at is None or not _lies_at(mine, theirs, at):
+                at = _find_columns(mine, theirs) if _changes(mine) else None
             if at is not None:
                 columns[path] = at
                 confirmed = True
-            elif _changes(block[:-1]) and _find_columns(block[:-1], observations[1:]) is not None:
+                continue
+            mine, theirs = _paired(block, observations, is_after=not is_after)
+            if _changes(mine) and _find_columns(mine, theirs) is not None:
                 # One such leaf is enough, whatever the others say: infos are logged together.
-                raise window.place.at(key=path).error(
-                    "the infos describe the state after the action, not before it; rewards of "
-                    "such a file must not be shifted and this converter does not read it",
-                    "V51",
-                )
+                raise window.place.at(key=path).error(self._other_way(), "V51")
         if not confirmed:
             text = "no leaf of obs_dict occurs in the observation, so the alignment is unconfirmed"
             window.notes.add("V51", text, window.place)
@@ -208,6 +278,13 @@ def _changes(block: npt.NDArray[Any]) -> bool:
     if block.dtype.kind in "fc":
         differs &= ~(np.isnan(block[1:]) & np.isnan(block[:1]))
     return bool(differs.any())
+
+
+def _paired(
+    block: npt.NDArray[Any], observations: npt.NDArray[Any], *, is_after: bool
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Returns infos and the observations of the states that they describe."""
+    return (block[:-1], observations[1:]) if is_after else (block, observations)
 
 
 def _lies_at(block: npt.NDArray[Any], observations: npt.NDArray[Any], column: int) -> bool:

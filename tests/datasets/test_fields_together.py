@@ -1,0 +1,229 @@
+"""Fields of a layout on one source, and what the policies leave out: nothing goes unsaid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from replaykit.datasets import (
+    ARRIVALS,
+    FINAL_STATE,
+    STEPS,
+    Field,
+    Groups,
+    Layout,
+    Policies,
+    convert,
+)
+from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE
+from replaykit.errors import CorpusError
+from replaykit.testing.robohive import RoboHiveWriter
+
+POSE = np.arange(24.0).reshape(6, 4) ** 2
+STATE = Field("pose", "observation", ("observation",), ("next", "observation"))
+SCORE = Field("score", "reward", after=("next", "reward"))
+
+
+def _layout(*fields: Field, **how: Any) -> Layout:
+    known: dict[str, Any] = {
+        "name": "arm", "version": 1, "episodes": Groups("run", having=("score",)),
+        "alignment": FINAL_STATE, "clock": "score",
+    }  # fmt: skip
+    return Layout(**{**known, **how}, fields=fields)
+
+
+def _write(path: Path, runs: int = 2, **more: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for run in range(runs):
+            file[f"run{run}/pose"] = POSE + run
+            file[f"run{run}/score"] = np.arange(5.0) + run
+            for name, values in more.items():
+                file[f"run{run}/{name}"] = values
+    return path
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_state_and_shifted_action_of_one_array_are_both_made(tmp_path, is_reversed):
+    action = Field("pose", "action", before=("action",), shift=1, more=1)
+    fields = (action, STATE, SCORE) if is_reversed else (STATE, action, SCORE)
+    data = convert(_write(tmp_path / "a.h5"), _layout(*fields), tmp_path / "data")
+    rows = data[:]
+    for run in range(2):
+        mine = rows[rows["episode"] == run]
+        np.testing.assert_array_equal(mine["observation"], POSE[:-1] + run)
+        np.testing.assert_array_equal(mine["next", "observation"], POSE[1:] + run)
+        np.testing.assert_array_equal(mine["action"], POSE[1:] + run)
+    sources = {tuple(array.key): array.facts for array in data.published.manifest.arrays}
+    assert (sources["action",]["source"], sources["action",]["shift"]) == ("pose", 1)
+
+
+def test_each_field_of_one_source_has_its_own_dtype_and_shape(tmp_path):
+    fields = (
+        STATE,
+        SCORE,
+        Field("score", "info", after=("next", "seen"), dtype="float32", moment="outcome"),
+        Field("score", "info", after=("next", "wide"), column=True, moment="outcome"),
+    )
+    rows = convert(_write(tmp_path / "a.h5"), _layout(*fields), tmp_path / "data")[:]
+    expected = np.concatenate([np.arange(5.0), np.arange(5.0) + 1])
+    for key, shape, dtype in (
+        ("reward", (10, 1), np.float64), ("seen", (10,), np.float32), ("wide", (10, 1), np.float64),
+    ):  # fmt: skip
+        found = rows["next", key].numpy()
+        assert (found.shape, found.dtype) == (shape, dtype)
+        np.testing.assert_array_equal(found.reshape(-1), expected)
+
+
+def test_groups_parts_side_by_side_and_single_paths_may_share_datasets(tmp_path):
+    path = _write(tmp_path / "a.h5", runs=1, **{"obs/x": POSE[:, :2], "obs/y": POSE[:, 2:]})
+    fields = (
+        Field("obs/", "observation", ("observation",), ("next", "observation")),
+        Field(("obs/x", "obs/y"), "observation", ("flat",), ("next", "flat")),
+        Field("obs/x", "action", before=("action",), moment="state", shift=1),
+        Field("obs/", "info", before=("info",)),
+        SCORE,
+    )
+    with pytest.warns(UserWarning, match="left out of the data set: pose: it is no part"):
+        rows = convert(path, _layout(*fields), tmp_path / "data")[:]
+    np.testing.assert_array_equal(rows["observation", "y"], POSE[:5, 2:])
+    np.testing.assert_array_equal(rows["info", "y"], POSE[:5, 2:])
+    np.testing.assert_array_equal(rows["flat"], POSE[:5])
+    np.testing.assert_array_equal(rows["action"], POSE[1:, :2])
+
+
+def test_ends_of_one_source_are_both_set(tmp_path):
+    fields = (STATE, SCORE, Field("end", "terminated"), Field("end", "truncated"))
+    path = _write(tmp_path / "a.h5", end=np.arange(5) == 4)
+    data = convert(path, _layout(*fields), tmp_path / "data")
+    for name in ("terminated", "truncated"):
+        assert data[:]["next", name].sum() == 2
+
+
+def test_a_field_that_could_get_nothing_is_an_error_at_declaration():
+    with pytest.raises(ValueError, match=r"'obs/camera/' gets nothing.*put 'obs/camera/' first"):
+        _layout(
+            Field("obs/", "observation", ("observation",)),
+            Field("obs/camera/", "info", ("camera",)),
+        )
+    with pytest.raises(ValueError, match="gets nothing"):
+        _layout(Field("/", "info", ("info",)), Field("obs/", "observation", ("observation",)))
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 1)])
+@pytest.mark.parametrize("alignment", [FINAL_STATE, STEPS, ARRIVALS])
+def test_rewards_have_one_trailing_dimension(tmp_path, column, shape, alignment):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["run0/score"] = np.arange(5.0).reshape(shape)
+        file["run0/pose"] = POSE if alignment is FINAL_STATE else POSE[:5]
+    score = replace(SCORE, column=column)
+    data = convert(tmp_path / "a.h5", _layout(STATE, score, alignment=alignment), tmp_path / "data")
+    assert data[:]["next", "reward"].shape == (len(data), 1)
+    assert data[:]["next", "done"].shape == (len(data), 1)
+
+
+def test_the_key_of_the_reward_takes_a_reward_only():
+    with pytest.raises(ValueError, match="takes the role 'reward', got 'info'"):
+        Field("score", "info", after=("next", "reward"))
+
+
+# -- what is left out is compared all the same ------------------------------------------------
+
+
+def _robohive(path: Path, *, late: int = 0, reward: float = 0.0) -> Path:
+    """Trials whose infos are of the record, or of one later; rewards may be others."""
+    rng = np.random.default_rng(0)
+    with RoboHiveWriter(path) as writer:
+        for _ in range(2):
+            states = rng.normal(size=(6 + late, 3))
+            scores = rng.normal(size=6)
+            writer.add_trial(
+                states[:6], rng.normal(size=(5, 2)), scores + reward, np.zeros(6, bool),
+                np.arange(6.0), env_infos={
+                    "obs_dict/qpos": states[late : late + 6], "rwd_dense": scores,
+                },
+            )  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {},
+        {"exclude": ["info", ("next", "info")]},
+        {"exclude": ["observation", ("next", "observation")]},
+        {
+            "exclude": [
+                "observation",
+                ("next", "observation"),
+                "info",
+                ("next", "info"),
+                ("next", "reward"),
+            ]
+        },
+        {"include": ["action"]},
+        {"include": [("next", "reward")]},
+    ],
+)
+def test_what_is_excluded_still_tells_records_after_the_step(tmp_path, left_out, strict):
+    path = _robohive(tmp_path / "a.h5", late=1)
+    policies = Policies(**left_out, strict=strict)
+    with pytest.raises(CorpusError, match=r"\[V51\]"):
+        convert(path, ROBOHIVE, tmp_path / "data", policies=policies)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("left_out", [{}, {"exclude": ["info", ("next", "info")]}])
+def test_what_is_excluded_still_tells_rewards_of_something_else(tmp_path, left_out):
+    path = _robohive(tmp_path / "a.h5", reward=1.0)
+    with pytest.raises(CorpusError, match=r"\[V52\]"):
+        convert(path, ROBOHIVE, tmp_path / "data", policies=Policies(**left_out))
+
+
+def test_what_is_excluded_and_right_is_left_out(tmp_path):
+    path = _robohive(tmp_path / "a.h5")
+    policies = Policies(exclude=["info", ("next", "info"), "observation", ("next", "observation")])
+    rows = convert(path, ROBOHIVE, tmp_path / "data", policies=policies)[:]
+    whole = convert(path, ROBOHIVE, tmp_path / "whole")[:]
+    assert "observation" not in rows
+    assert "info" not in rows
+    for key in ("action", ("next", "reward"), ("next", "done")):
+        assert rows[key].equal(whole[key])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_isaac_lab_observations_after_the_action_are_told_without_them(tmp_path, strict):
+    actions = np.random.default_rng(0).normal(size=(6, 2))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["data/demo_0/actions"] = actions
+        file["data/demo_0/obs/actions"] = actions  # that of the same record
+        file["data/demo_0/obs/joints"] = np.arange(12.0).reshape(6, 2)
+    policies = Policies(exclude=["observation", ("next", "observation")], strict=strict)
+    with pytest.raises(CorpusError, match=r"\[V51\]"):
+        convert(tmp_path / "a.h5", ISAACLAB, tmp_path / "data", policies=policies)
+
+
+@pytest.mark.parametrize("key", ["observation", ("next", "observation")])
+def test_steps_that_are_not_compared_are_said_to_be_unverified(tmp_path, key):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        # Rows of two episodes are mixed, which only both sides tell.
+        file["observations"], file["actions"] = np.arange(6.0)[:, None], np.ones((6, 1))
+        file["next_observations"] = np.arange(6.0)[::-1, None].copy()
+        file["rewards"], file["terminals"] = np.ones(6), np.zeros(6, bool)
+        file["timeouts"] = np.arange(6) == 5
+    policies = Policies(exclude=[key])
+    name = key if isinstance(key, str) else "/".join(key)
+    said = f"{name} left out by the policies, so that it is unverified whether steps arrive"
+    with pytest.warns(UserWarning, match=said):
+        data = convert(tmp_path / "a.h5", D4RL, tmp_path / "data", policies=policies)
+    assert any(said in each["text"] for each in data.published.manifest.report["warnings"])
+    with pytest.raises(CorpusError, match=said):
+        convert(
+            tmp_path / "a.h5", D4RL, tmp_path / "strict", policies=replace(policies, strict=True)
+        )
