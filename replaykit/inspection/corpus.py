@@ -75,6 +75,8 @@ def corpus_facts(path: Path) -> tuple[Facts, Table]:
 def _source(facts: Any) -> str | None:
     if "source" not in facts:
         return None
+    if facts.get("one_per_episode"):
+        return f"{facts['source']}, one an episode"
     shift = facts.get("shift", 0)
     return f"{facts['source']}[t{f'{shift:+d}' if shift else ''}]"
 

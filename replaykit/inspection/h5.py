@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -26,9 +27,13 @@ from replaykit.inspection.table import Table, measure
 __all__ = ["opened_h5"]
 
 _WANTED: Final = (("action",), ("next", "reward"))
-"""What a conversion for facts writes, besides flags: layouts look at the actions too."""
-_NOT_READ: Final = ("[V36]", "[V51]", "[V52]")
-"""Rules that compare what is not read for it: what they say then is of no use."""
+"""What is converted for facts of files that are too large to be converted whole, besides flags."""
+_WHOLE_BYTES: Final = 256 << 20
+"""Bytes of values up to which all of them are converted, so that every rule is applied."""
+_ROOM: Final = 3
+"""Times the values that the temporary folder must have free: most are stored twice."""
+_NOT_READ: Final = ("[V36]", "left out by the policies")
+"""Warnings that come of leaving keys out of the conversion for facts."""
 
 
 @contextmanager
@@ -38,8 +43,10 @@ def opened_h5(
     """Opens H5 files of one data set and yields what is known of them.
 
     Datasets are listed as they are. Episodes, returns, reasons of ends and warnings are those that
-    a conversion gives: rewards and flags are converted into a directory that is removed, and
-    episodes that break a rule are left out and reported. Where no layout fits, there are none.
+    a conversion gives: the files are converted into a directory that is removed. What a conversion
+    would refuse is said, and episodes that break a rule are left out then. Of files of more than
+    256 MiB of values only actions, rewards, flags and what layouts compare are converted, which is
+    said too, unless ``most_bytes`` is ``None``. Where no layout fits, there are no episodes.
 
     Args:
         path: the file or folder that was asked for.
@@ -56,10 +63,7 @@ def opened_h5(
         said.append("no layout of the package fits, so its episodes are not known")
     else:
         chosen = layout_named(guess.layout)
-        if guess.problem:
-            said.append(guess.problem)
-        else:
-            episodes, plan = _episodes(files, chosen, said)
+        episodes, plan = _episodes(files, chosen, said, is_exact=most_bytes is None)
     with OpenFiles() as handles:
         columns = found_columns(handles, files)
         keys = []
@@ -95,38 +99,72 @@ def _key(key: str, column: H5Column, most_bytes: int | None) -> KeyFacts:
 
 
 def _episodes(
-    files: Sequence[Path], layout: Layout, said: list[str]
+    files: Sequence[Path], layout: Layout, said: list[str], *, is_exact: bool
 ) -> tuple[EpisodeFacts | None, Plan | None]:
-    try:
-        plan = scan_files(files, layout, Policies(on_invalid="skip"))
-        with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
-            published = _dry_run(Path(folder) / "data", files, layout, plan)
-            facts, _ = corpus_facts(published.path)
-            lengths = np.array(facts.episodes.lengths) if facts.episodes else np.zeros(0, np.int64)
-            said.extend(
-                text for text in facts.warnings if not any(rule in text for rule in _NOT_READ)
+    """Converts as the command would; where that is refused, without what breaks a rule.
+
+    Where nothing is left then, what is known without comparing observations is better than nothing.
+    """
+    reads_all = True
+    attempts: tuple[tuple[Literal["error", "skip"], bool], ...] = (
+        ("error", True), ("skip", True), ("skip", False),
+    )  # fmt: skip
+    for on_invalid, may_be_whole in attempts:
+        try:
+            plan = scan_files(files, layout, Policies(on_invalid=on_invalid))
+            is_whole = may_be_whole and reads_all and (is_exact or _is_small(plan))
+            policies = _policies(plan, on_invalid, is_whole=is_whole)
+            with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
+                published = _dry_run(Path(folder) / "data", files, layout, policies)
+                found = _found(published, said, is_whole=is_whole)
+        except (CorpusError, ImportError) as error:
+            reads_all = reads_all and not isinstance(error, ImportError)
+            text = f"a conversion would be refused: {error}"
+            if text not in said:
+                said.append(text)
+            continue
+        if not is_whole:
+            said.append(
+                f"the files have {plan.source_bytes:,} bytes of values, of which only actions, "
+                "rewards, flags and what the layout compares were checked: a conversion, and "
+                "--exact, check all"
             )
-            assert facts.episodes is not None
-            returns = facts.episodes.returns
-            return (
-                EpisodeFacts(
-                    lengths,
-                    facts.episodes.ends,
-                    None if returns is None else returns.copy(),
-                    facts.episodes.names,
-                ),
-                plan,
-            )
-    except CorpusError as error:
-        said.append(f"a conversion would be refused: {error}")
-        return None, None
+        return found, plan
+    return None, None
 
 
-def _dry_run(target: Path, files: Sequence[Path], layout: Layout, plan: Plan) -> Published:
+def _is_small(plan: Plan) -> bool:
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    return plan.source_bytes <= min(_WHOLE_BYTES, free // _ROOM)
+
+
+def _policies(plan: Plan, on_invalid: Literal["error", "skip"], *, is_whole: bool) -> Policies:
+    if is_whole:
+        return Policies(on_invalid=on_invalid)
     keys = [target.key for leaf in plan.leaves for target in leaf.targets]
     wanted = [key for key in _WANTED if any(each[: len(key)] == key for each in keys)]
     # Flags and ids are always there; a file may have nothing else of it.
-    policies = Policies(on_invalid="skip", include=[*wanted, ("episode",)], all_nan="keep")
+    return Policies(on_invalid=on_invalid, include=[*wanted, ("episode",)], all_nan="keep")
+
+
+def _found(published: Published, said: list[str], *, is_whole: bool) -> EpisodeFacts:
+    """Returns the episodes of what was converted, apart from its files; adds its warnings."""
+    facts, _ = corpus_facts(published.path)
+    episodes = facts.episodes
+    assert episodes is not None
+    said.extend(
+        text for text in facts.warnings if is_whole or not any(part in text for part in _NOT_READ)
+    )
+    returns = episodes.returns
+    return EpisodeFacts(
+        np.array(episodes.lengths),
+        episodes.ends,
+        None if returns is None else returns.copy(),
+        episodes.names,
+    )
+
+
+def _dry_run(target: Path, files: Sequence[Path], layout: Layout, policies: Policies) -> Published:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return ensure_dataset(

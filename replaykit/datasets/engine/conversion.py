@@ -18,6 +18,7 @@ import numpy as np
 
 from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
 from replaykit.datasets.engine.condense import condense
+from replaykit.datasets.engine.decoding import Preceded
 from replaykit.datasets.engine.filework import Written, write_files
 from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.once import store_once
@@ -368,7 +369,8 @@ def _arrays(
     facts: dict[Key, dict[str, Any]] = {
         target.key: {
             "source": leaf.path,
-            "shift": target.offset,
+            # Counted in records of the dataset: what precedes them lies in another one.
+            "shift": target.offset - isinstance(leaf.decoder, Preceded),
             **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
             **({"one_per_episode": True} if leaf.is_once else {}),
         }

@@ -11,6 +11,7 @@ import numpy as np
 
 from replaykit.datasets.columns import torch_dtype, unstorable
 from replaykit.datasets.engine.fields import Field
+from replaykit.datasets.engine.finding import Segments
 from replaykit.datasets.engine.h5 import Leaf
 from replaykit.datasets.engine.layout import Bounds, Layout
 from replaykit.datasets.engine.pairs import require_pairs
@@ -24,6 +25,8 @@ __all__ = ["SchemaUnion", "Spec"]
 _Use = tuple[str, int]
 """A dataset, and which field of the layout takes it: several may take one dataset."""
 
+_MOST_NAMES: Final = 5
+"""Keys that a message lists."""
 _NARROW: Final = ("float16", "int8")
 """Dtypes that loggers choose by default, at the price of digits or of wrapping (rule V14)."""
 
@@ -275,26 +278,35 @@ class SchemaUnion:
         return found, left_out
 
     def _note_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
-        """Notes that steps are not compared with the next ones, where one side is left out."""
-        first = next(iter(self._signatures.values())).first
-        states = {
-            target.key
-            for entry, leaf in ((self.layout.fields[leaf.field], leaf) for leaf in leaves)
-            for target in entry.targets(self.layout.alignment, leaf.paths[0])
-        }
-        for leaf in leaves:
-            entry = self.layout.fields[leaf.field]
-            for target in entry.targets(self.layout.alignment, leaf.paths[0]):
-                pair = target.key, target.key[1:]
-                is_compared = leaf.is_successor and pair[1] in states
-                lacking = [key for key in pair if not self._policies.keeps(key)]
-                if is_compared and lacking:
-                    self._notes.add(
-                        "V22",
-                        f"{' and '.join(map('/'.join, lacking))} left out by the policies, so that "
-                        "it is unverified whether steps arrive at what the next ones start from",
-                        first.at(key=leaf.path),
-                    )
+        """Notes that steps are not compared with the next ones, where a side is left out.
+
+        Both sides tell where episodes of flat arrays end; in a group each they are compared for
+        their own sake.
+        """
+        is_flat = isinstance(self.layout.episodes, Segments)
+        targets = [
+            (leaf, target.key)
+            for leaf in leaves
+            for target in self.layout.fields[leaf.field].targets(
+                self.layout.alignment, leaf.paths[0]
+            )
+        ]
+        states = {key for _, key in targets}
+        left_out: dict[Key, str] = {}
+        for leaf, key in targets:
+            if leaf.is_successor and key[1:] in states:
+                lacking = [each for each in (key, key[1:]) if not self._policies.keeps(each)]
+                if len(lacking) == 1 or (lacking and is_flat):
+                    left_out |= dict.fromkeys(lacking, leaf.path)
+        if left_out:
+            names = ["/".join(key) for key in left_out]
+            listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+            text = (
+                f"{listed} left out by the policies, so that it is unverified whether steps arrive "
+                "at what the next ones start from"
+            )
+            first = next(iter(self._signatures.values())).first
+            self._notes.add("V22", text, first.at(key=next(iter(left_out.values()))))
 
     def check_policies(self, always: Iterable[Key]) -> None:
         """Checks that what the caller names is there; ``always``: the keys of no leaf.
