@@ -12,6 +12,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.buffer.core import BufferCore, check_order
+from replaykit.buffer.drawing import put_back
 from replaykit.buffer.shared import refuse_exchange
 from replaykit.buffer.state import saved_sampler
 from replaykit.samplers import Sampler
@@ -123,7 +124,7 @@ class Components(BufferCore):
             sampler.attach(storage)
             sampler.generator = self._generator
             previous = self._sampler
-            previous.put_back(self._take_prepared_anchors(), storage)
+            put_back(self._take_prepared(), previous, storage)
             self._sampler = sampler
         return previous
 
@@ -149,7 +150,7 @@ class Components(BufferCore):
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
             previous, self._writer = self._writer, writer
-            self._sampler.put_back(self._take_prepared_anchors(), storage)
+            put_back(self._take_prepared(), self._sampler, storage)
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -157,7 +158,7 @@ class Components(BufferCore):
         if generator is not None:
             _check_type("generator", generator, torch.Generator)
         with self._locked() as storage:
-            self._sampler.put_back(self._take_prepared_anchors(), storage)
+            put_back(self._take_prepared(), self._sampler, storage)
             self._generator = generator
             self._sampler.generator = generator
 
@@ -202,9 +203,6 @@ class Components(BufferCore):
             for drawn in self._pending:
                 drawn.random = None  # it was the old chain's
         return self
-
-    def _take_prepared_anchors(self) -> list[torch.Tensor]:
-        return [drawn.anchors for drawn in self._take_prepared()]
 
 
 def _check_type(name: str, given: object, kind: type) -> None:

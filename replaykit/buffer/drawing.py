@@ -15,10 +15,12 @@ from replaykit.buffer.core import BufferCore, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.buffer.random_states import random_state, set_random_state, unchanged_since
 from replaykit.samplers import Sampler, Sequence, Transition
+from replaykit.samplers.eligible import index_for
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import ravel
 
-__all__ = ["Drawing", "Lent", "show", "shows"]
+__all__ = ["Drawing", "Lent", "put_back", "show", "shows"]
 
 _TRIES = 3
 """Draws of which others overwrite rows before one keeps them out."""
@@ -307,14 +309,14 @@ class Drawing(BufferCore):
     def _kept(self, storage: Storage) -> Drawn | None:
         """A draw made earlier, if there is one whose rows are still stored.
 
-        Windows of which a row was written anew are no windows any more: they go back.
+        Windows of which a row was written anew are no windows any more: they go back, and so do
+        draws with a row that has lost what the transforms need.
         """
         while self._pending:
             kept = self._pending.popleft()
-            if self._windows_drawn() and _written_since(storage, kept):
-                rest = [drawn.anchors for drawn in (kept, *self._pending)]
+            if self._outdated(kept, storage):
+                put_back([kept, *self._pending], self._sampler, storage)
                 self._pending.clear()
-                self._sampler.put_back(rest, storage)
                 return None
             if as_tensor(storage.contains(kept.index)).all():
                 show(self._sampler, kept.ran_out)
@@ -323,19 +325,30 @@ class Drawing(BufferCore):
 
     def _readable(self, draws: list[Drawn]) -> int:
         storage = self._storage
-        if self._windows_drawn():
-            for number, drawn in enumerate(draws):
-                if _written_since(storage, drawn):
-                    self._sampler.put_back([one.anchors for one in draws[number:]], storage)
-                    return number
+        for number, drawn in enumerate(draws):
+            if self._outdated(drawn, storage):
+                put_back(draws[number:], self._sampler, storage)
+                return number
         return len(draws)
 
     def _still(self, kept: Drawn, storage: Storage) -> Drawn | None:
         """A draw that somebody else has kept, if its rows are still stored, as for ``_kept``."""
-        if self._windows_drawn() and _written_since(storage, kept):
+        if self._outdated(kept, storage):
             self._sampler.put_back([kept.anchors], storage)
             return None
         return kept if as_tensor(storage.contains(kept.index)).all() else None
+
+    def _outdated(self, drawn: Drawn, storage: Storage) -> bool:
+        """Whether rows of a draw made earlier, all stored, could not be drawn so now."""
+        if self._windows_drawn() and _written_since(storage, drawn):
+            return True
+        anchors = drawn.anchors
+        if not self._needs or not as_tensor(storage.contains(anchors)).all():
+            return False
+        index = self._sampler.episodes(storage) or index_for(storage)
+        flat = ravel(anchors, storage.lanes) if storage.ndim > 1 else anchors
+        place = index.place(flat.cpu().numpy())
+        return not index.eligible_starts(self._needs.single, *place).all()
 
     def _windows_drawn(self) -> bool:
         return self._sampler.draws_windows or not isinstance(self._sample_unit, Transition)
@@ -356,6 +369,18 @@ class Drawing(BufferCore):
             yield
         finally:
             generator.set_state(now)
+
+
+def put_back(draws: list[Drawn], sampler: Sampler, storage: Storage) -> None:
+    """Gives draws that will not be delivered back to their sampler, in the order they were made.
+
+    Those after one that ended a pass go nowhere: the pass they are of has not begun.
+    """
+    last = next((number for number, drawn in enumerate(draws, 1) if drawn.ran_out), None)
+    if last is not None and sampler.passes:
+        draws = draws[:last]
+        sampler.drop_pass()
+    sampler.put_back([drawn.anchors for drawn in draws], storage)
 
 
 def show(sampler: Sampler, ran_out: bool) -> None:

@@ -82,7 +82,9 @@ class Sampling(Drawing):
             return False
         with self._locked() as storage:
             self._sampler.needs = self._needs
-            return bool(self._pending) or self._sampler.can_sample(storage, size)
+            if self._pending and not self._outdated(self._pending[0], storage):
+                return True
+            return self._sampler.can_sample(storage, size)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches until the sampler has run out: endless for draws with replacement.

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.drawing import put_back
 from replaykit.buffer.mapped import check_mapped_rows
 from replaykit.buffer.merging import check_told
 from replaykit.buffer.prefetch import Drawn
@@ -238,13 +239,13 @@ def finish_taking(
     # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
     # have another size now, they go back to the sampler, so that a pass still sees each row once.
     sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
-    back = [] if rows is None else [drawn.anchors for drawn in elsewhere]
+    back: list[Drawn] = [] if rows is None else list(elsewhere)
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
         buffer._pending = deque(prepared)
     else:
-        back += [drawn.anchors for drawn in prepared]
+        back += prepared
     if back:
-        sampler.put_back(back, storage)
+        put_back(back, sampler, storage)
     if rows is not None:
         sampler.moved(rows, storage)
     if buffer._pace is not None:

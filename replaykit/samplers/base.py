@@ -201,6 +201,12 @@ class Sampler(Uncompiled, ABC):
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         """Told that draws, in the order they were made, will not be delivered after all."""
 
+    def drop_pass(self) -> None:
+        """Told that no draw of the pass that began last will be delivered: it has not begun.
+
+        ``put_back`` follows, with draws of the pass before.
+        """
+
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``.
 

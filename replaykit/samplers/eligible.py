@@ -38,15 +38,38 @@ def eligible_records(storage: Storage, needs: Needs) -> Eligible:
 
 
 class Eligible:
-    """Records in the order of lanes and time, by number; holds until the next write."""
+    """Records in the order of lanes and time, by number; holds until the next write.
+
+    Attributes:
+        count: how many there are.
+        as_of: index of episodes, its version, and needs: where these are equal, the same records.
+    """
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, needs: Needs) -> None:
         self._index, self._law, self._needs = index, law, needs
         self.count = index.total(law, WINDOWS)
+        self.as_of = index, index.version, needs
 
     def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
         """Elements, int64 ``[K]``, of the records with these numbers in ``[0, count)``."""
         return torch.from_numpy(self._index.rows(self._law, number))
+
+    def first_of(self, elements: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
+        """Finds the first ``count`` of some stored elements that are such records.
+
+        Returns:
+            Their places among ``elements``, int64, rising; fewer where there are no more.
+
+        Cost: O(places looked at): nothing after the last one found is, but for twice as many.
+        """
+        found, at, size = [np.empty(0, np.int64)], 0, count
+        while count > 0 and at < len(elements):
+            some = elements[at : at + size].cpu().numpy()
+            fits = self._index.eligible_starts(self._law, *self._index.place(some))
+            place = at + np.nonzero(fits)[0][:count]
+            found.append(place)
+            count, at, size = count - len(place), at + size, 2 * size
+        return np.concatenate(found)
 
     def require(self) -> int:
         """Returns their count; NotEnoughData where there is none."""

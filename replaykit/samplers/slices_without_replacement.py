@@ -10,7 +10,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
-from replaykit.episodes import EpisodeIndex
+from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.markers import Markers
@@ -106,6 +106,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._index: EpisodeIndex | None = None
         # Of which state of the index; None: of the rows that a state was loaded with.
         self._version: int | None = None
+        self._law: CountLaw | None = None
         self._length = 0
         self._rows = 0
 
@@ -130,6 +131,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             self._remaining = None if self._ran_out else rest
             self._episodes, self._length = order.count, request.window.length
             self._index, self._version = request.episodes, request.episodes.version
+            self._law = request.law
             self._rows = len(storage)
             return index, info
 
@@ -158,7 +160,9 @@ class SliceSamplerWithoutReplacement(Sliced):
             or (
                 self._version is not None
                 and (
-                    self._index is not request.episodes or self._version != request.episodes.version
+                    self._index is not request.episodes
+                    or self._version != request.episodes.version
+                    or self._law != request.law
                 )
             )
         )
@@ -205,6 +209,9 @@ class SliceSamplerWithoutReplacement(Sliced):
     def empty(self) -> None:
         super().empty()
         self._forget()
+
+    def drop_pass(self) -> None:
+        self._remaining = None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]

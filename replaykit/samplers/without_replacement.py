@@ -11,7 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
-from replaykit.samplers.eligible import eligible_records
+from replaykit.samplers.eligible import Eligible, eligible_records
 from replaykit.samplers.saved_arrays import made_of_saved
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
@@ -28,6 +28,10 @@ class SamplerWithoutReplacement(Sampler):
     next draw begins a new pass, and so does a change of the number of stored records.
     Overwriting records at constant length does not.
 
+    Where transforms read the rows around, a pass has the rows that can be drawn when it begins.
+    A row that no longer has what they need when its turn comes is left out of the pass. If writes
+    leave none of them, the next draw begins a new pass.
+
     Args:
         drop_last: leave out a last batch that would be shorter.
         shuffle: ``False``: records in physical order.
@@ -36,7 +40,7 @@ class SamplerWithoutReplacement(Sampler):
     Raises:
         ValueError: ``drop_last`` and fewer records than one batch.
 
-    Cost: O(B); O(N) once a pass, and 8 bytes a record.
+    Cost: O(B), and the rows left out; O(N) once a pass, and 8 bytes a record.
 
     Example:
         >>> import torch
@@ -64,6 +68,8 @@ class SamplerWithoutReplacement(Sampler):
         self.shuffle = shuffle
         self._remaining = None
         self._length = 0
+        # As of which index of episodes all rows of the pass could be drawn; None: it is not known.
+        self._whole_as_of: Any = None
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws the next records of the pass; returns the index, and no info.
@@ -83,16 +89,39 @@ class SamplerWithoutReplacement(Sampler):
                 f"expected a batch size of at most the {known} stored rows with drop_last, "
                 f"got {batch_size}"
             )
-        remaining = self._remaining
-        if remaining is None or self._length != count or self._too_few(remaining, batch_size):
+        remaining, drawn = self._remaining, None
+        if remaining is not None and self._length == count:
+            if eligible is None or eligible.as_of == self._whole_as_of:
+                if not self._too_few(remaining, batch_size):
+                    drawn = remaining[:batch_size], remaining[batch_size:]
+            else:
+                drawn = self._still_eligible(remaining, batch_size, eligible)
+        if drawn is None:
             remaining = self._new_pass(known, drawing_device(storage, self.generator))
             if eligible is not None:
                 remaining = eligible.elements(remaining.cpu().numpy())
-        index, rest = remaining[:batch_size], remaining[batch_size:]
+            self._whole_as_of = None if eligible is None else eligible.as_of
+            drawn = remaining[:batch_size], remaining[batch_size:]
+        index, rest = drawn
         self._length = count
         self._ran_out = not len(rest) or self._too_few(rest, batch_size)
         self._remaining = None if self._ran_out else rest
         return as_drawn(index, storage), {}
+
+    def _still_eligible(
+        self, remaining: torch.Tensor, batch_size: int, eligible: Eligible
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the next records of a pass that can be drawn now, and what follows them.
+
+        None: too few can be. Nothing follows where no further batch can be drawn now.
+        """
+        more = batch_size if self.drop_last else 1
+        place = eligible.first_of(remaining, batch_size + more)
+        index = remaining[torch.from_numpy(place[:batch_size])]
+        if not len(index) or self._too_few(index, batch_size):
+            return None
+        after = int(place[batch_size]) if len(place) == batch_size + more else len(remaining)
+        return index, remaining[after:]
 
     def _too_few(self, remaining: torch.Tensor, batch_size: int) -> bool:
         return self.drop_last and len(remaining) < batch_size
@@ -111,7 +140,10 @@ class SamplerWithoutReplacement(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._remaining, self._length = None, 0
+        self._remaining, self._length, self._whole_as_of = None, 0, None
+
+    def drop_pass(self) -> None:
+        self._remaining = None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]
@@ -119,6 +151,7 @@ class SamplerWithoutReplacement(Sampler):
             flat.append(self._remaining)
         if flat:
             self._remaining = torch.cat([index.to(flat[0].device) for index in flat])
+            self._whole_as_of = None
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         if self._remaining is None:
@@ -151,9 +184,12 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._remaining = _left_of(state_dict)
+        self._remaining, self._whole_as_of = _left_of(state_dict), None
         self._length = state_dict["_length"]
         self._ran_out = state_dict["_ran_out"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_whole_as_of": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
