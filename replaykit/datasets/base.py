@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -26,6 +27,7 @@ from replaykit.datasets.engine.conversion import (
     full_identity,
 )
 from replaykit.datasets.engine.layout import Layout, rules_digest
+from replaykit.datasets.engine.nearest import meant
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
@@ -163,12 +165,33 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         if dataset_id in cls.available_datasets:
             return
         if not cls.any_id and not is_own:
+            near = cls._meant(dataset_id)
             raise ValueError(
-                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}"
+                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}{near}"
             )
         parts = dataset_id.split("/") if isinstance(dataset_id, str) else [""]
         if any(part in ("", ".", "..") or "\\" in part for part in parts):
             raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
+
+    @classmethod
+    def _meant(cls, dataset_id: str) -> str:
+        """Name the listed ids that look like one that is not listed."""
+        known = cls.available_datasets
+        if dataset_id in known or not isinstance(dataset_id, str):
+            return ""
+        return meant(dataset_id, known)
+
+    @classmethod
+    @contextmanager
+    def _suggesting(cls, dataset_id: str) -> Iterator[None]:
+        """Add the nearest listed ids to the error for files that are not there."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            near = cls._meant(dataset_id)
+            if not near or error.errno is not None:
+                raise
+            raise FileNotFoundError(f"{error}{near}") from error
 
     @classmethod
     def remote(cls, dataset_id: str) -> Remote | None:
@@ -189,9 +212,9 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
             PermissionError, DownloadError: the server does not say.
         """
         cls._check_id(dataset_id)
-        remote = cls._require_remote(dataset_id)
+        with cls._suggesting(dataset_id):
+            origin, files, cache = cls._require_remote(dataset_id).look()
         target = (_default_root(cls.corpus) if root is None else Path(root)) / dataset_id
-        origin, files, cache = remote.look()
         name, room = f"{cls.corpus}:{dataset_id}", free_bytes(cache)
         return DownloadPlan(name, origin, files, cache, room, target, target.exists())
 
@@ -207,7 +230,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
 
     def sources(self) -> Sources:
         """Returns the source files of the data set, fetched and verified."""
-        return self._require_remote(self.dataset_id).sources(self._room())
+        with self._suggesting(self.dataset_id):
+            return self._require_remote(self.dataset_id).sources(self._room())
 
     def _sources(self) -> Sources:
         if self.source is None:
@@ -306,7 +330,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
-                "download=True"
+                f"download=True{self._meant(self.dataset_id)}"
             ) from None
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from replaykit.datasets.engine.report import lines_of
 from replaykit.datasets.opened import Published
 from replaykit.datasets.publish import open_published
 from replaykit.inspection.facts import EpisodeFacts, Facts, KeyFacts
 from replaykit.inspection.table import Table, TensorColumn
 
 __all__ = ["corpus_facts"]
-
-_MOST_LISTED: Final = 10
 
 
 def corpus_facts(path: Path) -> tuple[Facts, Table]:
@@ -66,7 +65,7 @@ def corpus_facts(path: Path) -> tuple[Facts, Table]:
             about,
             keys,
             _episodes(published),
-            tuple(_warnings(manifest.report)),
+            tuple(lines_of(manifest.report)),
         ),
         _table(published),
     )
@@ -104,34 +103,6 @@ def _episodes(published: Published) -> EpisodeFacts:
     has_rewards = ("next", "reward") in published.columns
     returns = table["return"].numpy().astype(np.float64) if has_rewards else None
     return EpisodeFacts(table["length"].numpy(), ends, returns, tuple(published.groups()))
-
-
-def _warnings(report: Any) -> list[str]:
-    found = [f"left out: {leaf['key']}: {leaf['why']}" for leaf in report.get("left_out", [])]
-    found += [_removed(entry) for entry in report.get("removed", [])]
-    found += [f"skipped: {e['file']}: {e['name']}: {e['why']}" for e in report.get("skipped", [])]
-    twice = report.get("duplicates", [])
-    if twice:
-        pairs = "; ".join(
-            f"{', '.join(pair['episode'])} as {', '.join(pair['same_as'])}"
-            for pair in twice[:_MOST_LISTED]
-        )
-        found.append(
-            f"{len(twice)} episode{'s' * (len(twice) != 1)} with the observations and actions of "
-            f"an earlier one: {pairs}{' ...' * (len(twice) > _MOST_LISTED)} [V36]"
-        )
-    found += [
-        f"{note['text']} ({note['count']} time{'s' * (note['count'] != 1)}, first in "
-        f"{note['first']}) [{note['rule']}]"
-        for note in report.get("warnings", [])
-    ]
-    return found
-
-
-def _removed(entry: Any) -> str:
-    of = f" of {'/'.join(entry['same_as'])}" if "same_as" in entry else ""
-    value = f", {entry['value']}" if "value" in entry else ""
-    return f"removed: {'/'.join(entry['key'])}: {entry['why']}{of}{value}"
 
 
 def _table(published: Published) -> Table:

@@ -15,6 +15,7 @@ from typing import Final
 
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.nearest import meant
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
@@ -68,7 +69,7 @@ def layout_named(name: str) -> Layout:
     if not module or not attribute:
         raise ValueError(
             f"expected a layout as one of {sorted(known)}, or as module:NAME or file.py:NAME of "
-            f"one's own, got {name!r}"
+            f"one's own, got {name!r}{meant(name, known)}"
         )
     try:
         found = getattr(_module(module), attribute, None)

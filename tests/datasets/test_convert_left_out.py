@@ -148,7 +148,7 @@ def test_root_members_that_are_no_trials_are_listed(tmp_path, convert):
         writer.add_trial(**make_trial(3))
         writer.add_member("notes", np.arange(3))
         writer.add_member("Trial5", {"observations": np.zeros((3, 2))})
-    with pytest.warns(UserWarning, match="Trial5: it is a group without 'actions'; .*notes: it is"):
+    with pytest.warns(UserWarning, match="Trial5: it is a group without 'actions'. .*notes: it is"):
         found = convert(tmp_path / "data", path)
     assert len(found.manifest.report["skipped"]) == 2
     assert found.rows == 2

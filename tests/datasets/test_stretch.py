@@ -74,7 +74,7 @@ def test_what_is_wrong_in_one_of_many_is_said_of_that_one(tmp_path):
         )
     said = str(warned[0].message)
     assert "run3/torque, record 2: the action holds NaN" in said
-    assert "clock does not increase strictly (1 times, first in a.h5: run6/clock, record 3)" in said
+    assert "clock does not increase strictly (1 time, first in a.h5: run6/clock, record 3)" in said
     assert data.episode_table["episode"].tolist() == [0, 1, 2, 4, 6, 7, 8]
 
 

@@ -135,7 +135,8 @@ class StretchChecks:
         runs.within(start, start + len(block)).mark(stored, start)
         for record in (start + np.flatnonzero(outside & stored)).tolist():
             text = f"{leaf.path} is outside of the bounds that the source states"
-            self._judge.notes.add("V25", text, self._stretch.place_at(record, leaf.path))
+            at = self._stretch.place_at(record, leaf.path)
+            self._judge.notes.add("V25", text, at, name=leaf.path)
 
     def _sum(self, start: int, block: npt.NDArray[Any], runs: Runs) -> None:
         here = runs.within(start, start + len(block))
@@ -198,7 +199,8 @@ class StretchChecks:
         records = np.setdiff1d(start - known + 1 + np.flatnonzero(~grows), self._at.bases)
         for _, record in self._first_in_each(records, leaf.extra):
             text = f"{leaf.path} does not increase strictly"
-            self._judge.notes.add("V27", text, self._stretch.place_at(record, leaf.path))
+            at = self._stretch.place_at(record, leaf.path)
+            self._judge.notes.add("V27", text, at, name=leaf.path)
 
     def _first_in_each(
         self, records: npt.NDArray[np.int64], extra: int

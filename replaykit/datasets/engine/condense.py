@@ -61,8 +61,9 @@ def condense(
             if why is None:
                 removed.append({"key": list(key), "why": "constant", "value": value.tolist()})
             else:
-                text = f"{'/'.join(key)} is constant and kept as a column: {why}"
-                notes.add("V13", text, place)
+                name = "/".join(key)
+                text = f"{name} is constant and kept as a column: {why}"
+                notes.add("V13", text, place, name=name)
     if policies.duplicate == "drop":
         gone = {tuple(entry["key"]) for entry in removed}
         seen: dict[tuple[Any, ...], list[Key]] = {}

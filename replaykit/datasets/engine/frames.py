@@ -47,5 +47,5 @@ class Frames:
         if self._is_still and self._seen > 1:
             what = "the same image" if self._first.any() else "black images"
             text = f"{self._path} holds nothing but {what} throughout an episode"
-            self._notes.add("V26", text, place)
+            self._notes.add("V26", text, place, name=self._path)
         self._first, self._seen, self._is_still = None, 0, True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def statistics_of(said: list[list[Any]], keys: list[Key]) -> dict[Key, Statistic
 
 def kept_notes(notes: Notes) -> list[list[Any]]:
     """Returns findings as JSON values."""
-    return [[note.rule, note.text, note.first, note.quiet, note.count] for note in notes]
+    return [list(astuple(note)) for note in notes]
 
 
 def notes_of(said: list[list[Any]]) -> Notes:

@@ -52,7 +52,7 @@ def require_pairs(
                 text = f"the key is missing, but {has.name}{name} is there"
                 if policies.missing not in ("drop", "pad"):
                     raise at.error(text, "V12")
-                notes.add("V12", text, at)
+                notes.add("V12", text, at, name=f"{has.name}{name}")
 
 
 def _names(entry: Field, paths: Sequence[str]) -> set[str]:

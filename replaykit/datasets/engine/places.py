@@ -77,6 +77,10 @@ class Note:
     """A finding that stops nothing: the rule, what it is about, how often, and where first.
 
     A quiet one is only in the manifest, others are also in the warning.
+
+    Attributes:
+        name: the part of ``text`` in which it differs from other findings of its kind, such as the
+            path of a column.
     """
 
     rule: str
@@ -84,6 +88,7 @@ class Note:
     first: str
     quiet: bool
     count: int = 1
+    name: str = ""
 
 
 class Notes:
@@ -96,12 +101,22 @@ class Notes:
         self._notes: dict[tuple[str, str], Note] = {}
 
     def add(
-        self, rule: str, text: str, place: Place, *, quiet: bool = False, count: int = 1
+        self,
+        rule: str,
+        text: str,
+        place: Place,
+        *,
+        quiet: bool = False,
+        count: int = 1,
+        name: str = "",
     ) -> None:
-        """Counts a finding, or ``count`` of them; the first place is kept."""
+        """Counts a finding, or ``count`` of them; the first place is kept.
+
+        ``name``: the part of ``text`` that names what was found, see `Note`.
+        """
         note = self._notes.get((rule, text))
         if note is None:
-            self._notes[rule, text] = Note(rule, text, place.brief, quiet, count)
+            self._notes[rule, text] = Note(rule, text, place.brief, quiet, count, name)
         else:
             note.count += count
 

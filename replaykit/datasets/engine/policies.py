@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from replaykit.datasets.columns import torch_dtype
+from replaykit.datasets.engine.nearest import meant
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = ["Policies"]
@@ -197,11 +197,10 @@ def _keys(name: str, given: Any) -> tuple[Key, ...]:
 
 def _unmet(name: str, entry: str, there: Iterable[str]) -> str:
     names = sorted(set(there))
-    near = get_close_matches(entry, names, 1)
-    meant = f" (meant: {near[0]!r}?)" if near else ""
     more = ", ..." * (len(names) > _MOST_NAMES)
     what = "dtypes" if name == "casts" else "keys"
+    near = meant(entry, names)
     return (
-        f"{name}: {entry!r} meets nothing in the files{meant}; expected it among the {what} "
+        f"{name}: {entry!r} meets nothing in the files{near}; expected it among the {what} "
         f"{', '.join(names[:_MOST_NAMES])}{more}"
     )

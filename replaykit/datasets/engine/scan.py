@@ -231,11 +231,9 @@ class _Scan:
             known = [positions[group] for group in groups if group in positions]
             self.splits.setdefault(name, []).extend(sorted(known))
             if len(known) < len(groups):
-                text = (
-                    f"the split {name!r} names {len(groups)} episodes, of which "
-                    f"{len(groups) - len(known)} are not in the data set"
-                )
-                self.notes.add("V15", text, place)
+                text = f"the split {name!r} names episodes that are not in the data set"
+                missing = len(groups) - len(known)
+                self.notes.add("V15", text, place, count=missing, name=repr(name))
 
     def span(self, index: int, file: H5File, group: str, refs: EpisodeRefs, place: Place) -> None:
         """Takes the arrays of a group with their episodes, or none of these."""

@@ -347,7 +347,7 @@ class SchemaUnion:
         if spec.dtype.name in _NARROW and not entry.is_end:
             first = next(iter(self._signatures.values())).first
             text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
-            self._notes.add("V14", text, first)
+            self._notes.add("V14", text, first, name=path)
         paths: tuple[str, ...] = (path,)
         name = path
         if not isinstance(entry.source, str):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.nearest import meant, nearest
 from replaykit.datasets.families.aloha import ALOHA
 from replaykit.datasets.families.d4rl import D4RL
 from replaykit.datasets.families.d4rl_files import d4rl_file, d4rl_ids
@@ -57,7 +58,8 @@ class _OwnFiles(BaseDatasetExperienceReplay):
 
     def _flat(self) -> Published:
         if self.source is None and not self.data_path_root.exists():
-            self._require_remote(self.dataset_id)
+            with self._suggesting(self.dataset_id):
+                self._require_remote(self.dataset_id)
         return super()._flat()
 
 
@@ -382,6 +384,22 @@ def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay], str]:
     family, colon, dataset_id = name.partition(":")
     if not colon or family not in _FAMILIES:
         raise ValueError(
-            f"expected name as family:id with one of the families {sorted(_FAMILIES)}, got {name!r}"
+            f"expected name as family:id with one of the families {sorted(_FAMILIES)}, got "
+            f"{name!r}{_meant(name)}"
         )
     return _FAMILIES[family], dataset_id
+
+
+def _meant(name: str) -> str:
+    """Name the data sets that look like one whose family is missing or not known."""
+    family, colon, dataset_id = name.partition(":")
+    if not colon:
+        dataset_id = family
+    else:
+        near = nearest(family, _FAMILIES)
+        if near:
+            return meant(name, [f"{each}:{dataset_id}" for each in near])
+    return meant(
+        dataset_id,
+        [f"{each}:{id_}" for each, kind in _FAMILIES.items() for id_ in kind.available_datasets],
+    )
