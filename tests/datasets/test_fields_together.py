@@ -227,3 +227,22 @@ def test_steps_that_are_not_compared_are_said_to_be_unverified(tmp_path, key):
         convert(
             tmp_path / "a.h5", D4RL, tmp_path / "strict", policies=replace(policies, strict=True)
         )
+
+
+@pytest.mark.parametrize("copies", ["layout", "keep", "drop", "error"])
+def test_episodes_of_equal_actions_are_no_copies_where_observations_are_left_out(tmp_path, copies):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for run in range(2):  # one action throughout, but other states
+            file[f"run{run}/pose"], file[f"run{run}/score"] = POSE + run, np.full(5, 1.0 + run)
+            file[f"run{run}/torque"] = np.ones((5, 1))
+    layout = _layout(STATE, Field("torque", "action", before=("action",)), SCORE)
+    policies = Policies(exclude=["observation", ("next", "observation")], copies=copies)
+    if copies in ("layout", "keep"):
+        data = convert(tmp_path / "a.h5", layout, tmp_path / "data", policies=policies)
+        assert data[:]["next", "reward"][:, 0].tolist() == [1.0] * 5 + [2.0] * 5
+        assert data.published.manifest.report["duplicates"] == []
+    else:
+        with pytest.raises(ValueError, match="copies of episodes cannot be told"):
+            convert(tmp_path / "a.h5", layout, tmp_path / "data", policies=policies)
+    whole = convert(tmp_path / "a.h5", layout, tmp_path / "w", policies=Policies(copies="error"))
+    assert len(whole) == 10

@@ -220,6 +220,11 @@ def _convert(
             without, excluded, is_guess = {}, {}, False
             continue
         is_guess = False
+        if options.policies.copies in ("drop", "error") and not plan.tells_copies:
+            raise ValueError(
+                f"copies={options.policies.copies!r}: copies of episodes cannot be told where all "
+                'observations are left out; keep observations, or take copies="keep"'
+            )
         kept = None if made is None else kept_episodes(made.plan, plan)
         if made is not None and kept is not None:
             unfinished.forget()
@@ -342,7 +347,7 @@ def _copies(plan: Plan, written: Written, sources: Sources, policies: Policies) 
         CorpusError: there is one, and the caller wants an error.
     """
     choice = plan.layout.copies if policies.copies == "layout" else policies.copies
-    if choice == "keep":
+    if choice == "keep" or not plan.tells_copies:
         return {}
     # Among those that stay: of three of which the first one is bad, the second one stays alone.
     good = np.ones(len(plan.episodes), bool)

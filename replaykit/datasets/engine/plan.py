@@ -120,6 +120,14 @@ class Plan:
         return width * self.spans.records
 
     @property
+    def tells_copies(self) -> bool:
+        """Whether episodes of one content are copies: not where no observation was looked at."""
+        roles = {leaf.role for leaf in self.leaves if not leaf.is_unwanted}
+        return "observation" in roles or all(
+            entry.role != "observation" for entry in self.layout.fields
+        )
+
+    @property
     def has_unrecorded(self) -> bool:
         """Whether some row has no next observation of its own."""
         return bool(self.episodes.column("is_open").any())

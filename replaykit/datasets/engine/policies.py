@@ -58,7 +58,8 @@ class Policies:
             observation as the next one and ``("next", "observed")`` False.
         copies: episodes with the observations and actions of an earlier one. ``"layout"``: as the
             layout says; ``"keep"`` reports them; ``"drop"`` leaves them out and reports them;
-            ``"error"`` refuses them.
+            ``"error"`` refuses them. Where all observations are left out none can be told: then
+            none is reported, and ``"drop"`` and ``"error"`` are errors.
         on_invalid: episodes that break a rule. ``"error"`` stops at the first; ``"skip"`` leaves
             them out and reports them, and files that cannot be read at all; ``"keep"`` keeps
             values that break a rule and reports them, while what cannot be rows at all is an

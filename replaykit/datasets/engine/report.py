@@ -77,7 +77,7 @@ def make_report(
         ],
         "duplicates": [
             {"episode": episode(later), "same_as": episode(first)}
-            for later, first in duplicates(digests)
+            for later, first in (duplicates(digests) if plan.tells_copies else ())
         ],
         "warnings": [_record(note) for note in notes],
     }
