@@ -31,6 +31,7 @@ ABOVE_ONE_ANOTHER = [
         "_ray",
         "errors",
         "filesystem",
+        "keywords",
         "mapping",
         "native",
         "reductions",

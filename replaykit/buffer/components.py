@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 
 from replaykit._compat import arange
+from replaykit.buffer.consuming import check_consuming
 from replaykit.buffer.core import BufferCore, check_order
 from replaykit.buffer.drawing import put_back
-from replaykit.buffer.shared import refuse_exchange
+from replaykit.buffer.shared import check_not_ahead, check_shareable, refuse_exchange
 from replaykit.buffer.state import saved_sampler
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_state import SavedPriorities
@@ -161,6 +162,45 @@ class Components(BufferCore):
             put_back(self._take_prepared(), self._sampler, storage)
             self._generator = generator
             self._sampler.generator = generator
+
+    def share(self, shared: bool = True) -> Any:
+        """Has processes that get the buffer write and sample the same rows; returns the buffer.
+
+        The same as ``shared=True`` of the constructor, for a buffer that is there already. It is
+        called before the first write, and before other threads use the buffer.
+
+        Args:
+            shared: False is for buffers that are not shared, and does nothing.
+
+        Raises:
+            ValueError: parts that cannot be shared, rows that are stored already, or ``prefetch``;
+                nothing has changed. RuntimeError: ``shared=False`` of a shared buffer.
+
+        Example:
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> rb.share().shared
+            True
+        """
+        if bool(shared) == self._shared:
+            return self
+        if not shared:
+            raise RuntimeError(
+                "a shared buffer stays shared: other processes may have it; make a new buffer"
+            )
+        self._ready()
+        check_not_ahead(self._prefetch_depth)
+        with self._making:
+            storage, sampler, writer = self._storage, self._sampler, self._writer
+            unit, chain = self._sample_unit, self._chain
+            check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
+            check_shareable(storage, writer, chain)
+            storage.share()  # type: ignore[attr-defined]
+            self._shared = True
+            self._pace = self._new_pace(storage, shared=True)
+            writer.register_storage(storage)
+            sampler.attach(storage)
+        return self
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Any:
         """Adds a transform at the end of the chain; returns the buffer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from replaykit.buffer.consuming import check_consuming, check_transforms_of, con
 from replaykit.buffer.held import Held
 from replaykit.buffer.pacing import Pacing, checked_limiter
 from replaykit.buffer.prefetch import Drawn, Prefetcher
-from replaykit.buffer.shared import check_shareable, check_transforms
+from replaykit.buffer.shared import check_not_ahead, check_shareable, check_transforms
+from replaykit.keywords import Replaced, checked_keywords
 from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
@@ -36,6 +37,29 @@ class BufferCore(Ahead, Pacing, Uncompiled):
     components, the sampler's state, draws kept for later. The rest runs outside of it.
     """
 
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "checkpointer": Replaced(
+            (None,),
+            "dumps(path) and loads(path) of the buffer write and read checkpoints, in one format "
+            "for all storages; leave checkpointer out",
+        ),
+        "service_backend": Replaced(
+            ("direct",), "RayReplayBuffer(**arguments) has the buffer in an actor of Ray"
+        ),
+        "service_backend_options": Replaced(
+            (None, {}), "RayReplayBuffer takes ray_init_config= and remote_config="
+        ),
+        "transport": Replaced(
+            ("auto", "direct"),
+            "a buffer of this process needs no transport; that of RayReplayBuffer is Ray's own",
+        ),
+        "transport_options": Replaced(
+            (None, {}),
+            "a buffer of this process needs no transport; that of RayReplayBuffer is Ray's own",
+        ),
+    }
+
+    @checked_keywords
     def __init__(
         self,
         *,
@@ -95,11 +119,8 @@ class BufferCore(Ahead, Pacing, Uncompiled):
         self._staging: Staging | None = None
         self._contiguous = bool(contiguous)
         self._shared = bool(shared)
-        if shared and depth:
-            raise ValueError(
-                f"expected shared=True without prefetch, got {prefetch}: what is drawn "
-                "ahead may be overwritten by other processes"
-            )
+        if shared:
+            check_not_ahead(depth)
         self._generator = generator
         self._priority_key = unravel(priority_key)
         self._prefetch_depth = depth

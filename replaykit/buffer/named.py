@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from replaykit.buffer.replay import ReplayBuffer
+from replaykit.keywords import Replaced, checked_keywords
 from replaykit.samplers import PrioritizedSampler
 
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
@@ -40,6 +41,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         [1.0, 1.0, 1.0, 1.0]
     """
 
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "sync": Replaced(
+            (True,),
+            "shared=True has several processes write and one of them draw by priority; leave "
+            "sync out",
+        ),
+    }
+
+    @checked_keywords
     def __init__(
         self,
         *,
@@ -107,6 +117,7 @@ class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer):
         >>> rb.update_tensordict_priority(batch)
     """
 
+    @checked_keywords
     def __init__(
         self,
         *,

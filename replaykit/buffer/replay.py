@@ -12,10 +12,12 @@ from replaykit.buffer.loading import Loading
 from replaykit.buffer.priorities import Priorities
 from replaykit.buffer.saving import Saving
 from replaykit.buffer.streams import Streams
+from replaykit.keywords import named_after
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
 
+@named_after
 class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Components, Saving):
     """Records in a storage, chosen by a sampler, placed by a writer.
 
@@ -67,6 +69,14 @@ class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Component
         >>> rb.sample()["index"]
         tensor([ 4, 19, 13,  0])
     """
+
+    def client(self) -> ReplayBuffer:
+        """Returns the buffer itself, which is its own handle in this process.
+
+        ``RayReplayBuffer.client()`` returns a handle that can be sent to other processes; with
+        ``shared=True`` the buffer itself can.
+        """
+        return self
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:

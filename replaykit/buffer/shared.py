@@ -8,7 +8,16 @@ from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.transforms import Compose
 from replaykit.writers import RoundRobinWriter, Writer
 
-__all__ = ["check_shareable", "check_transforms", "refuse_exchange"]
+__all__ = ["check_not_ahead", "check_shareable", "check_transforms", "refuse_exchange"]
+
+
+def check_not_ahead(depth: int) -> None:
+    """Raises ValueError where batches would be prepared ahead by a shared buffer."""
+    if depth:
+        raise ValueError(
+            f"expected shared=True without prefetch, got {depth}: what is drawn ahead may be "
+            "overwritten by other processes"
+        )
 
 
 def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:

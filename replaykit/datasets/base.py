@@ -36,6 +36,7 @@ from replaykit.datasets.publish import open_published, remove_published
 from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.split import SPLIT_FORM, ensure_split
+from replaykit.keywords import checked_keywords, refuse_unknown
 from replaykit.samplers import Sampler
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
@@ -108,6 +109,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
     license: ClassVar[str | None] = None
     """Licence of the data that is fetched, as Hubs abbreviate it; None where there is not one."""
 
+    @checked_keywords
     def __init__(
         self,
         dataset_id: str,
@@ -131,7 +133,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         **env_kwargs: Any,
     ) -> None:
         self._check_id(dataset_id, is_own=source is not None)
-        _check_keywords(type(self).__name__, env_kwargs)
+        _check_keywords(type(self), env_kwargs)
         for name, given, kind in (("policies", policies, Policies), ("layout", layout, Layout)):
             if not isinstance(given, (kind, NoneType)):
                 raise TypeError(f"expected {name} as {kind.__name__} or None, got {given!r:.80}")
@@ -347,8 +349,9 @@ def _download(given: Any) -> bool | str:
     raise ValueError(f'expected download as True, False or "force", got {given!r}')
 
 
-def _check_keywords(name: str, given: dict[str, Any]) -> None:
-    known = set(inspect.signature(ReplayBuffer.__init__).parameters) - {"self", "storage"}
-    for keyword in given:
-        if keyword not in known:
-            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}")
+def _check_keywords(cls: type, given: dict[str, Any]) -> None:
+    known = {
+        *inspect.signature(ReplayBuffer.__init__).parameters,
+        *inspect.signature(BaseDatasetExperienceReplay.__init__).parameters,
+    }
+    refuse_unknown(cls, given, known - {"self", "storage", "env_kwargs"})

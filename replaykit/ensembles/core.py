@@ -17,6 +17,7 @@ from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.sampler import SamplerEnsemble
 from replaykit.ensembles.storage import StorageEnsemble
 from replaykit.ensembles.writer import WriterEnsemble, refuse_writing
+from replaykit.keywords import checked_keywords
 from replaykit.transfer import device_named
 from replaykit.transforms import Compose
 
@@ -35,6 +36,7 @@ class EnsembleCore(ReplayBuffer):
     _sampler: SamplerEnsemble
     _writer: WriterEnsemble
 
+    @checked_keywords
     def __init__(
         self,
         *rbs: ReplayBuffer | Elsewhere,
@@ -253,6 +255,7 @@ class EnsembleCore(ReplayBuffer):
         def refused(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
             refuse_writing(name)
 
+        refused.__qualname__ = f"EnsembleCore.{name}"
         refused.__name__, refused.__doc__ = name, "Always raises NotImplementedError."
         return refused
 
@@ -272,6 +275,7 @@ class EnsembleCore(ReplayBuffer):
     set_storage = _only_of_members("set_storage")
     set_sampler = _only_of_members("set_sampler")
     set_writer = _only_of_members("set_writer")
+    share = _only_of_members("share")
     register_save_hook = _only_of_members("register_save_hook")
     register_load_hook = _only_of_members("register_load_hook")
 

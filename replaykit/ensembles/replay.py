@@ -5,10 +5,12 @@ from __future__ import annotations
 from replaykit.ensembles.priorities import EnsemblePriorities
 from replaykit.ensembles.reading import EnsembleReading
 from replaykit.ensembles.saving import EnsembleSaving
+from replaykit.keywords import named_after
 
 __all__ = ["ReplayBufferEnsemble"]
 
 
+@named_after
 class ReplayBufferEnsemble(EnsembleReading, EnsemblePriorities, EnsembleSaving):
     """Several buffers sampled as one: data sets, online buffers, ensembles, in any mixture.
 

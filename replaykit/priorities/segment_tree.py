@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from replaykit._compat import Uncompiled, as_tensor
+from replaykit.keywords import checked_keywords
 from replaykit.priorities.arguments import as_index, as_values, refuse, refuse_range
 from replaykit.priorities.kernels import chosen_kernel, native_view
 from replaykit.priorities.layout import allocate, levels_of
@@ -50,6 +51,7 @@ class SegmentTree(Uncompiled):
     _operation_name: ClassVar[str] = ""
 
     @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @checked_keywords
     def __init__(
         self,
         capacity: int,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from replaykit.errors import RateLimiterTimeout
+from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
 from replaykit.remote.ahead import Ahead
 from replaykit.remote.forwarding import _RESTARTING
@@ -21,6 +22,7 @@ from replaykit.remote.replies import RemoteResult, Reply, fetch
 __all__ = ["RayReplayBufferClient"]
 
 
+@named_after
 class RayReplayBufferClient(Loaded):
     """A buffer in a Ray actor, to be used like the buffer itself: the same methods, arguments,
     results and errors.

@@ -14,6 +14,7 @@ from replaykit._compat import Uncompiled
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import named_after
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.indexing import unravel_index
@@ -21,6 +22,7 @@ from replaykit.storages.indexing import unravel_index
 __all__ = ["Sampler"]
 
 
+@named_after
 class Sampler(Uncompiled, ABC):
     """Draws records by index; never reads what it draws.
 

@@ -11,6 +11,7 @@ import torch
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import checked_keywords
 from replaykit.samplers.base import Sampler, require_rows
 from replaykit.samplers.draws import integers
 from replaykit.samplers.live import LiveSlots
@@ -67,6 +68,7 @@ class ConsumingSampler(Sampler):
 
     _slots = ReadOnce[LiveSlots]()
 
+    @checked_keywords
     def __init__(self, max_sample_count: int = 1, *, replacement: bool = True) -> None:
         super().__init__(replacement=replacement)
         self._most = checked_uses("max_sample_count", max_sample_count)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from replaykit.episodes import WINDOWS
+from replaykit.keywords import named_after
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.base import as_drawn, require_rows
 from replaykit.samplers.eligible import SINGLE, index_for, refuse_nothing
@@ -17,6 +18,7 @@ from replaykit.storages import Storage
 __all__ = ["PrioritizedSampler"]
 
 
+@named_after
 class PrioritizedSampler(WithPriorities):
     """Draws record i with probability ``v_i / sum v``, where ``v_i = (p_i + eps) ** alpha``.
 

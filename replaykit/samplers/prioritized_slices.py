@@ -10,6 +10,7 @@ import torch
 
 from replaykit.episodes import WINDOWS
 from replaykit.episodes.codes import GOES_ON
+from replaykit.keywords import checked_keywords
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.distinct_draws import drawn_distinct
 from replaykit.samplers.markers import SEQUENCE_ID
@@ -109,6 +110,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
 
     kind = "prioritized_slice"
 
+    @checked_keywords
     def __init__(
         self,
         max_capacity: int | None = None,

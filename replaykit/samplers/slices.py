@@ -9,6 +9,7 @@ import torch
 
 from replaykit.episodes import WINDOWS, Windows
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import checked_keywords, named_after
 from replaykit.samplers.draws import DRAWS, iid, integers, stratified, without_replacement
 from replaykit.samplers.measures import MEASURES, Anchors
 from replaykit.samplers.recency import checked_recent
@@ -26,6 +27,7 @@ from replaykit.storages import Storage
 __all__ = ["SliceSampler"]
 
 
+@named_after
 class SliceSampler(Sliced):
     """Draws ``K`` windows of ``L`` consecutive rows, each inside one episode.
 
@@ -107,6 +109,7 @@ class SliceSampler(Sliced):
         # A class of its own, since its draws leave something behind that can be taken back.
         return super().__new__(_SequentialSlices if draw == "sequential" else cls)
 
+    @checked_keywords
     def __init__(
         self,
         *,

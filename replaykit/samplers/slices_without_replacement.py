@@ -11,6 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.episodes import CountLaw, EpisodeIndex
+from replaykit.keywords import checked_keywords
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.episode_order import EpisodeOrder
 from replaykit.samplers.markers import Markers
@@ -65,6 +66,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     _remaining = ReadOnce[torch.Tensor | None]()
     """Numbers of the episodes still to come; None: the next draw begins a pass."""
 
+    @checked_keywords
     def __init__(
         self,
         *,

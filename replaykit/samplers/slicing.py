@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import Replaced
 from replaykit.samplers.base import Sampler
 from replaykit.samplers.markers import MASK, SEQUENCE_ID, Markers
 from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_pad_value
@@ -148,6 +149,19 @@ class Sliced(Sampler):
 
     _slicing: Slicing
     _cache_values = True
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "init_key": Replaced(
+            ("is_init", ("is_init",)),
+            "first rows are marked under 'is_init'; rename the column with RenameTransform",
+        ),
+        "step_key": Replaced(
+            ("step_count", ("step_count",)),
+            "interleaved trajectories are told apart by lane_key= of the storage",
+        ),
+        "fragmented": Replaced(
+            (False,), "interleaved trajectories are told apart by lane_key= of the storage"
+        ),
+    }
 
     @property
     def num_slices(self) -> int | None:

@@ -13,6 +13,7 @@ import torch
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import checked_keywords
 from replaykit.samplers.base import Sampler, as_drawn, require_rows
 from replaykit.samplers.draws import uniform
 from replaykit.samplers.eligible import index_for, refuse_nothing
@@ -107,6 +108,7 @@ class StalenessAwareSampler(Sampler):
     reads_rows = True
     mapped_entries = tuple(_ARRAYS)
 
+    @checked_keywords
     def __init__(
         self,
         max_staleness: int = -1,

@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.episodes import CountLaw, EpisodeIndex
+from replaykit.keywords import checked_keywords
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.eligible_priorities import EligiblePriorities
 from replaykit.samplers.kept_priorities import KeptPriorities
@@ -51,6 +52,7 @@ class WithPriorities(KeptPriorities):
         """Weights, and what it tells besides."""
         return (*super().tells, "priority_weight")
 
+    @checked_keywords
     def __init__(
         self,
         max_capacity: int | None = None,

@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
+from replaykit.keywords import checked_keywords
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
 from replaykit.samplers.eligible import Eligible, eligible_records
 from replaykit.samplers.saved_arrays import made_of_saved
@@ -60,6 +61,7 @@ class SamplerWithoutReplacement(Sampler):
     _remaining = ReadOnce[torch.Tensor | None]()
     """Elements still to come in this pass; None: the next draw begins a pass."""
 
+    @checked_keywords
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
     ) -> None:

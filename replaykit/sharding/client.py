@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from replaykit.keywords import named_after
 from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
 from replaykit.sharding.loading import Loaded
@@ -21,6 +22,7 @@ from replaykit.sharding.updates import Updates
 __all__ = ["ShardedClient"]
 
 
+@named_after
 class ShardedClient(Loaded):
     """A handle of a sharded buffer, with all of its methods but those that end it.
 

@@ -12,6 +12,7 @@ import torch
 from replaykit.buffer.core import checked_batch_size
 from replaykit.buffer.pacing import checked_limiter
 from replaykit.errors import RateLimiterTimeout
+from replaykit.keywords import checked_keywords
 from replaykit.pace import RateLimiter
 from replaykit.remote.client import checked_count
 from replaykit.samplers import RandomSampler, Sampler
@@ -96,6 +97,7 @@ class ShardedReplayBuffer(ShardedClient):
         (True, True)
     """
 
+    @checked_keywords
     def __init__(
         self,
         *,

@@ -14,6 +14,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
+from replaykit.keywords import named_after
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.edits import Edit
@@ -31,6 +32,7 @@ class Listener(Protocol):
         """Told that the rows at ``index`` were written."""
 
 
+@named_after
 class Storage(SavedRows, Uncompiled, ABC):
     """Where records live.
 

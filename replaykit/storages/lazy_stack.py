@@ -9,6 +9,7 @@ import torch
 from tensordict import is_tensorclass, lazy_stack
 
 from replaykit._compat import is_tensordict
+from replaykit.keywords import checked_keywords
 from replaykit.storages.lists import ListStorage, copy_item
 from replaykit.structure import Path
 
@@ -37,6 +38,7 @@ class LazyStackStorage(ListStorage):
         [[1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
+    @checked_keywords
     def __init__(
         self,
         max_size: int | None = None,

@@ -12,6 +12,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDictBase, arange, clone, is_tensordict, lookup
 from replaykit.errors import SchemaError
+from replaykit.keywords import checked_keywords
 from replaykit.storages.allocation import as_device
 from replaykit.storages.base import Storage
 from replaykit.storages.content import Content
@@ -45,6 +46,7 @@ class ListStorage(Storage):
         (['left', 'right'], 'right')
     """
 
+    @checked_keywords
     def __init__(
         self, max_size: int | None = None, *, device: Any = None, compilable: bool = False
     ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from replaykit.errors import CheckpointError
+from replaykit.keywords import checked_keywords
 from replaykit.recovery import Home, check_file, give_up_rows
 from replaykit.schema import Rows, Schema
 from replaykit.storages.allocation import as_device
@@ -73,12 +74,15 @@ class LazyMemmapStorage(LazyTensorStorage):
             back. A write is committed when the call that made it returns. Bookkeeping lies in the
             folder ``%recovery``; the episodes that were open end there, since nothing spans a
             restart. One process at a time has it open; a forked one may read.
+        auto_cleanup: whether the files go with this object: True only without ``scratch_dir``,
+            False only with one. None: as there is one or not.
         durable: with ``recover``: commits hold across a loss of power too, and wait for the disk.
 
     Raises:
-        ValueError: another device, or ``lane_key`` with ``ndim > 1``; ``recover`` without a
-            ``scratch_dir``, ``durable`` without ``recover``; with ``recover`` what is there was
-            made with another ``max_size``, ``ndim``, ``lane_key`` or ``dedup_next``.
+        ValueError: another device, ``auto_cleanup`` against ``scratch_dir``, or ``lane_key`` with
+            ``ndim > 1``; ``recover`` without a ``scratch_dir``, ``durable`` without ``recover``;
+            with ``recover`` what is there was made with another ``max_size``, ``ndim``,
+            ``lane_key`` or ``dedup_next``.
         CheckpointError: with ``recover`` a file is damaged, missing or of another size.
         RuntimeError: with ``recover`` another process, or another storage, has it open.
         KeyError: at the first write, where the data has no column ``lane_key``.
@@ -109,6 +113,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         (tensor([0, 1, 2]), tensor([3, 4]), 5)
     """
 
+    @checked_keywords
     def __init__(
         self,
         max_size: int,
@@ -123,7 +128,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         lane_key: Any = None,
         recover: bool = False,
         durable: bool = False,
+        auto_cleanup: bool | None = None,
     ) -> None:
+        if auto_cleanup is not None and bool(auto_cleanup) != (scratch_dir is None):
+            raise ValueError(
+                "expected auto_cleanup=True without scratch_dir, for files that go with the "
+                "storage, or auto_cleanup=False with one, for files that stay; got "
+                f"auto_cleanup={auto_cleanup!r} and scratch_dir={scratch_dir!r}"
+            )
         if recover and scratch_dir is None:
             raise ValueError("recover=True needs a scratch_dir, where the rows are found again")
         if durable and not recover:
@@ -138,6 +150,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             lane_key=lane_key,
         )
         self._made_in: FilePath | None = None
+        # The private folder, and the process that made it.
+        self._private: tuple[FilePath, int] | None = None
         self.scratch_dir = None if scratch_dir is None else FilePath(scratch_dir).expanduser()
         self.existsok = existsok
         if recover:
@@ -276,9 +290,50 @@ class LazyMemmapStorage(LazyTensorStorage):
         remove = weakref.finalize(self, _remove, folder, os.getpid())
         try:
             yield folder
+            self._private = folder, os.getpid()
         except BaseException:
             remove()
             raise
+
+    def cleanup(self) -> bool:
+        """Removes the files of a private folder now, before this object dies.
+
+        Rows stay readable and can be written in this process; on the disk they take room until the
+        object dies.
+
+        Returns:
+            Whether there was something to remove: False before the first write, the second time,
+            and in a forked process.
+
+        Raises:
+            RuntimeError: the files are in a ``scratch_dir``, which stays; or they are still
+                needed, by ``dedup_next`` or by other processes. Nothing was removed.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyMemmapStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyMemmapStorage(10))
+            >>> _ = rb.extend(torch.arange(3))
+            >>> rb.storage.cleanup(), rb.storage.cleanup(), rb[:]
+            (True, False, tensor([0, 1, 2]))
+        """
+        with self.lock:
+            if self.scratch_dir is not None:
+                raise RuntimeError(
+                    f"the files in scratch_dir={str(self.scratch_dir)!r} stay: remove the folder "
+                    "with shutil.rmtree() when nothing uses it any more"
+                )
+            if self.recovery is not None or self.dedup_next:
+                reason = "other processes use" if self.recovery is not None else "dedup_next uses"
+                raise RuntimeError(
+                    f"{reason} the files of this storage until it dies, and then they go; leave "
+                    "cleanup() out"
+                )
+            if self._private is None or self._private[1] != os.getpid():
+                return False
+            _remove(*self._private)
+            self._private = self._made_in = None
+            return True
 
     def share(self) -> None:
         self._check_shareable()
@@ -318,7 +373,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_shared" not in state:
             # A copy has files of its own: in a private folder, since the other one is taken.
-            state = {**state, "scratch_dir": None}
+            state = {**state, "scratch_dir": None, "_private": None}
         super().__setstate__(state)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from replaykit.episodes.stream_keys import stream_keys
+from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.schema import Rows, Schema, take_apart
 from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
@@ -38,6 +39,7 @@ from replaykit.ted import format_key
 __all__ = ["LazyTensorStorage", "TensorStorage"]
 
 
+@named_after
 class TensorStorage(RestorableStorage):
     """An existing TensorDict, tensorclass, tensor or pytree as a storage, without a copy.
 
@@ -68,6 +70,7 @@ class TensorStorage(RestorableStorage):
         True
     """
 
+    @checked_keywords
     def __init__(
         self,
         storage: Any,
@@ -198,6 +201,23 @@ class LazyTensorStorage(TensorStorage):
         (tensor([1, 1, 2, 2, 3, 3]), 2)
     """
 
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "consolidated": Replaced(
+            (False,), "the small columns of a row lie in one piece of memory anyway; leave it out"
+        ),
+        "shared_init": Replaced(
+            (False,),
+            "ReplayBuffer(..., shared=True) has processes share rows, of which the first that "
+            "writes makes the columns; leave shared_init out",
+        ),
+        "cleanup_memmap": Replaced(
+            (True,),
+            "LazyMemmapStorage(..., scratch_dir=folder) keeps rows in files that stay; leave "
+            "cleanup_memmap out",
+        ),
+    }
+
+    @checked_keywords
     def __init__(
         self,
         max_size: int,

@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import arange, is_tensordict, lookup
 from replaykit.checkpoint import MappedRows, ReadLater
+from replaykit.keywords import checked_keywords
 from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
@@ -56,6 +57,7 @@ class TensorDictMaxValueWriter(Writer):
     keeps_order = False
     mapped_entries = ("_ledger", "_ranks")
 
+    @checked_keywords
     def __init__(
         self,
         rank_key: Any = None,

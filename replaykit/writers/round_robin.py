@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from replaykit.keywords import checked_keywords
 from replaykit.storages.indexing import as_slots, check_no_hole, last_occurrences
 from replaykit.writers.base import Writer, full_index
 
@@ -32,6 +33,7 @@ class RoundRobinWriter(Writer):
 
     kind = "round_robin"
 
+    @checked_keywords
     def __init__(self, *, track_generations: bool = False, compilable: bool = False) -> None:
         super().__init__()
         self.tracks_generations = track_generations

@@ -28,6 +28,7 @@ from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.hub_sources import HubFiles
 from replaykit.datasets.opened import Published
 from replaykit.datasets.planning import DownloadPlan
+from replaykit.keywords import Replaced
 
 __all__ = [
     "AlohaExperienceReplay",
@@ -98,6 +99,24 @@ class D4RLExperienceReplay(_OwnFiles):
     corpus = "d4rl"
     license = "cc-by-4.0"
     layout = D4RL
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "direct_download": Replaced(
+            (True, None), "files are always read without the d4rl package; leave it out"
+        ),
+        "from_env": Replaced(
+            (False,),
+            "rows always have what env.get_dataset() gives, every step and the infos; leave it out",
+        ),
+        "use_truncated_as_done": Replaced(
+            (True,),
+            "('next', 'done') is terminated or truncated; read ('next', 'terminated') in its place",
+        ),
+        "terminate_on_end": Replaced(
+            (False, None),
+            "policies=Policies(unrecorded='keep') keeps the last step of every episode, with "
+            "('next', 'done') set",
+        ),
+    }
 
     @classmethod
     def remote(cls, dataset_id: str) -> WebFiles | None:
@@ -222,6 +241,13 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     any_id = True
     corpus = "minari"
     layout = MINARI
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "load_from_local_minari": Replaced(
+            (False,),
+            "source= takes the local files, such as "
+            "'~/.minari/datasets/D4RL/door/human-v2/data/main_data.hdf5'",
+        ),
+    }
     owner: ClassVar[str] = "farama-minari"
 
     @classmethod
@@ -302,6 +328,17 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     corpus = "vd4rl"
     license = "mit"
     layout = VD4RL
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "totensor": Replaced(
+            (False,), "transform=ImageScale(0.0, 1.0) reads images as floats from 0 to 1"
+        ),
+        "image_size": Replaced(
+            (None,),
+            "images are stored in the size of the files; transform= takes a function that resizes "
+            "those of a batch",
+        ),
+        "num_workers": Replaced((0,), "workers= says how many processes convert at once"),
+    }
     repository: ClassVar[str] = "conglu/vd4rl"
 
     @classmethod
