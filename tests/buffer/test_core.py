@@ -186,7 +186,7 @@ def test_a_component_of_the_wrong_kind_is_named(name: str):
             "ndim",
         ),
         ({"storrage": 3}, TypeError, "storrage"),
-        ({"checkpointer": None}, TypeError, "checkpointer"),
+        ({"checkpointer": object()}, ValueError, "checkpointer"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name(keywords: dict[str, Any], error: type, match: str):
