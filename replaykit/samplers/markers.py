@@ -19,7 +19,6 @@ SEQUENCE_ID = "sequence_id"
 MASK = ("collector", "mask")
 
 _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
-_IS_INIT: Path = ("is_init",)
 _END, _TRUNCATED, _TERMINATED = range(3)
 
 _CPU = torch.device("cpu")
@@ -29,27 +28,30 @@ class Markers:
     """Marks the ends of windows in flags of their own, bool ``[B, 1]``.
 
     Of a window's last real row: ``done`` is set, and ``truncated`` unless its episode ends there.
-    ``is_init``, where it is stored, is set at its first row.
+    ``init_key``, where it is stored, is set at its first row.
 
     Args:
         truncated_key: where ``truncated`` goes; ``done`` and ``terminated`` are its siblings. None:
             no flags are made.
+        init_key: the flag of first rows. None: it stays as it is stored.
         flags: other keys that end episodes.
         pad_value: values by key of padded rows, ``()`` for all others; None: they stay copies of
             the nearest real row.
 
     Raises:
-        TypeError: ``truncated_key`` is no key.
+        TypeError: ``truncated_key`` or ``init_key`` is no key.
     """
 
     def __init__(
         self,
         truncated_key: Any,
+        init_key: Any,
         flags: tuple[Path, ...] | None = None,
         pad_value: dict[Path, Any] | None = None,
     ) -> None:
         self.pad_value = pad_value
-        self.truncated_key = truncated_key
+        self.truncated_key, self.init_key = truncated_key, init_key
+        self._init: Path | None = None if init_key is None else unravel(init_key)
         self._checked: Schema | None = None
         self._read: dict[Path, list[tuple[str, int]]] = {}
         self._keys: tuple[Any, Any, Any] | None = None
@@ -113,9 +115,7 @@ class Markers:
         # On the CPU the flags are NumPy's: with few rows the calls are what costs.
         core = None if mask is not None or not window.is_cpu else native.core()
         if core is not None and self._by_core(core, rows, window, info):
-            stored = lookup(rows, _IS_INIT)
-            if isinstance(stored, torch.Tensor):
-                info["is_init"] = _tensor(_edge(_array(window), None, last=False) | _flag(stored))
+            self._mark_first(rows, info, _array(window), None)
             return rows
         number = _array(window)
         real = None if mask is None else _array(mask.unsqueeze(-1))
@@ -133,13 +133,17 @@ class Markers:
             info[done_key] = _tensor(done)
             info[truncated_key] = _tensor(truncated)
             info[terminated_key] = _tensor(terminated)
-        stored = lookup(rows, _IS_INIT)
-        if isinstance(stored, torch.Tensor):
-            init, first = _flag(stored), _edge(number, real, last=False)
-            info["is_init"] = _tensor(first | (init if real is None else init & real))
+        self._mark_first(rows, info, number, real)
         if self.pad_value is not None and mask is not None:
             self._blank(rows, ~mask)
         return rows
+
+    def _mark_first(self, rows: Any, info: dict[Any, Any], number: Any, real: Any | None) -> None:
+        """Adds the flag of first rows, where it is stored."""
+        stored = None if self._init is None else lookup(rows, self._init)
+        if isinstance(stored, torch.Tensor):
+            init, first = _flag(stored), _edge(number, real, last=False)
+            info[self.init_key] = _tensor(first | (init if real is None else init & real))
 
     def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
         """``complete`` of rows that nobody else has: where the flags are among them they are marked
@@ -148,7 +152,8 @@ class Markers:
         core = None if MASK in info or not window.is_cpu else native.core()
         if core is not None and type(rows) is TensorDict and rows.batch_size == window.shape:
             leaves = fields_of(rows)
-            if "is_init" not in leaves and self._in_place(core, leaves, window, info):
+            unmarked = self._init is None or lookup(rows, self._init) is None
+            if unmarked and self._in_place(core, leaves, window, info):
                 return rows
         return self.complete(rows, info)
 

@@ -61,8 +61,8 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
             device: as in ``PrioritizedSampler``.
         num_slices, slice_len: one of them; a batch of B rows has ``L = slice_len`` or
             ``B // num_slices``, and ``K = B // L`` windows.
-        end_key, end_keys, traj_key, ends, trajectories, truncated_key, strict_length, pad_output:
-            as in ``SliceSampler``.
+        end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
+            pad_output: as in ``SliceSampler``.
         span: windows may hang over the end of an episode and are then shorter. Over its start they
             may not, since they start with the row that was drawn: a UserWarning, and it is off.
         pad: None or "none": no padding; "right": windows may hang over the end and are padded.
@@ -129,6 +129,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         trajectories: torch.Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         compile: Any = False,
@@ -192,7 +193,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
             align=align,
         )
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
-        markers = checked_markers(truncated_key, boundaries, pad, pad_value)
+        markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
         self._cache_values = bool(cache_values)

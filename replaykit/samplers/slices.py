@@ -44,6 +44,8 @@ class SliceSampler(Sliced):
         trajectories: instead of columns, ``[N]``: a change ends an episode.
         truncated_key: where the batch says that a slice was cut; ``done`` and ``terminated`` are
             siblings of it. None: it does not.
+        init_key: a stored flag that is set at the first row of every slice, where recurrent
+            networks take the stored state. None: it stays as it was stored.
         strict_length: only episodes of ``L`` rows and more. ``False``: shorter ones are one window,
             and the batch has fewer rows.
         pad_output: with ``strict_length=False``: short windows repeat their last row, and
@@ -73,14 +75,17 @@ class SliceSampler(Sliced):
         allow_short: of draws without replacement: fewer slices where there are not as many windows.
         replacement: ``False`` makes a SliceSamplerWithoutReplacement of the other keywords.
         cache_values, compile, use_gpu: no effect; nothing is slow without.
+        fragmented, step_key: refused if True: a storage with ``lane_key=`` keeps streams that lie
+            interleaved apart.
 
     Attributes: ``num_slices``, ``slice_len``, ``end_key``, ``end_keys``, ``traj_key``, ``span``,
-    ``strict_length``, ``pad_output``, ``truncated_key`` and ``cache_values`` can be read, not set.
+    ``strict_length``, ``pad_output``, ``truncated_key``, ``init_key`` and ``cache_values`` can be
+    read, not set.
 
     A batch says of its rows, besides ``index``: ``sequence_id`` int64 ``[B]``, the slice; ``done``,
     ``truncated``, ``terminated`` bool ``[B, 1]`` under ``next``: done is set at the last row of
-    every slice, truncated there unless the episode ends; ``is_init`` likewise at first rows, where
-    it is stored.
+    every slice, truncated there unless the episode ends; ``init_key`` likewise at first rows,
+    where it is stored.
 
     Raises:
         TypeError, ValueError, RuntimeError: arguments that exclude each other, or of which there
@@ -122,11 +127,14 @@ class SliceSampler(Sliced):
         trajectories: torch.Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         compile: Any = False,
         span: Any = False,
         use_gpu: Any = False,
+        fragmented: bool = False,
+        step_key: Any = "step_count",
         measure: str = "window",
         draw: str = "iid",
         pad: str | None = None,
@@ -141,6 +149,12 @@ class SliceSampler(Sliced):
         replacement: bool = True,
     ) -> None:
         super().__init__()
+        if fragmented:
+            raise ValueError(
+                "expected fragmented=False: episodes whose rows lie interleaved are told apart as "
+                f"they are written, got step_key={step_key!r} and fragmented=True; make the "
+                "storage with lane_key=, or with ndim=2"
+            )
         self.measure = one_of("measure", measure, MEASURES)
         self.draw = one_of("draw", draw, DRAWS)
         form = checked_form(
@@ -152,7 +166,7 @@ class SliceSampler(Sliced):
             align=align,
         )
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
-        markers = checked_markers(truncated_key, boundaries, pad, pad_value)
+        markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
         self._cache_values = bool(cache_values)

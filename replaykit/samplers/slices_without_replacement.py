@@ -37,7 +37,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         drop_last: leave out a last batch that would have fewer slices.
         shuffle: ``False``: episodes in the order in which they were written, lane by lane.
         num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key,
-            strict_length, flat, compile, use_gpu: as in SliceSampler.
+            init_key, strict_length, flat, compile, use_gpu: as in SliceSampler.
         replacement: no effect.
 
     What a batch says of its rows: as with SliceSampler.
@@ -79,6 +79,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         ends: torch.Tensor | None = None,
         trajectories: torch.Tensor | None = None,
         truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
         strict_length: bool = True,
         shuffle: bool = True,
         compile: Any = False,
@@ -98,7 +99,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             SliceSize(num_slices, slice_len),
             boundaries,
             checked_form(strict_length=strict_length),
-            Markers(truncated_key, boundaries.rule.flags),
+            Markers(truncated_key, init_key, boundaries.rule.flags),
             flat,
         )
         self._remaining = None

@@ -202,6 +202,11 @@ class Sliced(Sampler):
         return self._slicing.markers.truncated_key
 
     @property
+    def init_key(self) -> Any:
+        """Where batches mark the first row of a slice, if it is stored; None where they do not."""
+        return self._slicing.markers.init_key
+
+    @property
     def span(self) -> tuple[int | bool, int | bool]:
         """How far slices may hang over the start and the end of an episode."""
         return self._slicing.form.span
@@ -265,13 +270,13 @@ class Sliced(Sampler):
 
 
 def checked_markers(
-    truncated_key: Any, boundaries: Boundaries, pad: str | None, pad_value: Any
+    truncated_key: Any, init_key: Any, boundaries: Boundaries, pad: str | None, pad_value: Any
 ) -> Markers:
     """What is said of the rows of windows; ValueError for a ``pad_value`` without ``pad``."""
     values = checked_pad_value(pad_value)
     if pad is None and values != {(): 0}:
         raise ValueError("pad_value= is for windows that are padded: it needs pad=")
-    return Markers(truncated_key, boundaries.rule.flags, None if pad is None else values)
+    return Markers(truncated_key, init_key, boundaries.rule.flags, None if pad is None else values)
 
 
 def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None) -> bool:

@@ -25,6 +25,7 @@ NAMES = (
     "strict_length",
     "pad_output",
     "truncated_key",
+    "init_key",
     "cache_values",
 )
 
@@ -36,6 +37,8 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"num_slices": 2, "end_keys": [("next", "done"), ("next", "truncated")], "traj_key": "episode"},
     {"num_slices": 2, "strict_length": False, "truncated_key": None},
     {"num_slices": 2, "truncated_key": ("next", "cut")},
+    {"num_slices": 2, "init_key": None},
+    {"num_slices": 2, "init_key": ("collector", "first")},
 ]
 
 SPANS: list[dict[str, Any]] = [

@@ -11,8 +11,10 @@ from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
 )
 
 Make = Callable[..., ReplayBuffer]
@@ -76,6 +78,38 @@ def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any], windows_o
     batch = sliced(data, slice_len=3).sample(30)
     assert batch["is_init"].shape == (30, 1)
     assert torch.equal(batch["is_init"].reshape(-1), torch.arange(30) % 3 == 0)
+
+
+@pytest.mark.parametrize("key", ["is_init", "first", ("collector", "first"), None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: SliceSampler(slice_len=3, **given),
+        lambda **given: SliceSamplerWithoutReplacement(slice_len=3, **given),
+        lambda **given: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=3, **given),
+    ],
+    ids=["uniform", "without_replacement", "prioritized"],
+)
+def test_first_rows_are_marked_under_the_key_that_was_given(
+    make: Callable[..., Any], key: Any, rows: Callable[..., Any]
+) -> None:
+    data = rows([5, 5, 5])
+    stored = (torch.arange(15) % 5 == 0).unsqueeze(-1)
+    names = ["is_init", "first", ("collector", "first")]
+    for name in names:
+        data[name] = stored.clone()
+    sampler = make(init_key=key)
+    assert sampler.init_key == key
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=9)
+    rb.extend(data)
+    for _ in range(20):
+        batch = rb.sample()
+        first = torch.arange(len(batch)).unsqueeze(-1) % 3 == 0
+        for name in names:
+            kept = (batch["t"] % 5 == 0).unsqueeze(-1)
+            assert torch.equal(batch[name], first | kept if name == key else kept)
+    for name in names:
+        assert torch.equal(rb[:][name], stored)
 
 
 def test_what_a_batch_says_does_not_change_what_is_stored(sliced: Make) -> None:
