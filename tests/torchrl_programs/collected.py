@@ -1,0 +1,119 @@
+"""Collectors that write into the buffer: in turn, in a thread of their own, step by step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.collectors import Collector
+from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
+from torchrl.objectives import DDPGLoss, SoftUpdate
+
+from tests.torchrl_programs.reach import make_env
+
+
+class Learner:
+    """A DDPG agent that is handed batches."""
+
+    def __init__(self, env: Any) -> None:
+        spec = env.action_spec_unbatched
+        actor = TensorDictSequential(
+            TensorDictModule(
+                MLP(in_features=1, out_features=1, num_cells=[32]),
+                in_keys=["observation"],
+                out_keys=["param"],
+            ),
+            TanhModule(in_keys=["param"], out_keys=["action"], spec=spec),
+        )
+        critic = ValueOperator(
+            MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
+        )
+        self.policy = TensorDictSequential(
+            actor, AdditiveGaussianModule(spec, sigma_init=0.3, sigma_end=0.3)
+        )
+        self.loss_module = DDPGLoss(actor, critic, delay_actor=True)
+        self.loss_module.make_value_estimator(gamma=0.9)
+        self.update_target = SoftUpdate(self.loss_module, tau=0.05)
+        networks = self.loss_module.actor_network_params, self.loss_module.value_network_params
+        actor_parameters, critic_parameters = (list(n.flatten_keys().values()) for n in networks)
+        self.optimizer = torch.optim.Adam(
+            [{"params": actor_parameters, "lr": 1e-3}, {"params": critic_parameters}], lr=1e-2
+        )
+
+    def step(self, batch: Any) -> float:
+        terms = self.loss_module(batch)
+        loss = terms["loss_actor"] + terms["loss_value"]
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.update_target.step()
+        return float(loss)
+
+
+def in_turn(rl: Any) -> list[float]:
+    """The collector yields nothing: it writes, then the learner samples."""
+    torch.manual_seed(0)
+    env = make_env()
+    learner = Learner(env)
+    buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(1000, ndim=2), batch_size=64)
+    collector = Collector(
+        env, learner.policy, frames_per_batch=80, total_frames=800, replay_buffer=buffer
+    )
+    losses = []
+    for written, nothing in enumerate(collector, 1):
+        assert nothing is None
+        assert len(buffer) == min(80 * written, 1000)
+        losses += [learner.step(buffer.sample()) for _ in range(5)]
+        collector.update_policy_weights_()
+    collector.shutdown()
+    return losses
+
+
+def in_a_thread(rl: Any) -> list[float]:
+    """``collector.start()`` writes in the background while the learner samples."""
+    torch.manual_seed(0)
+    env = make_env()
+    learner = Learner(env)
+    buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(1000, ndim=2), batch_size=64)
+    collector = Collector(
+        env, learner.policy, frames_per_batch=40, total_frames=2000, replay_buffer=buffer
+    )
+    collector.start()
+    while buffer.write_count < 80:
+        time.sleep(0.01)
+    losses = [learner.step(buffer.sample()) for _ in range(50)]
+    collector.async_shutdown()
+    assert buffer.write_count >= 80
+    return losses
+
+
+def step_by_step(rl: Any) -> list[float]:
+    """``extend_buffer=False``: each step of the environment is added by ``add``."""
+    torch.manual_seed(0)
+    env = make_env(points=1)
+    learner = Learner(env)
+    buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(200), batch_size=16)
+    collector = Collector(
+        env,
+        learner.policy,
+        frames_per_batch=50,
+        total_frames=100,
+        replay_buffer=buffer,
+        extend_buffer=False,
+    )
+    losses = []
+    for _ in collector:
+        losses += [learner.step(buffer.sample()) for _ in range(5)]
+    collector.shutdown()
+    assert len(buffer) == 100
+    return losses
+
+
+def run(rl: Any) -> dict[str, list[float]]:
+    return {
+        "in turn": in_turn(rl),
+        "in a thread": in_a_thread(rl),
+        "step by step": step_by_step(rl),
+    }

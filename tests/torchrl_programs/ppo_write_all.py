@@ -1,0 +1,76 @@
+"""PPO where the collector fills the buffer and advantages are written back into its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE
+
+from tests.torchrl_programs.reach import make_env
+
+
+def run(rl: Any) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    env = make_env(points=16)
+    spec = env.action_spec_unbatched
+    actor = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(
+                MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor()
+            ),
+            in_keys=["observation"],
+            out_keys=["loc", "scale"],
+        ),
+        in_keys=["loc", "scale"],
+        spec=spec,
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": spec.space.low, "high": spec.space.high},
+        return_log_prob=True,
+    )
+    critic = ValueOperator(
+        MLP(in_features=1, out_features=1, num_cells=[32]), in_keys=["observation"]
+    )
+    advantage = GAE(gamma=0.9, lmbda=0.9, value_network=critic, average_gae=True)
+    loss_module = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=1e-3)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-2)
+    buffer = rl.TensorDictReplayBuffer(
+        storage=rl.LazyTensorStorage(320, ndim=2),
+        sampler=rl.SamplerWithoutReplacement(),
+        batch_size=64,
+    )
+    collector = Collector(
+        env,
+        actor,
+        frames_per_batch=320,
+        total_frames=4800,
+        replay_buffer=buffer,
+        extend_buffer=True,
+    )
+
+    losses, rewards, values = [], [], []
+    for _ in collector:
+        rewards.append(buffer[:]["next", "reward"].mean().item())
+        for _ in range(4):
+            data = buffer[:]  # [16, 20]: a row is an environment
+            with torch.no_grad():
+                data = advantage(data)
+            buffer.write_all(data)
+            for batch in buffer:
+                assert batch.shape == (64,)
+                terms = loss_module(batch)
+                loss = terms["loss_objective"] + terms["loss_entropy"] + terms["loss_critic"]
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        values.append(buffer["value_target"].mean().item())
+        collector.update_policy_weights_()
+    collector.shutdown()
+    return {"loss": losses, "reward": rewards, "value": values}

@@ -1,0 +1,79 @@
+"""Rainbow's data lines: priorities, n-step returns made on the way in, an annealed beta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictSequential
+from torchrl.collectors import Collector
+from torchrl.envs import (
+    Compose,
+    GymEnv,
+    InitTracker,
+    MultiStepTransform,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+)
+from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.objectives import DQNLoss, HardUpdate
+
+
+def run(rl: Any) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    env = TransformedEnv(
+        GymEnv("CartPole-v1"), Compose(InitTracker(), RewardSum(), StepCounter(200))
+    )
+    env.set_seed(0)
+    policy = QValueActor(
+        MLP(in_features=4, out_features=2, num_cells=[64, 64]),
+        in_keys=["observation"],
+        spec=env.action_spec,
+    )
+    explore = EGreedyModule(env.action_spec, annealing_num_steps=1500, eps_init=1.0, eps_end=0.05)
+    collector = Collector(
+        env,
+        TensorDictSequential(policy, explore),
+        frames_per_batch=40,
+        total_frames=3000,
+        init_random_frames=500,
+    )
+    buffer = rl.TensorDictPrioritizedReplayBuffer(
+        alpha=0.6,
+        beta=0.4,
+        eps=1e-6,
+        storage=rl.LazyTensorStorage(2000),
+        batch_size=64,
+        priority_key="td_error",
+        transform=MultiStepTransform(n_steps=3, gamma=0.98),
+    )
+    annealing = rl.LinearScheduler(buffer, "beta", final_value=1.0, num_steps=500)
+    loss_module = DQNLoss(policy, delay_value=True, double_dqn=True)
+    loss_module.make_value_estimator(gamma=0.98)
+    update_target = HardUpdate(loss_module, value_network_update_interval=25)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=2e-3)
+
+    losses, returns, spread = [], [], []
+    for data in collector:
+        data = data.reshape(-1)
+        buffer.extend(data)
+        explore.step(data.numel())
+        finished = data["next", "done"].squeeze(-1)
+        returns += data["next", "episode_reward"][finished].flatten().tolist()
+        if len(buffer) < 500:
+            continue
+        for _ in range(10):
+            batch = buffer.sample()
+            loss = loss_module(batch)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            update_target.step()
+            buffer.update_tensordict_priority(batch)
+            annealing.step()
+            losses.append(loss.item())
+            spread.append(batch["priority_weight"].std().item())
+    collector.shutdown()
+    assert buffer.sampler.beta == 1.0
+    return {"loss": losses, "return": returns, "spread": spread}
