@@ -32,6 +32,7 @@ ABOVE_ONE_ANOTHER = [
         "errors",
         "filesystem",
         "keywords",
+        "interrupts",
         "mapping",
         "native",
         "reductions",

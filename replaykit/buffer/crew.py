@@ -11,6 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from replaykit.interrupts import acquire
+
 __all__ = ["Crew", "Outcome", "Task"]
 
 Task = Callable[[], Callable[[], None] | None]
@@ -35,7 +37,7 @@ class Outcome:
 
     def get(self) -> object:
         """Waits for it, returns the value or raises the error; for one caller, once."""
-        self._ready.acquire()
+        acquire(self._ready)
         try:
             if self._error is not None:
                 raise self._error
@@ -89,7 +91,7 @@ class Crew:
             wait: for whoever has the turn; then nothing is left.
         """
         rest = []
-        while self._tasks and self._turn.acquire(blocking=wait):
+        while self._tasks and self._has_turn(wait):
             try:
                 beside = self._next()
             finally:
@@ -97,6 +99,11 @@ class Crew:
             if beside is not None:
                 rest.append(beside)
         return rest
+
+    def _has_turn(self, wait: bool) -> bool:
+        if wait:
+            acquire(self._turn)
+        return wait or self._turn.acquire(blocking=False)
 
     @property
     def left(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from replaykit.buffer.crew import Crew, Outcome
 from replaykit.buffer.forks import new_lock
+from replaykit.interrupts import shielded, wait_for
 from replaykit.transfer import Arrival
 
 __all__ = ["Drawn", "Origin", "Prefetcher"]
@@ -182,9 +183,10 @@ class Prefetcher:
                     self._draw_here()
                 result = entry.outcome.get()
             except BaseException as error:
-                if source is not None:
-                    source._abandon(entry)
-                self._release(entry.drawn is None or entry.drawn.ran_out)
+                with shielded:
+                    if source is not None:
+                        source._abandon(entry)
+                    self._release(entry.drawn is None or entry.drawn.ran_out)
                 if isinstance(error, Exception) and self._outdated(entry):
                     continue
                 raise
@@ -203,7 +205,7 @@ class Prefetcher:
         """Waits until another thread has delivered the batch that ended a pass; later passes may
         have ended by the time this thread is awake: it waits for one only."""
         with self._changed:
-            self._changed.wait_for(lambda: self._releases >= number or self._closed)
+            wait_for(self._changed, lambda: self._releases >= number or self._closed)
 
     def _release(self, ended: bool) -> None:
         if ended:
@@ -308,8 +310,9 @@ class Prefetcher:
         with self._changed:
             self._settling += 1
             try:
-                self._changed.wait_for(
-                    lambda: self._settled >= last or self._closed or self._crew.ending
+                wait_for(
+                    self._changed,
+                    lambda: self._settled >= last or self._closed or self._crew.ending,
                 )
             finally:
                 self._settling -= 1

@@ -14,6 +14,7 @@ from replaykit.buffer.around import apply_all
 from replaykit.buffer.drawing import Drawing, show, shows
 from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn
+from replaykit.interrupts import check, deferred, shielded
 from replaykit.leafwise import contiguous
 from replaykit.pace import SAMPLE
 from replaykit.transfer import Arrival, Staging, pin, to_device
@@ -153,7 +154,7 @@ class Sampling(Drawing):
     ) -> tuple[Drawn, Any, dict[Any, Any]]:
         """The next batch, as soon as the rate limiter lets it be; it counts as it is delivered."""
         size = self._size_of(batch_size)
-        with self._sample_ticket(timeout) as ticket:
+        with deferred, self._sample_ticket(timeout) as ticket:
             if ticket is not None:
                 ticket.admit(size, self._size)
             found = self._next(batch_size, merge=merge, needed=needed)
@@ -177,8 +178,10 @@ class Sampling(Drawing):
             drawn, made = queue.next()
         try:
             data, info = self._delivered(drawn, made, merge=merge, needed=needed)
+            check()  # the last moment at which the batch can still be the next one
         except BaseException:
-            self._give_back(drawn)
+            with shielded:
+                self._give_back(drawn)
             raise
         # Who draws ahead has the lock for as long as it reads: it is waited for at the ends of
         # passes only.

@@ -29,6 +29,7 @@ from replaykit.buffer.state import (
 )
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
+from replaykit.interrupts import deferred
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.content import Content
@@ -197,7 +198,7 @@ class Saving(BufferCore):
         if mmap:
             check_mappable(self.storage)
         checked = verify or (verify is None and not mmap)
-        with (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+        with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
             if checked:
                 saved.verify(wait=mmap)
             head = saved.part("storage", mapped=["groups"])

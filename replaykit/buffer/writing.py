@@ -9,6 +9,7 @@ import torch
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.pacing import rows_given, rows_of, rows_stored
 from replaykit.buffer.priorities import written_priorities
+from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket
 from replaykit.writers.base import single_index
 
@@ -51,7 +52,7 @@ class Writing(BufferCore):
         if not single:
             # Transforms see a batch of one row, as they do in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
-        with self._insert_ticket(timeout) as ticket:
+        with deferred, self._insert_ticket(timeout) as ticket:
             index = self._brought_in(data, ticket, single=single)
         if index.ndim == 1 and len(index) != 1:
             return index if len(index) else None
@@ -102,7 +103,7 @@ class Writing(BufferCore):
             replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
         """
         self._ready()
-        with self._insert_ticket(timeout) as ticket:
+        with deferred, self._insert_ticket(timeout) as ticket:
             return self._brought_in(data, ticket, update_priority=update_priority)
 
     def _brought_in(
@@ -147,18 +148,19 @@ class Writing(BufferCore):
             >>> rb.flush()
             tensor([], dtype=torch.int64)
         """
-        restarted, self._restarted = self._restarted, False
-        held = list(self.transform.flush())
-        if not held:
-            return self._nothing()
-        with self._locked() as storage:
-            if restarted:
-                storage.resume(over=False)
-            try:
-                return torch.cat([self._store(data) for data in held])
-            finally:
+        with deferred:
+            restarted, self._restarted = self._restarted, False
+            held = list(self.transform.flush())
+            if not held:
+                return self._nothing()
+            with self._locked() as storage:
                 if restarted:
-                    storage.resume(over=True)
+                    storage.resume(over=False)
+                try:
+                    return torch.cat([self._store(data) for data in held])
+                finally:
+                    if restarted:
+                        storage.resume(over=True)
 
     def _store(
         self,

@@ -21,6 +21,7 @@ from replaykit.checkpoint.row_chunks import RowChunks, copied, map_tensor
 from replaykit.checkpoint.tree import decode
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import file_limit_errors
+from replaykit.interrupts import check
 from replaykit.native import crc32
 
 __all__ = ["Checkpoint"]
@@ -95,8 +96,9 @@ class Checkpoint:
             for name in sorted(self._mappings):
                 self._checks[name] = self._pool.submit(self._check, name, self._mappings[name])
         if wait:
-            for check in self._checks.values():
-                check.result()
+            for checked in self._checks.values():
+                check()
+                checked.result()
             self._checks = {}
 
     def _check(self, name: str, mapping: mmap.mmap | None) -> None:
@@ -149,14 +151,15 @@ class Checkpoint:
     def _checked(self, name: str) -> None:
         """Waits until a file was checked; here and now, if nobody has begun. Priorities lie behind
         all rows: waiting for them in turn would be waiting for the whole."""
+        check()
         if self._checks[name].cancel():
-            check: Future[None] = Future()
-            self._checks[name] = check
+            here: Future[None] = Future()
+            self._checks[name] = here
             try:
                 self._check(name, self._mappings[name])
-                check.set_result(None)
+                here.set_result(None)
             except BaseException as error:
-                check.set_exception(error)
+                here.set_exception(error)
         self._checks[name].result()
 
     def close(self) -> None:

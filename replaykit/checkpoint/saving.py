@@ -29,6 +29,7 @@ from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, is_published,
 from replaykit.checkpoint.pieces import Piece, Pieces, runs
 from replaykit.checkpoint.snapshot import Snapshot
 from replaykit.filesystem import EarlySync, make_directory
+from replaykit.interrupts import check, deferred
 from replaykit.leafwise import raw_bytes
 
 __all__ = ["save_checkpoint", "save_snapshot"]
@@ -38,6 +39,8 @@ _BLOCK_BYTES = 8 * 2**20
 _MOST_BLOCKS = 256
 _MOST_BLOCK_BYTES = 64 * 2**20
 _SYNC_THREADS = 8
+_LOOK = 0.05
+"""Seconds between looks for Ctrl-C while another process saves to the directory."""
 
 
 def save_checkpoint(
@@ -83,7 +86,7 @@ def save_snapshot(
     if not os.fspath(path):  # to pathlib the current directory, which is then called "."
         raise ValueError(f"expected path as that of a directory, got {path!r}")
     folder = Path(path).expanduser()
-    with contextlib.ExitStack() as held:
+    with deferred, contextlib.ExitStack() as held:
         snapshot = held.enter_context(take(Base.of(folder)))
         with naming(folder):
             make_directory(folder)
@@ -162,6 +165,7 @@ def _write_rows(
     pieces = {name: list(again[name].pieces) for name in frozen.names}
     staging = _Staging()
     for _, number, first, stop in sorted(steps):
+        check()
         name = frozen.names[number]
         row_bytes = frozen.row_bytes[name]
 
@@ -227,7 +231,14 @@ def _sync(files: Iterable[Path]) -> None:
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """One saver at a time; the kernel lets go of the lock when a process dies."""
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
-    with FileLock(folder / ".lock"):
+    lock = FileLock(folder / ".lock")
+    while True:
+        try:
+            held = lock.acquire(timeout=_LOOK)
+            break
+        except Timeout:
+            check()
+    with held:
         yield

@@ -17,6 +17,7 @@ from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.sampler import Choice
 from replaykit.ensembles.weights import SIZE
 from replaykit.errors import NotEnoughData
+from replaykit.interrupts import allowed, deferred
 from replaykit.pace import checked_timeout
 
 __all__ = ["Asking", "lost"]
@@ -60,7 +61,8 @@ class Asking(EnsembleCore):
     def _in_turn(self, batch_size: int | None, timeout: float | None = None, **made: bool) -> Any:
         seconds = checked_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        return self._next(batch_size, until=until, **made)
+        with deferred:
+            return self._next(batch_size, until=until, **made)
 
     def _known(self, size: int, until: float | None = None, *, everyone: bool = False) -> Known:
         """Asks members elsewhere for what a choice depends on, all at a time, and waits.
@@ -78,7 +80,8 @@ class Asking(EnsembleCore):
                     known.ask(number, member, rows)
                 except Exception as error:
                     raise naming_member(error, number) from error
-            known.wait(naming_member, until)
+            with allowed:
+                known.wait(naming_member, until)
             if not everyone and sampler.unready == "raise":
                 known.trust()
         for number, member in far:
@@ -129,10 +132,13 @@ class Asking(EnsembleCore):
                 number = part.member
                 if isinstance(self._members[number], Member):
                     one: Drawn = part.draws[0]
-                    yield number, one.pieces(until)
+                    with allowed:
+                        pieces = one.pieces(until)
+                    yield number, pieces
             for number, asked, rows in drawn.checks:
-                if not asked.result(left(until)).ready:
-                    refuse(self._members[number], rows)
+                with allowed:
+                    if not asked.result(left(until)).ready:
+                        refuse(self._members[number], rows)
         except Exception as error:
             drawn.lost = True
             raise naming_member(error, number) from error

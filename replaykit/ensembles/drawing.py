@@ -21,6 +21,7 @@ from replaykit.ensembles.parts import piece_of
 from replaykit.ensembles.requests import filled, requests
 from replaykit.ensembles.sampler import Choice
 from replaykit.ensembles.told import IDS, INDEX, INNER, Layout, joined, merged, put_back_marks
+from replaykit.interrupts import check, shielded
 from replaykit.leafwise import contiguous
 from replaykit.transfer import pin, to_device
 
@@ -303,8 +304,10 @@ class EnsembleDrawing(Asking):
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, needed)
+            check()  # the last moment at which the batch can still be the next one
         except BaseException:
-            self._give_back(drawn)
+            with shielded:
+                self._give_back(drawn)
             raise
         if queue is not None:
             with self._locked(settled=False):

@@ -41,6 +41,7 @@ from replaykit.ensembles.saved_elsewhere import (
 )
 from replaykit.ensembles.storage import StorageEnsemble
 from replaykit.ensembles.writer import WriterEnsemble
+from replaykit.interrupts import deferred
 from replaykit.storages.by_value import by_value, from_value
 
 __all__ = ["EnsembleSaving"]
@@ -140,7 +141,7 @@ class EnsembleSaving(EnsembleDrawing):
         checked, one after the other; where one fails at that its error says who has taken theirs.
         """
         members = dict(buffers_of(self))
-        with (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+        with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
             if verify or (verify is None and not mmap):
                 saved.verify()
             names = list(members)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from replaykit.errors import RateLimiterTimeout
+from replaykit.interrupts import check
 from replaykit.pace.counts import Counts, SharedCounts
 from replaykit.pace.limiter import INSERT, RateLimiter
 
@@ -161,6 +162,7 @@ class Pace:
             if self._folder is not None:
                 pause = _PAUSES[min(looks, len(_PAUSES) - 1)]
             self._changed.wait(min(left, pause))
+        check()
         return False
 
     def check(self, side: int, count: int, size: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+
+from replaykit.interrupts import Lock
 
 __all__ = ["CommitLock"]
 
@@ -24,7 +25,7 @@ class CommitLock:
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._settle = settle
         self._depth = 0  # guarded by the lock
 
@@ -46,7 +47,7 @@ class CommitLock:
 
     def _is_owned(self) -> bool:
         """Whether this thread holds it, as of a ``threading.RLock``."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
+        return bool(self._lock._is_owned())
 
     def __enter__(self) -> bool:
         return self.acquire()

@@ -11,6 +11,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+from replaykit.interrupts import allowed, check
 from replaykit.recovery.commit_lock import CommitLock
 from replaykit.recovery.exclusive import let_go_in_children
 from replaykit.recovery.open_file import OpenFile
@@ -84,10 +85,6 @@ class SharedLock(OpenFile, CommitLock):
         """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
         return self._acquire(blocking, timeout, _PAUSES)
 
-    def _is_owned(self) -> bool:
-        """Whether this thread holds it, as of a ``threading.RLock``."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
-
     def acquire_patiently(self) -> bool:
         """The same for who can wait while others go on, if it takes it all the time itself."""
         often = time.monotonic() - self._released < _ALL_THE_TIME
@@ -131,7 +128,9 @@ class SharedLock(OpenFile, CommitLock):
                     pause = min(pause, until - now)
             # The kernel would wake all who wait, each time that somebody lets go.
             time.sleep(pause)
-        self._flock(self._fd, self._take)
+            check()
+        with allowed:
+            self._flock(self._fd, self._take)
         return True
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from replaykit._compat import Uncompiled
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
+from replaykit.interrupts import deferred
 from replaykit.keywords import named_after
 from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
@@ -288,7 +289,7 @@ class Sampler(Uncompiled, ABC):
             FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
             ValueError: another kind of sampler. Nothing has changed then.
         """
-        with Checkpoint(path) as saved:
+        with deferred, Checkpoint(path) as saved:
             saved.verify()
             self.load_state_dict(saved.part("sampler"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -14,6 +13,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
+from replaykit.interrupts import Lock
 from replaykit.keywords import named_after
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
@@ -44,7 +44,8 @@ class Storage(SavedRows, Uncompiled, ABC):
         ndim: number of leading dimensions that count as rows: dimension 0 is time, the others
             are lanes.
         ledger: which record lies in which slot; shared by every buffer over this storage.
-        lock: one re-entrant lock, held by whoever writes, draws or reads.
+        lock: one re-entrant lock, held by whoever writes, draws or reads. While the main thread
+            holds it signals wait, so that Ctrl-C never leaves a change half done.
 
     Example:
         >>> import torch
@@ -93,7 +94,7 @@ class Storage(SavedRows, Uncompiled, ABC):
             self.recovery.look(whole=whole)
 
     def _new_lock(self) -> Any:
-        return threading.RLock() if self.recovery is None else self.recovery.new_lock()
+        return Lock() if self.recovery is None else self.recovery.new_lock()
 
     # -- what a storage brings ----------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
+from replaykit.interrupts import deferred
 from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -73,7 +74,7 @@ class SavedRows:
             SchemaError: the rows do not fit. Nothing has changed then.
         """
         storage = cast("Storage", self)
-        with Checkpoint(path) as saved, storage.lock:
+        with deferred, Checkpoint(path) as saved, storage.lock:
             saved.verify()
             content = Content.from_state(saved.part("storage", mapped=["groups"]))
             content = content_after_load(storage, content)

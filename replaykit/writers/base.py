@@ -12,6 +12,7 @@ import torch
 
 from replaykit._compat import Uncompiled, as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.interrupts import deferred
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.indexes import EpisodeIndexes
@@ -271,7 +272,7 @@ class Writer(Uncompiled, ABC):
             FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
             ValueError: as ``load_state_dict``. Nothing has changed then.
         """
-        with Checkpoint(path) as saved:
+        with deferred, Checkpoint(path) as saved:
             saved.verify()
             self.load_state_dict(saved.part("writer"))
 

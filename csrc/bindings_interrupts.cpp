@@ -1,0 +1,304 @@
+// Signals wait until state is whole; a lock during which they wait.
+//
+// Python runs the handlers of signals between any two bytecodes of its main thread, so that nothing
+// that takes two of them happens as a whole: a handler may raise in between. Meanwhile a handler
+// that only notes the signal stands in for those that are there. All of it is done by the main
+// thread, with the interpreter lock held.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A signal that comes again so long after one that still waits is handled at once.
+constexpr std::chrono::milliseconds kPatience{1000};
+// Microseconds between looks for signals while the main thread waits for a lock.
+constexpr PY_TIMEOUT_T kLook = 50'000;
+
+constexpr std::array kSignals{
+    SIGINT, SIGTERM,
+#ifndef _WIN32
+    SIGHUP, SIGALRM, SIGUSR1, SIGUSR2,
+#endif
+};
+
+class Interrupts {
+ public:
+  void enter() {
+    if (!here()) return;
+    if (depth_ == 0) hold();
+    ++depth_;
+  }
+
+  void leave() {
+    if (depth_ == 0 || !here() || --depth_ > 0) return;
+    allowed_ = shields_ = 0;
+    give_back();
+  }
+
+  // Handles the signals that wait.
+  void check() {
+    while (!pending_.empty() && shields_ == 0 && here()) {
+      const int number = pending_.front().number;
+      pending_.erase(pending_.begin());
+      handle(number, nb::handle(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+    }
+  }
+
+  void allow() {
+    if (depth_ == 0 || !here()) return;
+    check();
+    ++allowed_;
+  }
+
+  void shield() {
+    if (depth_ > 0 && here()) ++shields_;
+  }
+
+  void unshield() {
+    if (shields_ > 0 && here()) --shields_;
+  }
+
+  void forbid() {
+    if (allowed_ > 0 && here()) --allowed_;
+  }
+
+  void note(int number, nb::handle frame) {
+    const auto now = Clock::now();
+    bool at_once = allowed_ > 0 && shields_ == 0;
+    for (const Pending& one : pending_) {
+      at_once = at_once || (one.number == number && now - one.since >= kPatience);
+    }
+    if (at_once) {
+      // The one that waits is the same wish.
+      pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
+                                    [&](const Pending& one) { return one.number == number; }),
+                     pending_.end());
+      handle(number, frame);
+    } else {
+      pending_.push_back({number, now});
+    }
+  }
+
+  // A forked process waits for nothing that its parent was in the middle of.
+  void forked() {
+    main_ = PyThread_get_thread_ident();
+    depth_ = allowed_ = shields_ = 0;
+    pending_.clear();
+    give_back();
+  }
+
+ private:
+  struct Pending {
+    int number;
+    Clock::time_point since;
+  };
+
+  bool here() {
+    if (main_ == 0) prepare();
+    return PyThread_get_thread_ident() == main_;
+  }
+
+  void prepare() {
+    const nb::module_ signals = nb::module_::import_("_signal");
+    const nb::module_ core = nb::module_::import_("replaykit.native._core");
+    get_ = signals.attr("getsignal");
+    set_ = signals.attr("signal");
+    note_ = core.attr("_note_signal");
+    const nb::module_ os = nb::module_::import_("os");
+    if (nb::hasattr(os, "register_at_fork")) {
+      os.attr("register_at_fork")(nb::arg("after_in_child") = core.attr("_forked"));
+    }
+    const nb::object thread = nb::module_::import_("threading").attr("main_thread")();
+    main_ = nb::cast<unsigned long>(thread.attr("ident"));
+  }
+
+  void hold() {
+    try {
+      for (const int number : kSignals) {
+        nb::object handler = get_(number);
+        if (!PyCallable_Check(handler.ptr()) || handler.is(note_)) continue;
+        held_.emplace_back(number, std::move(handler));
+        set_(number, note_);  // first handles what has come until now, which may raise
+      }
+    } catch (...) {
+      give_back();
+      throw;
+    }
+  }
+
+  // Has the handlers back in their places, then what was noted come to them.
+  void give_back() {
+    nb::object raised;
+    while (!held_.empty()) {
+      try {
+        const auto& [number, handler] = held_.back();
+        if (get_(number).is(note_)) set_(number, handler);  // or somebody has set another
+        held_.pop_back();
+      } catch (nb::python_error& error) {  // of a handler that was back already
+        raised = nb::borrow(error.value());
+      }
+    }
+    for (const Pending& one : pending_) PyErr_SetInterruptEx(one.number);
+    pending_.clear();
+    if (raised.is_valid()) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+      throw nb::python_error();
+    }
+  }
+
+  void handle(int number, nb::handle frame) {
+    for (const auto& [known, handler] : held_) {
+      if (known != number) continue;
+      const nb::object kept = handler;  // it may set another one
+      kept(number, frame.is_valid() ? frame : nb::handle(Py_None));
+      return;
+    }
+  }
+
+  unsigned long main_ = 0;
+  long depth_ = 0;
+  long allowed_ = 0;
+  long shields_ = 0;
+  std::vector<Pending> pending_;
+  std::vector<std::pair<int, nb::object>> held_;
+  nb::object get_, set_, note_;
+};
+
+// One of each process, like the handlers; never destroyed, since objects of Python are gone then.
+Interrupts& interrupts() {
+  static Interrupts& one = *new Interrupts;
+  return one;
+}
+
+class Lock {
+ public:
+  Lock() : lock_(PyThread_allocate_lock()) {
+    if (lock_ == nullptr) throw std::bad_alloc();
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  ~Lock() {
+    if (owner_.load() != 0) PyThread_release_lock(lock_);
+    PyThread_free_lock(lock_);
+  }
+
+  bool acquire(bool blocking, double timeout) {
+    const unsigned long me = PyThread_get_thread_ident();
+    if (owner_.load(std::memory_order_relaxed) == me) {
+      ++depth_;
+      return true;
+    }
+    interrupts().enter();
+    try {
+      if (!PyThread_acquire_lock(lock_, NOWAIT_LOCK) && !(blocking && waited(timeout))) {
+        interrupts().leave();
+        return false;
+      }
+    } catch (...) {
+      interrupts().leave();
+      throw;
+    }
+    owner_.store(me, std::memory_order_relaxed);
+    depth_ = 1;
+    return true;
+  }
+
+  void release() {
+    if (!is_owned()) {
+      PyErr_SetString(PyExc_RuntimeError, "cannot release un-acquired lock");
+      throw nb::python_error();
+    }
+    if (--depth_ > 0) return;
+    owner_.store(0, std::memory_order_relaxed);
+    PyThread_release_lock(lock_);
+    interrupts().leave();
+  }
+
+  bool is_owned() const {
+    return owner_.load(std::memory_order_relaxed) == PyThread_get_thread_ident();
+  }
+
+ private:
+  // Waits, and raises what a signal raises that comes meanwhile; negative: without end.
+  bool waited(double timeout) {
+    const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                          std::chrono::duration<double>(std::fmax(timeout, 0.0)));
+    while (true) {
+      PY_TIMEOUT_T pause = kLook;
+      if (timeout >= 0) {
+        const auto left = std::chrono::duration_cast<std::chrono::microseconds>(until - Clock::now());
+        if (left.count() <= 0) return false;
+        if (left.count() < pause) pause = left.count();
+      }
+      PyLockStatus status = PY_LOCK_FAILURE;
+      {
+        const nb::gil_scoped_release release;
+        status = PyThread_acquire_lock_timed(lock_, pause, 0);
+      }
+      if (status == PY_LOCK_ACQUIRED) return true;
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      interrupts().check();
+    }
+  }
+
+  PyThread_type_lock lock_;
+  std::atomic<unsigned long> owner_{0};
+  long depth_ = 0;  // of the owner
+};
+
+class Deferred {};
+class Allowed {};
+class Shielded {};
+
+}  // namespace
+
+void replaykit::bind_interrupts(nb::module_& m) {
+  m.def("_note_signal", [](int number, nb::handle frame) { interrupts().note(number, frame); },
+        nb::arg("number"), nb::arg("frame").none());
+  m.def("_forked", [] { interrupts().forked(); });
+  m.def("check_interrupts", [] { interrupts().check(); }, "Handles the signals that wait.");
+
+  const auto none = [](const char* name) { return nb::arg(name).none(); };
+  nb::class_<Deferred>(m, "Deferred", "A context in which signals wait.")
+      .def(nb::init<>())
+      .def("__enter__", [](Deferred&) { interrupts().enter(); })
+      .def("__exit__",
+           [](Deferred&, nb::handle, nb::handle, nb::handle) { interrupts().leave(); },
+           none("kind"), none("error"), none("traceback"));
+  nb::class_<Allowed>(m, "Allowed", "A context within, in which they do not.")
+      .def(nb::init<>())
+      .def("__enter__", [](Allowed&) { interrupts().allow(); })
+      .def("__exit__",
+           [](Allowed&, nb::handle, nb::handle, nb::handle) { interrupts().forbid(); },
+           none("kind"), none("error"), none("traceback"));
+
+  nb::class_<Shielded>(m, "Shielded", "A context within, in which no wait ends for them.")
+      .def(nb::init<>())
+      .def("__enter__", [](Shielded&) { interrupts().shield(); })
+      .def("__exit__",
+           [](Shielded&, nb::handle, nb::handle, nb::handle) { interrupts().unshield(); },
+           none("kind"), none("error"), none("traceback"));
+
+  nb::class_<Lock>(m, "Lock", "A re-entrant lock; signals wait while the main thread holds it.")
+      .def(nb::init<>())
+      .def("acquire", &Lock::acquire, nb::arg("blocking") = true, nb::arg("timeout") = -1.0)
+      .def("release", &Lock::release)
+      .def("_is_owned", &Lock::is_owned)
+      .def("__enter__", [](Lock& self) { return self.acquire(true, -1.0); })
+      .def("__exit__", [](Lock& self, nb::handle, nb::handle, nb::handle) { self.release(); },
+           none("kind"), none("error"), none("traceback"));
+}

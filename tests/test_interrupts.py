@@ -1,0 +1,362 @@
+"""Ctrl-C at any step of any call: each change is whole or not there, and no lock stays held."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    Compose,
+    ConsumingSampler,
+    LaneWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NStep,
+    PrioritizedSampler,
+    RateLimiter,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+)
+from tests.conftest import fingerprint
+from tests.interrupting import interrupted_at, random_interrupts
+
+CAPACITY, BATCH = 24, 4
+
+
+def passed_on(data: Any) -> Any:
+    return data
+
+
+Make = Callable[[Path], ReplayBuffer]
+
+
+def rows(first: int, count: int) -> TensorDict:
+    """Rows of a stream whose episodes have five steps."""
+    time = torch.arange(first, first + count)
+    ends = (time % 5 == 4)[:, None]
+    ends[-1] = True
+    after = {"observation": time[:, None] + 1.0, "reward": time[:, None] / 2.0, "done": ends}
+    columns = {"observation": time[:, None] + 0.0, "id": time, "stream": time % 2, "next": after}
+    return TensorDict(columns, [count])
+
+
+def buffer(storage: Any, **options: Any) -> ReplayBuffer:
+    options.setdefault("writer", RoundRobinWriter(track_generations=True))
+    generator = torch.Generator().manual_seed(3)
+    return ReplayBuffer(storage=storage, batch_size=BATCH, generator=generator, **options)
+
+
+def lanes(first: int, count: int) -> TensorDict:
+    return torch.stack([rows(first, count), rows(first + 1000, count)])
+
+
+KINDS: dict[str, Make] = {
+    "list": lambda _: buffer(ListStorage(CAPACITY)),
+    "tensor": lambda _: buffer(LazyTensorStorage(CAPACITY)),
+    "prioritized": lambda _: buffer(
+        LazyTensorStorage(CAPACITY), sampler=PrioritizedSampler(alpha=0.7, beta=0.5)
+    ),
+    "pass": lambda _: buffer(LazyTensorStorage(CAPACITY), sampler=SamplerWithoutReplacement()),
+    "slices": lambda _: buffer(LazyTensorStorage(CAPACITY), sampler=SliceSampler(slice_len=2)),
+    "consuming": lambda _: buffer(
+        LazyTensorStorage(CAPACITY), sampler=ConsumingSampler(1000), writer=RoundRobinWriter()
+    ),
+    "once": lambda _: buffer(LazyTensorStorage(CAPACITY, dedup_next=True)),
+    "best": lambda _: buffer(
+        LazyTensorStorage(CAPACITY), writer=TensorDictMaxValueWriter(rank_key="id")
+    ),
+    "streams": lambda _: buffer(
+        LazyTensorStorage(CAPACITY, lane_key="stream"),
+        writer=LaneWriter(CAPACITY // 2, track_generations=True),
+    ),
+    "memmap": lambda path: buffer(LazyMemmapStorage(CAPACITY, scratch_dir=path)),
+    "recovered": lambda path: buffer(
+        LazyMemmapStorage(CAPACITY, scratch_dir=path, recover=True),
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+    ),
+    "shared": lambda _: buffer(
+        LazyTensorStorage(CAPACITY), sampler=PrioritizedSampler(alpha=0.7, beta=0.5), shared=True
+    ),
+    "prefetched": lambda _: buffer(
+        LazyTensorStorage(CAPACITY), sampler=SamplerWithoutReplacement(), prefetch=2
+    ),
+    "prefetched list": lambda _: buffer(
+        ListStorage(CAPACITY), sampler=SamplerWithoutReplacement(), prefetch=2
+    ),
+    "transformed": lambda _: buffer(
+        LazyTensorStorage(CAPACITY),
+        sampler=SamplerWithoutReplacement(),
+        transform=Compose(NStep(3, gamma=0.9, when="write"), passed_on),
+        prefetch=2,
+    ),
+    "paced": lambda _: buffer(LazyTensorStorage(CAPACITY), rate_limiter=RateLimiter(1.0, 1, 1e6)),
+}
+
+Call = Callable[[ReplayBuffer, int, Path], Any]
+
+
+def _update(rb: ReplayBuffer, number: int, _: Path) -> None:
+    index = torch.arange(number % 5, 20)
+    if rb.sampler.prioritized:
+        rb.update_priority(index, torch.full((len(index),), 1.0 + number % 7))
+
+
+def _patch(rb: ReplayBuffer, number: int, _: Path) -> None:
+    if isinstance(rb.storage, ListStorage) or not rb.writer.tracks_generations:
+        return
+    index = torch.arange(3)
+    rb.update_if_present(
+        index=index,
+        generation=rb.writer.generations_of(index),
+        patch={"observation": torch.full((3, 1), float(number))},
+    )
+
+
+def _column(rb: ReplayBuffer, number: int, _: Path) -> None:
+    if not isinstance(rb.storage, ListStorage):
+        rb.set_("observation", torch.full((len(rb.storage), 1), float(number)))
+
+
+CALLS: dict[str, Call] = {
+    "extend": lambda rb, n, _: rb.extend(rows(10 * n, 7)),
+    "add": lambda rb, n, _: rb.add(rows(10 * n, 1)[0]),
+    "sample": lambda rb, n, _: rb.sample(),
+    "edit": lambda rb, n, _: rb.__setitem__(slice(1, 5), rows(5000 + 10 * n, 4)),
+    "set a column": _column,
+    "update_priority": _update,
+    "update_if_present": _patch,
+    "cut": lambda rb, n, _: None if isinstance(rb.storage, ListStorage) else rb.cut(),
+    "empty": lambda rb, n, _: rb.empty(),
+    "dumps": lambda rb, n, path: rb.dumps(path / "saved"),
+    "loads": lambda rb, n, path: rb.loads(path / "kept"),
+}
+
+
+def prepared(make: Make, folder: Path) -> ReplayBuffer:
+    """A full ring that has been sampled."""
+    folder.mkdir(parents=True)
+    rb = make(folder / "rows")
+    rb.extend(rows(0, 17))
+    rb.extend(rows(17, 17))
+    rb.sample()
+    rb.dumps(folder / "kept")
+    rb.extend(rows(34, 3))
+    return rb
+
+
+def draws(rb: ReplayBuffer) -> Any:
+    """How often rows were drawn, all together: a draw that is taken back may come by other rows."""
+    return int(rb.sampler.state_dict()["_sample_count"].sum()), rb.write_count
+
+
+def state(rb: ReplayBuffer) -> Any:
+    """All that a user can tell of a buffer, and the batches that come next."""
+    storage, ledger = rb.storage, rb.storage.ledger
+    slots = torch.arange(ledger.slots)
+    with storage.lock:
+        seen = {
+            "rows": [fingerprint(storage[row]) for row in range(ledger.length)],
+            "len": len(rb),
+            "count": rb.write_count,
+            "cursor": ledger.cursor,
+            "positions": ledger.positions(slots),
+            "generations": ledger.generations(slots),
+        }
+    if not isinstance(storage, ListStorage):
+        seen["episodes"] = [(e.length, e.reason, e.begin, e.evicted, e.head) for e in rb.episodes]
+    if rb.sampler.consumes:
+        seen["sampler"] = repr(rb.sampler.state_dict())
+    elif not rb.shared:
+        copy = pickle.loads(pickle.dumps(rb))
+        size = len(copy)
+        seen["batches"] = [copy.sample() for _ in range(5)] if size >= BATCH else []
+        copy.shutdown()
+    return fingerprint(seen)
+
+
+def check_is_free(rb: ReplayBuffer) -> None:
+    """Another thread can have the lock, and this one can go on."""
+    found: list[bool] = []
+
+    def take() -> None:
+        if rb.storage.lock.acquire(timeout=5):
+            rb.storage.lock.release()
+            found.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert found, "the lock of the storage is held"
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler,)
+
+
+def steps_of(count: int, every: int) -> Iterator[int]:
+    return iter(range(1, count + 2, every))
+
+
+def injected(kind: str, name: str, folder: Path, *, bytecodes: bool, most: int) -> int:
+    """Interrupts a call at its steps; each time it has happened as a whole, or not at all."""
+    make, call = KINDS[kind], CALLS[name]
+    shown = draws if (kind, name) == ("consuming", "sample") else state
+    rb, twin = prepared(make, folder / "one"), prepared(make, folder / "twin")
+    calm = prepared(make, folder / "calm")
+    call(calm, 0, folder / "calm")
+    _, count = interrupted_at(None, lambda: call(calm, 1, folder / "calm"), bytecodes=bytecodes)
+    before, hits = shown(twin), 0
+    assert shown(rb) == before
+    for number, step in enumerate(range(1, count + 1, max(1, count // most)), start=2):
+        cut, _ = interrupted_at(
+            step, lambda number=number: call(rb, number, folder / "one"), bytecodes=bytecodes
+        )
+        hits += cut
+        check_is_free(rb)
+        found = shown(rb)
+        call(twin, number, folder / "twin")
+        after = shown(twin)
+        if found != after:
+            assert cut, f"step {step}: not interrupted, and wrong"
+            assert found == before, f"step {step} of {count}: neither done nor undone"
+            call(rb, number, folder / "one")
+            assert shown(rb) == after, f"step {step} of {count}: not the same when it is repeated"
+        before = after
+    return hits
+
+
+# An interrupt in what Python calls when an object goes is printed by Python, and lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupts_at_calls_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
+    hits = injected(kind, name, tmp_path, bytecodes=False, most=5)
+    assert hits or name in ("cut", "set a column", "update_if_present", "update_priority")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupts_at_bytecodes_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
+    injected(kind, name, tmp_path, bytecodes=True, most=300)
+
+
+# -- at any time ----------------------------------------------------------------------------------
+
+
+def quick_state(rb: ReplayBuffer) -> Any:
+    """What a write changes, told in little time."""
+    ledger = rb.storage.ledger
+    slots = torch.arange(ledger.slots)
+    numbers = ledger.positions(slots), ledger.generations(slots)
+    stored = rb[:] if len(rb.storage) else None
+    told = len(rb), rb.write_count, ledger.cursor, numbers, stored
+    if rb.sampler.prioritized:
+        told = (*told, rb.sampler.state_dict())
+    return fingerprint(list(told))
+
+
+def shaken(kind: str, name: str, folder: Path, interrupts: int) -> int:
+    """Calls under interrupts of another process, at any time; how many have ended a call."""
+    rb, twin = prepared(KINDS[kind], folder / "one"), prepared(KINDS[kind], folder / "twin")
+    call, before = CALLS[name], quick_state(twin)
+    with random_interrupts(1e-5, 5e-4) as alarm:
+        number = 0
+        while alarm.count < interrupts:
+            number += 1
+            cut = alarm.interrupts(lambda number=number: call(rb, number, folder / "one"))
+            if not cut and number % 16:
+                call(twin, number, folder / "twin")
+                before = None
+                continue
+            before = quick_state(twin) if before is None else before
+            found = quick_state(rb)
+            call(twin, number, folder / "twin")
+            after = quick_state(twin)
+            if found != after:
+                assert cut, f"call {number}: not interrupted, and wrong"
+                assert found == before, f"call {number}: neither done nor undone"
+                call(rb, number, folder / "one")
+                assert quick_state(rb) == after
+            before = after
+        count = alarm.count
+    check_is_free(rb)
+    assert state(rb) == state(twin)
+    return count
+
+
+WRITES = ["extend", "edit", "empty", "update_priority", "dumps"]
+SHAKEN = [
+    (kind, name)
+    for kind in ("tensor", "list", "prioritized", "recovered", "shared", "prefetched")
+    for name in WRITES
+    if name != "update_priority" or kind in ("prioritized", "recovered", "shared")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), SHAKEN)
+def test_interrupts_at_any_time_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
+    assert shaken(kind, name, tmp_path, 12) == 12
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kind", "name"), SHAKEN)
+def test_thousands_of_interrupts_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
+    shaken(kind, name, tmp_path, 10_000 // sum(other == name for _, other in SHAKEN) + 1)
+
+
+DRAWN = [
+    "tensor",
+    "list",
+    "pass",
+    "prioritized",
+    "slices",
+    "prefetched",
+    "prefetched list",
+    "shared",
+]
+
+
+def drawn_under_interrupts(kind: str, folder: Path, interrupts: int) -> int:
+    """Batches come in their order whatever ends the calls; how many calls were ended."""
+    rb, twin = prepared(KINDS[kind], folder / "one"), prepared(KINDS[kind], folder / "twin")
+    wanted, lost, cuts = fingerprint(twin.sample()), 0, 0
+    with random_interrupts(1e-5, 5e-4) as alarm:
+        while alarm.count < interrupts:
+            found: list[Any] = []
+            alarm.interrupts(lambda found=found: found.append(rb.sample()))
+            if not found:
+                cuts += 1
+                continue
+            got = fingerprint(found[0])
+            while got != wanted and cuts:  # one came after its batch had been given away
+                wanted, lost, cuts = fingerprint(twin.sample()), lost + 1, cuts - 1
+            assert got == wanted
+            wanted, cuts = fingerprint(twin.sample()), 0
+        count = alarm.count
+    check_is_free(rb)
+    assert lost <= 3 + count // 4  # the last microsecond of a call
+    return count
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_batches_come_in_order_whatever_is_interrupted(kind: str, tmp_path: Path) -> None:
+    assert drawn_under_interrupts(kind, tmp_path, 60) == 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", DRAWN)
+def test_batches_come_in_order_after_thousands_of_interrupts(kind: str, tmp_path: Path) -> None:
+    drawn_under_interrupts(kind, tmp_path, 10_000 // len(DRAWN))
