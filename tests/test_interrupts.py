@@ -331,6 +331,8 @@ DRAWN = [
 def drawn_under_interrupts(kind: str, folder: Path, interrupts: int) -> int:
     """Batches come in their order whatever ends the calls; how many calls were ended."""
     rb, twin = prepared(KINDS[kind], folder / "one"), prepared(KINDS[kind], folder / "twin")
+    for _ in range(4):  # those drawn before the last write, which are read again after an interrupt
+        rb.sample(), twin.sample()
     wanted, lost, cuts = fingerprint(twin.sample()), 0, 0
     with random_interrupts(1e-5, 5e-4) as alarm:
         while alarm.count < interrupts:
