@@ -88,7 +88,8 @@ class Conditional(BufferCore):
         Args:
             index: slots, int64 ``[K]`` or ``[K, ndim]``, as a sample carries them.
             generation: their ``index_generation``, int64 ``[K]``; -1 is never live.
-            patch: mapping of keys to ``[K, *F]``, or a TensorDict.
+            patch: mapping of keys to ``[K, *F]``, or a TensorDict; for ``ndim > 1`` also laid out
+                as written data, ``[*lanes, T, *F]``, with the index that ``extend`` gave for it.
             version_key, version: together or not at all: a live record is patched only if
                 ``version`` (an int, or one per record) is at least what it has stored under the
                 key; the version is stored with the patch.
@@ -123,7 +124,14 @@ class Conditional(BufferCore):
             columns = _patchable(storage, tracked=self._writer.tracks_generations)
             handles, generation = checked_handles(storage.ndim, index, generation)
             checked = checked_patch(
-                columns.leaf, len(handles), patch, version_key, version, require_newer
+                columns.leaf,
+                len(handles),
+                patch,
+                version_key,
+                version,
+                require_newer,
+                ndim=storage.ndim,
+                time_dim=self.dim_extend,
             )
             live, rejected = patched(columns, handles, generation, checked)
         return ConditionalUpdateResult(live, rejected, batch_size=[len(handles)])
@@ -211,27 +219,32 @@ def checked_patch(
     version_key: Any,
     version: Any,
     require_newer: bool,
+    *,
+    ndim: int = 1,
+    time_dim: int = 0,
 ) -> Patch:
     """Returns what ``update_if_present`` was given, once it fits the columns.
 
     Args:
         leaf_of: shape and dtype of a column by key; KeyError: there is none.
         count: number of records.
+        ndim, time_dim: batch dimensions of written data, and which of them is time.
 
     Raises:
         As ``update_if_present``.
     """
     if (version_key is None) != (version is None):
         raise ValueError("expected version_key and version together, got one of them")
-    values = _checked_values(leaf_of, patch, count)
+    values = _checked_values(leaf_of, patch, count, ndim, time_dim)
     path, versions = None, None
     if version_key is not None:
+        version = _by_record(as_tensor(version), count, ndim, time_dim)
         path, versions = _checked_version(leaf_of, version_key, version, count, values)
     return Patch(values, path, versions, require_newer)
 
 
 def _checked_values(
-    leaf_of: Callable[[Any], Leaf], patch: Any, count: int
+    leaf_of: Callable[[Any], Leaf], patch: Any, count: int, ndim: int, time_dim: int
 ) -> dict[Path, torch.Tensor]:
     values: dict[Path, torch.Tensor] = {}
     if not callable(getattr(patch, "items", None)):
@@ -242,6 +255,8 @@ def _checked_values(
     for path, value in values.items():
         leaf = leaf_of(path)
         shape = [count, *leaf.shape]
+        if list(value.shape) != shape:
+            values[path] = value = _by_record(value, count, ndim, time_dim)
         if path in FLAG_KEYS and [*value.shape, 1] == shape:
             values[path] = value = value.unsqueeze(-1)
         if value.dtype != leaf.dtype or list(value.shape) != shape:
@@ -250,6 +265,14 @@ def _checked_values(
                 f"got {dtype_name(value.dtype)} {list(value.shape)}"
             )
     return values
+
+
+def _by_record(value: torch.Tensor, count: int, ndim: int, time_dim: int) -> torch.Tensor:
+    """Values laid out as written data, ``[*lanes, T, ...]``, in the order of the index that
+    ``extend`` gave for it; others as they are."""
+    if ndim == 1 or value.ndim < ndim or value.shape[:ndim].numel() != count:
+        return value
+    return value.transpose(0, time_dim).flatten(0, ndim - 1)
 
 
 def _checked_version(

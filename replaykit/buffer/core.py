@@ -313,7 +313,8 @@ class BufferCore(Ahead, Pacing, Uncompiled):
         ``insert_blocked_s`` and ``sample_blocked_s`` the seconds that calls have waited for it, all
         of them together (of all processes that share the buffer).
 
-        Works before initialisation and changes nothing. Cost: O(1).
+        Works before initialisation and changes nothing; capacity is 0 as long as a function is yet
+        to make the storage. Cost: O(1).
 
         Example:
             >>> import torch
@@ -324,7 +325,11 @@ class BufferCore(Ahead, Pacing, Uncompiled):
             (5, 0.5)
         """
         if not self._initialized:
-            size = count = capacity = 0
+            given = self._makers[0]
+            # Of a storage that is yet to be made it is not known.
+            capacity = given.max_size if isinstance(given, Storage) else 0
+            size = len(given) if isinstance(given, Storage) else 0
+            count = 0
         else:
             size, count = self._size(), self.write_count
             capacity = self._storage.max_size

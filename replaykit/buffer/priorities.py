@@ -51,10 +51,10 @@ class Priorities(BufferCore):
             'RandomSampler has no priorities; the update has no effect'
         """
         self._ready()
+        if without_priorities(self._sampler, above=1):
+            return
         if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)
-            return
-        if without_priorities(self._sampler, above=1):
             return
         values = priority
         if not isinstance(values, torch.Tensor):
@@ -76,9 +76,10 @@ class Priorities(BufferCore):
             data: a TensorDict as ``sample`` returned it, with values under ``priority_key``:
                 ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
 
-        Rows that were overwritten since they were sampled are left out. Nothing happens where the
-        sampler has no priorities. In a buffer of sequences the largest priority among the valid
-        rows of an anchor is that of the anchor; other rows keep theirs.
+        Rows that were overwritten since they were sampled are left out. Where the sampler has no
+        priorities nothing happens, without a warning: a learner may call this after every batch,
+        whatever the sampler. In a buffer of sequences the largest priority among the valid rows of
+        an anchor is that of the anchor; other rows keep theirs.
 
         Raises:
             KeyError: no ``priority_key`` or no ``index`` in the data.
@@ -87,7 +88,7 @@ class Priorities(BufferCore):
         self._ready()
         sampler = self._sampler
         if not sampler.prioritized:
-            return
+            return  # training loops call this after every batch, whatever the sampler
         if isinstance(self._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
             self._update_anchors(data)
             return

@@ -139,7 +139,7 @@ class Saving(BufferCore):
         """Takes over a buffer that ``dumps`` saved; afterwards both draw the same batches.
 
         The writer is of the kind that was saved; the storage may be of another kind and capacity.
-        So may the sampler, without ``mmap``: it begins anew over the rows, a prioritized one with
+        So may the sampler: it begins anew over the rows, a prioritized one with
         the priorities that were saved, or 1 each; a UserWarning says which, and batches drawn ahead
         are left out. With equal capacity every row keeps its slot. With another one the rows lie in
         write order from 0; of a smaller one the newest (for a TensorDictMaxValueWriter: the
@@ -166,8 +166,8 @@ class Saving(BufferCore):
         Raises:
             FileNotFoundError: there is no checkpoint, or not of that version. CheckpointError: it
                 is damaged, or of a newer format; names the file. ValueError: other keys, shapes,
-                dtypes, lanes, or kind of writer, or with ``mmap`` of sampler, or a storage that
-                cannot have its rows in these files. NotImplementedError: ``mmap`` elsewhere than on
+                dtypes, lanes, or kind of writer, or with ``mmap`` a storage that cannot have its
+                rows in these files. NotImplementedError: ``mmap`` elsewhere than on
                 a 64-bit POSIX system. OSError: the system does not map the files.
 
         Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
@@ -218,7 +218,9 @@ class Saving(BufferCore):
                 writer = saved.part("writer", mapped=late[0])
                 sampler = saved.part("sampler", mapped=late[1])
                 prepared = saved.part("prepared")
-                if not mmap and of_another_kind(sampler, self._sampler):
+                if of_another_kind(sampler, self._sampler):
+                    if mmap:  # no part of it can be left for later
+                        sampler = saved.part("sampler")
                     sampler, prepared = begun_anew(self._sampler, sampler, content), []
                 apply_state(
                     self,
@@ -241,8 +243,10 @@ class Saving(BufferCore):
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a function that maps the content before ``dumps`` writes it.
 
-        It gets a copy of all rows, and the path under ``path=`` if it accepts that. Hooks run in
-        the order they came and are not saved themselves.
+        It gets a copy of all rows, and the path under ``path=`` if it accepts that. Its attributes
+        ``shift`` and ``is_full``, if it has them, are set before: the slot behind the newest row,
+        and whether every slot holds a row. Hooks run in the order they came and are not saved
+        themselves.
 
         Example:
             >>> import tempfile, torch
@@ -337,8 +341,9 @@ class Saving(BufferCore):
             self._ready()  # each process would make parts of its own
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
-            empty = {"_making": None, "_staging": None, "_drawn_by": ()}
-            return {**self.__dict__, "_generator": generator, **empty}
+            state = {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
+            state.pop("_drawn_by", None)
+            return state
         spawning = multiprocessing.context.get_spawning_popen() is not None
         if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
@@ -350,7 +355,7 @@ class Saving(BufferCore):
         with self._locked() as storage:
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = state["_staging"] = None
-            state["_drawn_by"] = ()
+            state.pop("_drawn_by", None)  # threads of this process
             # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
             # that are taken along is taken now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})

@@ -17,7 +17,7 @@ from replaykit.recovery.forked import one_thread_in_children
 from replaykit.recovery.home import Home
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.manifest import check_file
-from replaykit.recovery.members import MEMBERS, Members, give_up_rows
+from replaykit.recovery.members import MEMBERS, Members, give_up_rows, who_uses
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 from replaykit.recovery.shared_lock import SharedLock, check_flock
 from replaykit.recovery.states import States
@@ -43,4 +43,5 @@ __all__ = [
     "let_go_in_children",
     "one_thread_in_children",
     "open_to_lock",
+    "who_uses",
 ]

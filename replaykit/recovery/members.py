@@ -11,7 +11,7 @@ from replaykit.recovery.home import KEPT, LOCK, MAKING, SHARED
 from replaykit.recovery.manifest import MANIFEST
 from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
 
-__all__ = ["MEMBERS", "Members", "give_up_rows"]
+__all__ = ["MEMBERS", "Members", "give_up_rows", "who_uses"]
 
 MEMBERS = "members"
 
@@ -51,6 +51,31 @@ class Members(OpenFile):
             return not is_held(path)
         except OSError:
             return False
+
+
+def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
+    """Returns who shares or recovers the rows in the files of a folder just now; None: nobody.
+
+    Args:
+        own: the folder beside the files that is the caller's.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.recovery import who_uses
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(who_uses(Path(folder)))
+        None
+    """
+    shared, kept = scratch_dir / SHARED, scratch_dir / KEPT
+    if shared != own and (shared / MEMBERS).exists() and not Members.nobody(shared / MEMBERS):
+        return "processes that share its rows"
+    if kept != own and kept.is_dir():
+        try:
+            Exclusive(kept / LOCK).let_go()
+        except BlockingIOError:
+            return "another process, or another storage of this one, which recovers its rows"
+    return None
 
 
 def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:

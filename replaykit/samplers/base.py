@@ -236,7 +236,7 @@ class Sampler(Uncompiled, ABC):
         warnings.warn(
             f"{type(self).__name__} has no priorities; the update has no effect",
             UserWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
 
     def check_priorities(self, priority: torch.Tensor) -> None:

@@ -144,16 +144,24 @@ class Sequence(SampleUnit):
             _check_content(storage)
 
     def expand(
-        self, index: torch.Tensor, info: dict[str, Any], storage: Storage
+        self,
+        index: torch.Tensor | tuple[torch.Tensor, ...],
+        info: dict[str, Any],
+        storage: Storage,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Returns the rows of the windows of anchors ``[B]`` (``[B, ndim]``), and their info.
 
         The storage's lock is held.
 
+        Args:
+            index: the anchors; or a tuple with one ``[B]`` for each dimension.
+
         Raises:
             TypeError: records that are no TensorDicts. KeyError: ``done_key`` is not stored.
         """
         episodes = self.episodes(storage)
+        if isinstance(index, tuple):
+            index = index[0] if len(index) == 1 else torch.stack(index, -1)
         lanes, count, width = storage.lanes, len(index), self.width
         flat = ravel(index, lanes) if lanes else index
         time, lane = episodes.place(flat.cpu().numpy())

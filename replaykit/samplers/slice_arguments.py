@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +19,7 @@ from replaykit.storages import Storage
 from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Branch, Path
-from replaykit.ted import EPISODE_KEYS, unravel
+from replaykit.ted import EPISODE_KEYS, format_key, unravel
 
 __all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span", "one_of"]
 
@@ -101,6 +103,8 @@ class Boundaries:
         self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
         self._named = named
         self._plain = not named
+        self._used = self.rule
+        self._said_missing: list[Path] = []
         self._ends = None
         if ends is not None:
             self._ends = _vector("ends", ends) != 0
@@ -161,16 +165,39 @@ class Boundaries:
         """
         schema = storage.schema
         if schema is None or schema is not self._schema:
-            _require_tensordicts(storage)
+            schema = _require_tensordicts(storage).require().schema
+            self._used = self.rule if self._ends is not None else self._rule_for(schema)
             self._schema = schema
         columns = cast(ColumnStorage, storage)
         if self._ends is not None:
             return self._static(columns)
-        index = columns.episodes if self._plain else columns.indexes.of(self.rule)
+        index = columns.episodes if self._plain else columns.indexes.of(self._used)
         if index is not self._index:
-            self.rule.bind(columns.require().schema)  # the storage's own is not as strict
+            self._used.bind(columns.require().schema)  # the storage's own is not as strict
             self._index = index
         return index
+
+    def _rule_for(self, schema: Schema) -> BoundaryRule:
+        """The rule, without the ids that the data lacks, where its flags tell where episodes end;
+        says so."""
+        missing = [path for path in self.rule.ids or () if path not in schema.leaves]
+        if not missing:
+            return self.rule
+        kept = tuple(path for path in self.rule.ids or () if path not in missing)
+        other = replace(self.rule, ids=kept)
+        flags = replace(other, ids=()).bind(schema).flags if self.rule.flags != () else ()
+        if not flags:
+            return self.rule  # which names what is missing
+        if self._said_missing != missing:
+            self._said_missing = missing
+            names = ", ".join(map(format_key, missing))
+            warnings.warn(
+                f"the data has no {names} (traj_key); episodes are told apart by "
+                f"{', '.join(map(format_key, flags))}",
+                UserWarning,
+                stacklevel=2,
+            )
+        return other
 
     def _static(self, storage: ColumnStorage) -> EpisodeIndex:
         assert self._ends is not None

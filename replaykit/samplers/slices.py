@@ -39,7 +39,8 @@ class SliceSampler(Sliced):
         end_key, end_keys: flags that end episodes, instead of ``done``, ``truncated`` and
             ``terminated`` under ``next``; any one that is set does. ``end_keys=()``: none.
         traj_key: a key, or a list of them, of which a change ends an episode, instead of
-            ``("collector", "traj_ids")``, ``episode`` and ``seed``. ``()``: none.
+            ``("collector", "traj_ids")``, ``episode`` and ``seed``. ``()``: none. Data that lacks
+            it goes by its flags alone, with a UserWarning.
         ends: instead of columns, ``[N]``: which stored rows end an episode.
         trajectories: instead of columns, ``[N]``: a change ends an episode.
         truncated_key: where the batch says that a slice was cut; ``done`` and ``terminated`` are

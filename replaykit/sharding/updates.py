@@ -33,10 +33,10 @@ class Updates:
     def priority(self, index: Any, priority: Any, generation: Any = None) -> None:
         """Sets priorities; see ``ShardedClient.update_priority``."""
         client = self._client
+        if without_priorities(client.sampler, above=2):
+            return
         if priority is None and is_tensordict(index):
             self.tensordict(index)
-            return
-        if without_priorities(client.sampler, above=2):
             return
         slots = as_tensor(index).cpu().reshape(-1)
         if slots.is_floating_point() or slots.dtype is torch.bool:

@@ -210,7 +210,8 @@ class ColumnStorage(ColumnReads):
         """Writes rows at dim-0 positions: an int takes one row, anything else a batch.
 
         ``set_cursor=True`` makes them new records, the last one the newest; ``False`` replaces
-        stored ones, and length, cursor, positions and generations stay.
+        stored ones, and length, cursor, positions and generations stay. Where nothing is stored,
+        ``False`` makes new records too, and the cursor stays.
 
         Raises:
             IndexError: a position outside ``[0, max_size)``, or beyond the stored rows with
@@ -226,7 +227,8 @@ class ColumnStorage(ColumnReads):
             if not len(slots):
                 return
             self._check(rows)
-            if set_cursor:
+            are_new = set_cursor or not self.ledger.length
+            if are_new:
                 check_no_hole(slots, self.ledger.length)
             else:
                 check_range(slots, 0, self.ledger.length)
@@ -234,8 +236,8 @@ class ColumnStorage(ColumnReads):
             last = last_occurrences(slots)
             self._note_edit(None, slots.numpy())
             self.write(slots[last], rows, last)
-            if set_cursor:
-                self.ledger.place(slots, move_cursor=True)
+            if are_new:
+                self.ledger.place(slots, move_cursor=set_cursor)
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
             else:
                 self.indexes.edited(self.require().schema.leaves)

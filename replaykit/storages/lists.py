@@ -141,14 +141,15 @@ class ListStorage(Storage):
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             end = len(self._items)
+            are_new = set_cursor or not end
             for slot in slots.tolist():
-                if slot > end or (slot == end and not set_cursor):
+                if slot > end or (slot == end and not are_new):
                     raise RuntimeError(f"expected a position up to {end}, got {slot}")
                 end = max(end, slot + 1)
             self.edits += 1
             self.write(slots, rows, slice(None))
-            if set_cursor:
-                self.ledger.place(slots, move_cursor=True)
+            if are_new:
+                self.ledger.place(slots, move_cursor=set_cursor)
                 self.notify(slots)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:

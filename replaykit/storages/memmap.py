@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from replaykit.storages.row_files import (
 )
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
+from replaykit.ted import unravel
 
 __all__ = ["LazyMemmapStorage"]
 
@@ -230,7 +231,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _memory_for(self, schema: Schema) -> dict[Path, torch.Tensor]:
         columns, folder = self.require(), self._made_in
-        assert folder is not None
+        if folder is None:  # removed by cleanup()
+            return super()._memory_for(schema)
         rows = columns.rows if isinstance(columns, OnceColumns) else columns
         stored = rows.schema.with_added(schema.root)
         new = list(schema.leaves)
@@ -249,7 +251,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             if pairs is not None:
                 present |= set((folder / _BESIDE).rglob("*.memmap"))
             if not home.half_made:  # from now on they are taken for its own
-                refuse_taken(present, existsok=self.existsok)
+                refuse_taken(folder, present, existsok=self.existsok, own=home.folder)
                 if present:
                     give_up_rows(folder, home.folder)
             with home.making():
@@ -335,6 +337,51 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._private = self._made_in = None
             return True
 
+    def column_file(self, key: Any) -> ColumnFile:
+        """Returns in which file a column lies, and where there.
+
+        A small column lies in the records that it shares with others, a wide one alone. The file
+        holds all slots; the first ``len(storage)`` are stored rows, the others are not to be read.
+
+        Args:
+            key: a stored key, nested as a tuple.
+
+        Raises:
+            KeyError: no column of that name, or one that is stored once, under another key.
+            RuntimeError: nothing was written yet, or ``cleanup`` has removed the files.
+
+        Example:
+            >>> import numpy as np
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyMemmapStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyMemmapStorage(4))
+            >>> rows = {"x": torch.arange(3.0), "y": torch.arange(3)}
+            >>> _ = rb.extend(TensorDict(rows, [3]))
+            >>> found = rb.storage.column_file("y")
+            >>> values = np.ndarray(
+            ...     found.shape, np.int64, np.memmap(found.path, mode="r"),
+            ...     found.offset, found.strides)
+            >>> found.path.name, found.dtype, values[:3].tolist()
+            ('records.memmap', torch.int64, [0, 1, 2])
+        """
+        with self.lock:
+            self.leaf(key)
+            columns, path = self.require(), unravel(key)
+            tensor = columns[path]
+            rows = columns.rows if isinstance(columns, OnceColumns) else columns
+            shared = self.recovery is not None and self.recovery.shared
+            folder = self.recovery.folder if shared else self._made_in
+            if folder is None:
+                raise RuntimeError(
+                    "expected rows in files, got rows whose files cleanup() has removed"
+                )
+            plan = RowFiles.of(folder, rows.schema, rows.slots, rows.lanes)
+        file, offset = plan.place_of(path)
+        size = tensor.dtype.itemsize
+        strides = tuple(step * size for step in tensor.stride())
+        return ColumnFile(file, offset, tensor.dtype, tensor.shape, strides)
+
     def share(self) -> None:
         self._check_shareable()
         if self.recovery is not None:
@@ -375,6 +422,24 @@ class LazyMemmapStorage(LazyTensorStorage):
             # A copy has files of its own: in a private folder, since the other one is taken.
             state = {**state, "scratch_dir": None, "_private": None}
         super().__setstate__(state)
+
+
+class ColumnFile(NamedTuple):
+    """Where a column of a LazyMemmapStorage lies.
+
+    Attributes:
+        path: the file.
+        offset: byte of the first value.
+        dtype: of the values.
+        shape: ``[slots, *lanes, *F]``.
+        strides: bytes from one value to the next along each dimension.
+    """
+
+    path: FilePath
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from replaykit.filesystem import reserve_blocks
 from replaykit.mapping import map_common
 from replaykit.native import join_pages
+from replaykit.recovery import who_uses
 from replaykit.schema import Schema
 from replaykit.storages.allocation import column_shapes, format_bytes, storage_bytes
 from replaykit.storages.beside import Grow
@@ -61,7 +62,7 @@ def columns_in_files(
     files = plan.files
     needed = storage_bytes(schema, slots, lanes, plan.layout)
     present = {file for file in files.values() if file.exists()}
-    refuse_taken({*present, *taken}, existsok=existsok)
+    refuse_taken(folder, {*present, *taken}, existsok=existsok)
     _check_disk(folder, needed, present)
     inner = {file.parent for file in files.values() if not file.parent.exists()}
     inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
@@ -94,7 +95,7 @@ def added_in_files(
     plan = RowFiles.of(folder, schema, slots, lanes)
     files = {path: plan.files[path] for path in paths}
     present = {file for file in files.values() if file.exists()}
-    refuse_taken(present, existsok=existsok)
+    refuse_taken(folder, present, existsok=existsok)
     _check_disk(folder, sum(plan.nbytes(path) for path in paths), present)
     inner = {file.parent for file in files.values() if not file.parent.exists()}
     try:
@@ -114,8 +115,17 @@ def added_in_files(
     return tensors
 
 
-def refuse_taken(files: set[FilePath], *, existsok: bool) -> None:
+def refuse_taken(
+    folder: FilePath, files: set[FilePath], *, existsok: bool, own: FilePath | None = None
+) -> None:
+    """Raises RuntimeError where files are there that may not be taken.
+
+    Args:
+        own: the folder of bookkeeping that is the caller's.
+    """
     if files and not existsok:
+        if (user := who_uses(folder, own)) is not None:
+            raise RuntimeError(f"{folder} is in use by {user}; give another scratch_dir")
         raise RuntimeError(
             f"the file {min(files)} exists; give another scratch_dir, or existsok=True to use its "
             "space and lose what it holds"
@@ -144,6 +154,13 @@ class RowFiles(NamedTuple):
             names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
         files = {path: folder / name for path, name in names.items()}
         return cls(schema, layout, files, shapes, dtypes)
+
+    def place_of(self, path: Path) -> tuple[FilePath, int]:
+        """Returns the file of a leaf, and the byte of its first value there."""
+        if path in self.files:
+            return self.files[path], 0
+        assert self.layout is not None
+        return self.files[_RECORDS], self.layout.offsets[path]
 
     def nbytes(self, path: Path) -> int:
         return self.shapes[path].numel() * self.dtypes[path].itemsize

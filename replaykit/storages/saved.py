@@ -24,15 +24,27 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     """Returns what a storage holds, mapped by its save hooks. The lock is held.
 
     Without hooks the columns are views. A hook gets a copy of ``storage[:]`` and, if it accepts
-    ``path=``, where the files go.
+    ``path=``, where the files go. Its attributes ``shift`` and ``is_full`` are set before, if it
+    has them: the slot behind the newest row, and whether every slot holds one.
     """
     content = storage.content()
     if not storage.save_hooks or not content.rows:
         return content
     data = _copied(storage)
     for hook in storage.save_hooks:
+        _tell_cursor(hook, storage)
         data = _call(hook, "save", data, path=path)
     return _content_of(data, storage)
+
+
+def _tell_cursor(hook: Hook, storage: Storage) -> None:
+    ledger = storage.ledger
+    is_full = bool(ledger.length) and ledger.length == ledger.slots
+    # Behind the last slot, where the next row comes into the first one.
+    shift = ledger.cursor or (ledger.length if is_full else 0)
+    for name, value in (("shift", shift), ("is_full", is_full)):
+        if hasattr(hook, name):
+            setattr(hook, name, value)
 
 
 def content_after_load(storage: Storage, content: Content) -> Content:

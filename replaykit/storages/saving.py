@@ -34,8 +34,26 @@ class SavedRows:
         self.save_hooks: list[Hook] = []
         self.load_hooks: list[Hook] = []
 
+    @property
+    def checkpointer(self) -> None:
+        """None: a storage saves itself, in one format. TypeError for any other value."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        if value is not None:
+            raise TypeError(
+                f"expected no checkpointer, got a {type(value).__name__}: dumps and loads have one "
+                "format; map rows with register_save_hook and register_load_hook, and read "
+                "TorchRL's directories with replaykit.checkpoint.read_torchrl"
+            )
+
     def register_save_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content before ``dumps`` writes it."""
+        """Adds a function that maps the content before ``dumps`` writes it.
+
+        Attributes ``shift`` and ``is_full`` of the hook, if it has them, are set before each call:
+        the slot behind the newest row, and whether every slot holds a row.
+        """
         self.save_hooks.append(_checked_hook(hook))
 
     def register_load_hook(self, hook: Hook) -> None:

@@ -134,6 +134,11 @@ class Sharing(Following):
             "existsok": self._existsok,
         }
 
+    @property
+    def folder(self) -> FilePath:
+        """Where the files of the rows lie."""
+        return self._folder
+
     def new_lock(self) -> SharedLock:
         """The lock of this process, which may be a forked child."""
         if self._process != os.getpid():
@@ -152,7 +157,7 @@ class Sharing(Following):
         plan = RowFiles.of(self._folder, schema, slots, lanes)
         present = {file for file in plan.files.values() if file.exists()}
         if not home.half_made:
-            refuse_taken(present, existsok=self._existsok)
+            refuse_taken(self._folder, present, existsok=self._existsok, own=home.folder)
             if present:
                 give_up_rows(self._folder, home.folder)
         with home.making():

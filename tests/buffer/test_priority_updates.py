@@ -144,8 +144,9 @@ def test_without_priorities_updates_warn_or_do_nothing(buffer_of: Any, unchanged
     buffer = buffer_of(filled=5)
     with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
         buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+    with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
+        buffer.update_priority(buffer.sample(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         buffer.update_tensordict_priority(buffer.sample(2))
-        buffer.update_priority(buffer.sample(2))
         buffer.mark_update(torch.tensor([0]))

@@ -441,7 +441,6 @@ def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: P
     hooked.register_load_hook(lambda data: data)
     refused(hooked, "got load hooks")
     refused(make(capacity=2000), "expected the capacity that was saved for mmap=True, got 2000")
-    refused(make("prioritized"), "expected the state of a 'prioritized' sampler")
     ranked = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=TensorDictMaxValueWriter())
     refused(ranked, "expected the state of a 'max_value' writer")
     once = ReplayBuffer(storage=LazyTensorStorage(9, dedup_next=True))

@@ -1,0 +1,424 @@
+"""What programs written for TorchRL do with a buffer and its parts, here too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from replaykit import (
+    ConsumingSampler,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    Sequence,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
+    pad_collate,
+)
+
+STORAGES: dict[str, Any] = {
+    "list": ListStorage,
+    "lazy_stack": LazyStackStorage,
+    "tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+}
+SAMPLERS: dict[str, Any] = {
+    "random": RandomSampler,
+    "passes": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slice passes": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2),
+    "consuming": lambda: ConsumingSampler(3),
+    "staleness": lambda: StalenessAwareSampler(),
+}
+
+
+def _rows(count: int, first: int = 0) -> TensorDict:
+    x = torch.arange(first, first + count)[:, None]
+    done = x % 4 == 3
+    return TensorDict(
+        {"x": x.float(), "version": x[:, 0], "next": {"reward": x.float(), "done": done}}, [count]
+    )
+
+
+def _buffer(storage: Any, sampler: Any = None, **options: Any) -> ReplayBuffer:
+    generator = torch.Generator().manual_seed(1)
+    return ReplayBuffer(
+        storage=storage, sampler=sampler, batch_size=4, generator=generator, **options
+    )
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["random", "passes", "prioritized", "slices", "consuming"])
+@pytest.mark.parametrize("saved", ["random", "passes", "prioritized", "consuming"])
+def test_a_checkpoint_opened_in_place_takes_another_sampler(saved: str, other: str, tmp_path: Path):
+    buffer = _buffer(LazyTensorStorage(8), SAMPLERS[saved]())
+    buffer.extend(_rows(8))
+    if saved == "prioritized":
+        buffer.update_priority(torch.arange(8), torch.arange(8) + 1.0)
+    buffer.sample()
+    buffer.dumps(tmp_path)
+    plain, mapped = (_buffer(LazyTensorStorage(8), SAMPLERS[other]()) for _ in range(2))
+    said = []
+    for loaded, mmap in ((plain, False), (mapped, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded.loads(tmp_path, mmap=mmap)
+        said.append([str(warning.message) for warning in caught])
+        assert all(Path(warning.filename) == Path(__file__) for warning in caught)
+    assert said[0] == said[1]
+    assert len(said[0]) == (saved != other)
+    for _ in range(3):
+        assert bool((plain.sample() == mapped.sample()).all())
+    for loaded in (plain, mapped):
+        loaded.extend(_rows(2, 8))
+    assert bool((plain.sample() == mapped.sample()).all())
+
+
+# -- hooks, checkpointers --------------------------------------------------------------------------
+
+
+class Noting:
+    """A hook with the attributes that TorchRL sets."""
+
+    shift = is_full = None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, data: Any, path: Any = None) -> Any:
+        self.calls.append((self.shift, self.is_full))
+        return data
+
+
+@pytest.mark.parametrize("count", [3, 8, 11, 16])
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+def test_save_hooks_are_told_of_the_cursor(kind: str, count: int, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](8))
+    hook = Noting()
+    buffer.register_save_hook(hook)
+    for row in _rows(count):
+        buffer.add(row)
+    buffer.dumps(tmp_path)
+    [(shift, is_full)] = hook.calls
+    assert is_full == (count >= 8)
+    assert shift == (count - 1) % 8 + 1
+    assert int(buffer[shift - 1]["x"]) == count - 1  # the newest row
+
+
+def test_save_hooks_are_told_what_torchrl_tells_them(tmp_path: Path):
+    torchrl = pytest.importorskip("torchrl.data")
+    for count in (3, 8, 11):
+        mine = _buffer(LazyTensorStorage(8))
+        theirs = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(8))
+        told = []
+        for number, buffer in enumerate((mine, theirs)):
+            hook = Noting()
+            storage = buffer if buffer is mine else buffer.storage.checkpointer
+            storage.register_save_hook(hook)
+            for row in _rows(count):
+                buffer.add(row)
+            buffer.dumps(tmp_path / f"{count}{number}")
+            told.append(hook.calls)
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_another_checkpointer_is_refused_with_the_way(kind: str):
+    storage = STORAGES[kind](4)
+    assert storage.checkpointer is None
+    storage.checkpointer = None
+    with pytest.raises(TypeError, match=r"register_save_hook.*read_torchrl"):
+        storage.checkpointer = object()
+
+
+# -- priorities ------------------------------------------------------------------------------------
+
+
+def test_updates_without_priorities_say_so():
+    """Whatever is given; but for the call that learners make whatever the sampler."""
+    buffer = _buffer(LazyTensorStorage(8))
+    buffer.extend(_rows(8))
+    batch = buffer.sample()
+    batch["td_error"] = torch.ones(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        buffer.update_tensordict_priority(batch)
+        buffer.update_priority(batch)
+        buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+        buffer.sampler.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)] * 3
+    assert all("RandomSampler has no priorities" in str(warning.message) for warning in caught)
+    # A member without priorities is left alone.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = _buffer(LazyTensorStorage(8), PrioritizedSampler(alpha=1.0, beta=1.0))
+        plain = _buffer(LazyTensorStorage(8))
+        for member in (other, plain):
+            member.extend(_rows(8))
+        ensemble = ReplayBufferEnsemble(other, plain, batch_size=8)
+        batch = ensemble.sample()
+        ensemble.update_tensordict_priority(batch.set("td_error", torch.ones(batch.shape)))
+
+
+# -- folders in use --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["shared", "recover"])
+def test_a_folder_in_use_is_not_said_to_be_free_for_the_taking(how: str, tmp_path: Path):
+    options = {"recover": True} if how == "recover" else {}
+    user = ReplayBuffer(
+        storage=LazyMemmapStorage(8, scratch_dir=tmp_path, **options), shared=how == "shared"
+    )
+    user.extend(_rows(8))
+    word = "share" if how == "shared" else "recovers"
+    for existsok in (False, True):
+        other = _buffer(LazyMemmapStorage(8, scratch_dir=tmp_path, existsok=existsok))
+        with pytest.raises(RuntimeError, match=f"in use by.*{word}") as caught:
+            other.extend(_rows(8, 50))
+        assert "existsok=True" not in str(caught.value)
+    assert user["version"].tolist() == list(range(8))
+    del user, other
+    other = _buffer(LazyMemmapStorage(8, scratch_dir=tmp_path / "free"))
+    other.extend(_rows(8))
+    again = _buffer(LazyMemmapStorage(8, scratch_dir=tmp_path / "free"))
+    with pytest.raises(RuntimeError, match="existsok=True to use its space"):
+        again.extend(_rows(8))
+
+
+# -- collation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["padded", "jagged"])
+def test_pad_collate_takes_a_lazy_stack(layout: str):
+    collate = functools.partial(pad_collate, layout=layout)
+    buffer = _buffer(LazyStackStorage(8), collate_fn=collate)
+    trajectories = [_rows(length) for length in (2, 3, 5)]
+    for trajectory in trajectories:
+        buffer.add(trajectory)
+    found, expected = buffer[:], collate(trajectories)
+    for key in ("x", ("next", "reward"), "mask" if layout == "padded" else "lengths"):
+        one, two = found[key], expected[key]
+        if one.is_nested:
+            one, two = one.values(), two.values()
+        assert torch.equal(one, two)
+    batch = buffer.sample()
+    assert batch.batch_size[0] == 4
+    ragged = [TensorDict({"x": torch.ones(3, n)}, [3, n]) for n in (1, 2)]
+    assert pad_collate(lazy_stack([r[0] for r in ragged], 1)).shape == (2, 2)
+
+
+# -- windows ---------------------------------------------------------------------------------------
+
+
+def test_a_sequence_expands_a_tuple_index():
+    flat = _buffer(LazyTensorStorage(12))
+    flat.extend(_rows(12))
+    lanes = _buffer(LazyTensorStorage(12, ndim=2))
+    lanes.extend(_rows(12).view(2, 6))
+    unit = Sequence(length=2)
+    for buffer, index in (
+        (flat, (torch.tensor([1, 4]),)),
+        (lanes, (torch.tensor([1, 4]), torch.tensor([0, 1]))),
+    ):
+        together = index[0] if len(index) == 1 else torch.stack(index, -1)
+        found, told = unit.expand(index, {}, buffer.storage)
+        expected, told_then = unit.expand(together, {}, buffer.storage)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(told[key], told_then[key]) for key in told_then)
+
+
+def _ends(buffer: ReplayBuffer) -> list[list[int]]:
+    """Which rows come together in windows of two."""
+    return sorted({tuple(pair) for pair in buffer.sample(400)["version"].view(-1, 2).tolist()})
+
+
+@pytest.mark.parametrize("end_key", [None, ("next", "done")])
+@pytest.mark.parametrize("lacks", ["episode", ("collector", "traj_ids"), ["episode", "seed"]])
+def test_a_trajectory_key_that_the_data_lacks(lacks: Any, end_key: Any):
+    buffer = _buffer(
+        LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key=lacks, end_key=end_key)
+    )
+    buffer.extend(_rows(12))
+    with pytest.warns(UserWarning, match=r"no .*\(traj_key\).*'done'"):
+        buffer.sample()
+    plain = _buffer(LazyTensorStorage(12), SliceSampler(slice_len=2, end_key=("next", "done")))
+    plain.extend(_rows(12))
+    assert _ends(buffer) == _ends(plain)
+    copied = pickle.loads(pickle.dumps(buffer))
+    copied.extend(_rows(2))
+    assert copied.sample().shape == (4,)
+
+
+def test_a_trajectory_key_that_is_there_and_one_that_nothing_replaces():
+    rows = _rows(12).set("episode", torch.arange(12) // 6)
+    buffer = _buffer(LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode"))
+    buffer.extend(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (2, 3) in _ends(buffer)
+    bare = _buffer(LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode"))
+    bare.extend(_rows(12).exclude("next"))
+    with pytest.raises(KeyError, match="'episode'"):
+        bare.sample()
+    only = _buffer(
+        LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode", end_key="stop")
+    )
+    only.extend(_rows(12))
+    with pytest.raises(KeyError, match="'stop'"):
+        only.sample()
+
+
+# -- storages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("cursor", [0, range(3), slice(0, 3), torch.arange(3)])
+def test_a_first_write_that_leaves_the_cursor(kind: str, cursor: Any):
+    storage = STORAGES[kind](8)
+    buffer = _buffer(storage)
+    rows = _rows(3)[0] if isinstance(cursor, int) else _rows(3)
+    count = 1 if rows.ndim == 0 else 3
+    storage.set(cursor, rows, set_cursor=False)
+    assert len(storage) == len(buffer) == count
+    assert torch.equal(buffer["version"], torch.arange(count))
+    storage.set(0, _rows(1, 40)[0], set_cursor=False)  # replaces what is stored
+    assert buffer["version"].tolist() == [40, 1, 2][:count]
+    with pytest.raises((IndexError, RuntimeError)):
+        storage.set(count, _rows(1)[0], set_cursor=False)
+    assert buffer.extend(_rows(2, 20)).tolist() == [0, 1]
+    assert buffer["version"].tolist() == [20, 21, 2][: max(count, 2)]
+
+
+def test_a_first_write_that_leaves_a_hole_is_refused():
+    storage = LazyTensorStorage(8)
+    with pytest.raises(RuntimeError, match="no gap"):
+        storage.set(range(2, 4), _rows(2), set_cursor=False)
+    assert len(storage) == 0
+
+
+def test_patches_laid_out_as_data():
+    buffer = _buffer(LazyTensorStorage(12, ndim=2), writer=RoundRobinWriter(track_generations=True))
+    data = _rows(12).view(2, 6)
+    index = buffer.extend(data)
+    generation = buffer.writer.generations_of(index)
+    patch = {("next", "reward"): torch.arange(12.0).view(2, 6, 1) * 3, "x": data["x"] + 1}
+    patch["next", "done"] = torch.ones(2, 6, dtype=torch.bool)
+    result = buffer.update_if_present(index=index, generation=generation, patch=patch)
+    assert bool(result.updated.all())
+    for key, value in patch.items():
+        assert torch.equal(buffer[key].reshape(-1), value.reshape(-1))
+    newer = data["version"] + torch.tensor([[1], [-1]])
+    result = buffer.update_if_present(
+        index=index,
+        generation=generation,
+        patch=TensorDict({"x": torch.zeros(2, 6, 1)}, [2, 6]),
+        version_key="version",
+        version=newer,
+    )
+    assert result.updated.view(6, 2).tolist() == [[True, False]] * 6
+    assert torch.equal(buffer["x"][0], torch.zeros(6, 1))
+    assert torch.equal(buffer["x"][1], data["x"][1] + 1)
+    with pytest.raises(ValueError, match=r"\[12, 1\], got float32 \[2, 5, 1\]"):
+        buffer.update_if_present(
+            index=index, generation=generation, patch={"x": torch.zeros(2, 5, 1)}
+        )
+
+
+def test_stats_know_the_capacity_before_the_first_write():
+    for delayed in (False, True):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(7), delayed_init=delayed)
+        stats = buffer.stats()
+        assert (stats["capacity"], stats["size"], stats["utilization"]) == (7, 0, 0.0)
+        assert buffer.initialized is not delayed
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_unpickled_parts_have_the_attributes_of_before(kind: str, sampler: str, prefetch: int):
+    if "slice" in sampler and kind in ("list", "lazy_stack"):
+        pytest.skip("slices need columns")
+    if prefetch and sampler == "consuming":
+        pytest.skip("rows that are used up are not drawn ahead")
+    buffer = _buffer(STORAGES[kind](8), SAMPLERS[sampler](), prefetch=prefetch)
+    for used in (False, True):
+        if used:
+            rows = _rows(8)
+            if sampler == "staleness":
+                rows["policy_version"] = torch.zeros(8, dtype=torch.int64)
+            buffer.extend(rows)
+            buffer.sample()
+        for copied in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
+            pairs = [(buffer, copied), *((getattr(buffer, n), getattr(copied, n)) for n in PARTS)]
+            for one, other in pairs:
+                assert vars(one).keys() == vars(other).keys()
+
+
+PARTS = ("storage", "sampler", "writer", "transform")
+
+
+@pytest.mark.parametrize("how", ["private", "folder", "recover", "shared", "once"])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_the_file_of_a_column(how: str, lanes: bool, tmp_path: Path):
+    options: dict[str, Any] = {"ndim": 2} if lanes else {}
+    if how in ("folder", "recover"):
+        options |= {"scratch_dir": tmp_path, "recover": how == "recover"}
+    if how == "once":
+        options |= {"dedup_next": ["x"], "on_mismatch": "dense"}
+    storage = LazyMemmapStorage(8, **options)
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        storage.column_file("x")
+    buffer = ReplayBuffer(storage=storage, shared=how == "shared")
+    rows = _rows(8).set("wide", torch.rand(8, 300))
+    rows["next", "x"] = rows["x"] + 1
+    buffer.extend(rows.view(2, 4) if lanes else rows)
+    if how in ("private", "folder", "once"):
+        values = torch.rand(2, 4, 2) if lanes else torch.rand(8, 2)
+        buffer["added"] = values
+    for key in buffer[:].keys(True, True):
+        if how == "once" and key == ("next", "x"):
+            with pytest.raises(KeyError, match="stored once"):
+                storage.column_file(key)
+            continue
+        found = storage.column_file(key)
+        held = np.memmap(found.path, mode="r")
+        kind = torch.zeros((), dtype=found.dtype).numpy().dtype
+        read = np.ndarray(found.shape, kind, held, found.offset, found.strides)
+        expected = buffer[key].transpose(0, 1) if lanes else buffer[key]
+        assert np.array_equal(read[: len(expected)], expected.numpy())
+    assert found.path.is_file()
+    with pytest.raises(KeyError, match="no column 'none'"):
+        storage.column_file("none")
+
+
+def test_columns_of_files_that_were_removed():
+    buffer = _buffer(LazyMemmapStorage(8))
+    buffer.extend(_rows(8))
+    assert buffer.storage.cleanup()
+    with pytest.raises(RuntimeError, match=r"cleanup\(\)"):
+        buffer.storage.column_file("x")
+    buffer["added"] = torch.arange(8)
+    buffer.extend(_rows(2, 8))
+    assert buffer["added"].tolist() == [0, 0, 2, 3, 4, 5, 6, 7]
