@@ -157,7 +157,7 @@ def test_keywords_of_one_data_set_are_unknown_to_another(tmp_path: Path) -> None
         (LazyTensorStorage, {"max_size": 9, "consolidated": True}, "one piece"),
         (LazyTensorStorage, {"max_size": 9, "cleanup_memmap": False}, "scratch_dir"),
         (SliceSampler, {"slice_len": 2, "fragmented": True}, "lane_key="),
-        (SliceSampler, {"slice_len": 2, "init_key": "first"}, "is_init"),
+        (SliceSampler, {"slice_len": 2, "step_key": "time"}, "lane_key="),
     ],
 )
 def test_another_value_names_what_to_use(cls: Any, given: dict[str, Any], instead: str) -> None:

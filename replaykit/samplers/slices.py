@@ -76,8 +76,6 @@ class SliceSampler(Sliced):
         allow_short: of draws without replacement: fewer slices where there are not as many windows.
         replacement: ``False`` makes a SliceSamplerWithoutReplacement of the other keywords.
         cache_values, compile, use_gpu: no effect; nothing is slow without.
-        fragmented, step_key: refused if True: a storage with ``lane_key=`` keeps streams that lie
-            interleaved apart.
 
     Attributes: ``num_slices``, ``slice_len``, ``end_key``, ``end_keys``, ``traj_key``, ``span``,
     ``strict_length``, ``pad_output``, ``truncated_key``, ``init_key`` and ``cache_values`` can be
@@ -134,8 +132,6 @@ class SliceSampler(Sliced):
         compile: Any = False,
         span: Any = False,
         use_gpu: Any = False,
-        fragmented: bool = False,
-        step_key: Any = "step_count",
         measure: str = "window",
         draw: str = "iid",
         pad: str | None = None,
@@ -150,12 +146,6 @@ class SliceSampler(Sliced):
         replacement: bool = True,
     ) -> None:
         super().__init__()
-        if fragmented:
-            raise ValueError(
-                "expected fragmented=False: episodes whose rows lie interleaved are told apart as "
-                f"they are written, got step_key={step_key!r} and fragmented=True; make the "
-                "storage with lane_key=, or with ndim=2"
-            )
         self.measure = one_of("measure", measure, MEASURES)
         self.draw = one_of("draw", draw, DRAWS)
         form = checked_form(

@@ -150,10 +150,6 @@ class Sliced(Sampler):
     _slicing: Slicing
     _cache_values = True
     _replaced: ClassVar[dict[str, Replaced]] = {
-        "init_key": Replaced(
-            ("is_init", ("is_init",)),
-            "first rows are marked under 'is_init'; rename the column with RenameTransform",
-        ),
         "step_key": Replaced(
             ("step_count", ("step_count",)),
             "interleaved trajectories are told apart by lane_key= of the storage",

@@ -57,7 +57,6 @@ def test_refused_at_construction(
         ({"measure": "rows"}, ValueError, "measure as one of window, trajectory, lane"),
         ({"draw": "all"}, ValueError, "draw as one of iid, stratified"),
         ({"draw": 3}, ValueError, "draw as one of iid"),
-        ({"fragmented": True}, ValueError, "make the storage with lane_key="),
         ({"pad": "up"}, ValueError, "pad as one of none, left, right, both, got 'up'"),
         ({"pad": "left", "short": "some"}, ValueError, "short as one of exclude, whole, law"),
         ({"pad": "left", "align": "top"}, ValueError, "align as one of left, right"),

@@ -70,6 +70,7 @@ def said(sampler: Any) -> dict[str, Any]:
 def test_attributes_are_those_of_torchrl_before_and_after_data_came(
     name: str, ids: tuple[str, ...]
 ) -> None:
+    torch.manual_seed(0)  # one draw in hundreds of TorchRL's with span= is an IndexError
     every = [*ARGUMENTS, *(SPANS if name == "SliceSampler" else [])]
     for given in every:
         wanted = {given.get("traj_key", "episode")} - {"episode" if "episode" in ids else None}
