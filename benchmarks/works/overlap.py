@@ -91,7 +91,7 @@ def _measured(title: str, leaves: Leaves, size: int, transform: Any, rounds: int
     parts: dict[str, list[float]] = {"the sample": [], "the step": []}
     for number in range(rounds):
         turn: dict[str, float] = {}
-        works = {
+        works: dict[str, Callable[[], object]] = {
             SUBJECT: loop(ahead),
             "the sample": direct.sample,
             "the step": step,

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from typing_extensions import Self
 
 from replaykit._compat import arange
 from replaykit.buffer.consuming import check_consuming
 from replaykit.buffer.core import BufferCore, check_order
 from replaykit.buffer.drawing import put_back
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.shared import check_not_ahead, check_shareable, refuse_exchange
 from replaykit.buffer.state import saved_sampler
 from replaykit.samplers import Sampler
@@ -25,7 +27,7 @@ from replaykit.writers import Writer
 __all__ = ["Components", "begun_anew", "of_another_kind"]
 
 
-class Components(BufferCore):
+class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``set_storage``, ``set_sampler``, ``set_writer``, ``set_rng``, transforms.
 
     A setter that would give a combination that cannot work raises and keeps the old component.
@@ -163,7 +165,7 @@ class Components(BufferCore):
             self._generator = generator
             self._sampler.generator = generator
 
-    def share(self, shared: bool = True) -> Any:
+    def share(self, shared: bool = True) -> Self:
         """Has processes that get the buffer write and sample the same rows; returns the buffer.
 
         The same as ``shared=True`` of the constructor, for a buffer that is there already. It is
@@ -202,7 +204,7 @@ class Components(BufferCore):
             sampler.attach(storage)
         return self
 
-    def append_transform(self, transform: Any, *, invert: bool = False) -> Any:
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform at the end of the chain; returns the buffer.
 
         Args:
@@ -222,7 +224,7 @@ class Components(BufferCore):
         """
         return self._insert(None, transform, invert)
 
-    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Any:
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform before position ``index`` of the chain; returns the buffer.
 
         Batches that were prepared ahead are made anew, from the same rows.
@@ -233,7 +235,7 @@ class Components(BufferCore):
         """
         return self._insert(index, transform, invert)
 
-    def _insert(self, index: int | None, transform: Any, invert: bool) -> Any:
+    def _insert(self, index: int | None, transform: Any, invert: bool) -> Self:
         with self._locked():
             chain = self._chain.copy()
             chain.insert(len(chain) if index is None else index, transform, invert=invert)

@@ -10,6 +10,7 @@ from tensordict import TensorClass
 
 from replaykit._compat import arange, as_tensor, dtype_name
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.carrying import carried
@@ -70,7 +71,7 @@ class ConditionalUpdateResult(TensorClass):
 ConditionalUpdateResult.__doc__ = ConditionalUpdateResult._about
 
 
-class Conditional(BufferCore):
+class Conditional(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``update_if_present``."""
 
     def update_if_present(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from replaykit._compat import Uncompiled
 from replaykit.buffer.ahead import Ahead
 from replaykit.buffer.consuming import check_consuming, check_transforms_of, consuming_sampler
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.held import Held
 from replaykit.buffer.pacing import Pacing, checked_limiter
 from replaykit.buffer.prefetch import Drawn, Prefetcher
@@ -30,7 +31,7 @@ from replaykit.writers import RoundRobinWriter, Writer
 __all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
 
 
-class BufferCore(Ahead, Pacing, Uncompiled):
+class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
 
     Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,
@@ -63,9 +64,9 @@ class BufferCore(Ahead, Pacing, Uncompiled):
     def __init__(
         self,
         *,
-        storage: Storage | Callable[[], Storage] | None = None,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
-        writer: Writer | Callable[[], Writer] | None = None,
+        storage: StorageT | Callable[[], StorageT] | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        writer: WriterT | Callable[[], WriterT] | None = None,
         sample_unit: SampleUnit | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
@@ -107,7 +108,7 @@ class BufferCore(Ahead, Pacing, Uncompiled):
         self._rate_limiter = checked_limiter(rate_limiter)
         self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
         depth = _checked_prefetch(prefetch, self._batch_size)
-        sampler = consuming_sampler(consume_after_n_samples, sampler, depth)
+        chosen = consuming_sampler(consume_after_n_samples, sampler, depth)
         if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
             raise ValueError(f"expected dim_extend as an int of at least 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
@@ -132,7 +133,7 @@ class BufferCore(Ahead, Pacing, Uncompiled):
         self._closed = False
         self._initialized = False
         self._making = threading.RLock()
-        self._makers = (storage, sampler, writer, transform, transform_factory)
+        self._makers = (storage, chosen, writer, transform, transform_factory)
         if delayed_init is None:
             delayed_init = transform_factory is not None
         if not delayed_init:
@@ -246,22 +247,22 @@ class BufferCore(Ahead, Pacing, Uncompiled):
         return self._initialized
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> StorageT:
         """Where the records live."""
         self._ready()
-        return self._storage
+        return self._storage  # type: ignore[return-value]
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> SamplerT:
         """Which records come next."""
         self._ready()
-        return self._sampler
+        return self._sampler  # type: ignore[return-value]
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> WriterT:
         """Which slots the next records take."""
         self._ready()
-        return self._writer
+        return self._writer  # type: ignore[return-value]
 
     @property
     def transform(self) -> Compose:

@@ -12,6 +12,7 @@ import torch
 from replaykit._compat import as_tensor
 from replaykit.buffer.around import fetch_all
 from replaykit.buffer.core import BufferCore, checked_batch_size
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.prefetch import Drawn, Origin
 from replaykit.buffer.random_states import random_state, set_random_state, unchanged_since
 from replaykit.samplers import Sampler, Sequence, Transition
@@ -51,7 +52,7 @@ _LENT = -1
 """The batch size of a draw that is not one of the buffer's own."""
 
 
-class Drawing(BufferCore):
+class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """Makes draws: under the lock, beside other processes, ahead of time, and once more."""
 
     def _size_of(self, batch_size: int | None) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 from tensordict import is_tensorclass
+from typing_extensions import Self
 
 from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tensordict
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, unravel_index
@@ -21,11 +23,15 @@ from replaykit.ted import RESERVED_KEYS, Key, format_key, unravel
 __all__ = ["Editing", "column_of", "is_key"]
 
 
-class Editing(BufferCore):
+class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``rb[...]``, ``set_``, ``set_at_``, ``update_``, reading and writing in physical order."""
 
     # -- reading ------------------------------------------------------------------------------
 
+    @overload
+    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
+    @overload
+    def __getitem__(self, index: Any) -> DataT: ...
     def __getitem__(self, index: Any) -> Any:
         """Returns stored rows in physical order, or a column.
 
@@ -88,7 +94,7 @@ class Editing(BufferCore):
         found = fetch_all(chain, storage, cells, {}, self._generator)
         return chain, found, elements.shape
 
-    def read_all_in_order(self, end: int | None = None) -> Any:
+    def read_all_in_order(self, end: int | None = None) -> DataT:
         """Returns all stored rows, or the first ``end``, in physical order: ``rb[:end]``.
 
         Example:
@@ -205,7 +211,7 @@ class Editing(BufferCore):
             storage.edit(slice(0, end), data, time_dim=self._layout(storage))
             self._follow_schema(before)
 
-    def set_(self, key: Any, value: torch.Tensor) -> Any:
+    def set_(self, key: Any, value: torch.Tensor) -> Self:
         """Replaces a whole column; returns the buffer. Transforms do not apply.
 
         ``rb[key] = value`` also adds one.
@@ -230,7 +236,7 @@ class Editing(BufferCore):
             self._columns().edit_columns({unravel(key): value}, time_dim=self._layout(storage))
         return self
 
-    def set_at_(self, key: Any, value: torch.Tensor, index: Any) -> Any:
+    def set_at_(self, key: Any, value: torch.Tensor, index: Any) -> Self:
         """Replaces some rows of a column; returns the buffer. Transforms do not apply.
 
         Args:
@@ -252,7 +258,7 @@ class Editing(BufferCore):
         clone: bool = False,
         *,
         keys_to_update: Sequence[Any] | None = None,
-    ) -> Any:
+    ) -> Self:
         """Replaces several whole columns; returns the buffer. Transforms do not apply.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from replaykit._compat import Uncompiled
+from replaykit._compat import TensorDict, Uncompiled
 from replaykit.buffer.episode_facts import Facts, facts_of, positions
 from replaykit.buffer.episode_lookup import EpisodeLookup
 from replaykit.episodes import EndReason, Head
@@ -184,7 +184,7 @@ class Episodes(EpisodeLookup):
             found = [elements for _, elements in self._blocks(_BLOCK)]
         return self._index(np.concatenate(found) if found else np.zeros(0, np.int64))
 
-    def rows(self) -> Any:
+    def rows(self) -> TensorDict:
         """Reads all rows, episode after episode and in the order of time.
 
         Returns:
@@ -362,7 +362,7 @@ class Episode(Uncompiled):
         """
         return self._only.index
 
-    def rows(self) -> Any:
+    def rows(self) -> TensorDict:
         """Reads its rows in the order of time: a fresh TensorDict ``[n]``, as stored, without the
         buffer's transforms.
 

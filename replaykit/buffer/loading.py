@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from replaykit.buffer.elsewhere import Elsewhere
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.iterable import BufferDataset, stream_seed
 from replaykit.buffer.readers import check_workers
 from replaykit.buffer.sampling import Sampling
@@ -125,7 +126,7 @@ class BufferLoader(DataLoader):
         return law
 
 
-class Loading(Sampling):
+class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
     """``dataloader``."""
 
     def dataloader(

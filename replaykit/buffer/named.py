@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
+from replaykit.buffer.generic import DataT, PrioritizedT, StorageT, WriterT
 from replaykit.buffer.replay import ReplayBuffer
 from replaykit.keywords import Replaced, checked_keywords
 from replaykit.samplers import PrioritizedSampler
@@ -13,7 +15,7 @@ from replaykit.samplers import PrioritizedSampler
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
 
 
-class PrioritizedReplayBuffer(ReplayBuffer):
+class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]):
     """A ReplayBuffer with a PrioritizedSampler as large as its storage.
 
     Args:
@@ -57,7 +59,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
-        sampler: Any = None,
+        storage: StorageT | Callable[[], StorageT] | None = None,
+        sampler: PrioritizedT | Callable[[], PrioritizedT] | None = None,
+        writer: WriterT | Callable[[], WriterT] | None = None,
         sampler_device: torch.device | str | int | None = None,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
@@ -77,7 +81,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if sampler is not None and any(given.values()):
             names = ", ".join(name for name, is_given in given.items() if is_given)
             raise TypeError(f"expected a sampler or its options, got sampler and {names}")
-        own = PrioritizedSampler(
+        own: Any = PrioritizedSampler(
             alpha=alpha,
             beta=beta,
             eps=eps,
@@ -88,10 +92,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             weight_norm=weight_norm,
             stratified=stratified,
         )
-        super().__init__(sampler=own if sampler is None else sampler, **kwargs)
+        super().__init__(
+            storage=storage, sampler=own if sampler is None else sampler, writer=writer, **kwargs
+        )
 
 
-class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer):
+class TensorDictPrioritizedReplayBuffer(
+    PrioritizedReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]
+):
     """The same as PrioritizedReplayBuffer, under the name that code for TensorDicts uses.
 
     Args:
@@ -127,6 +135,8 @@ class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer):
         eps: float = 1e-8,
         sampler_device: torch.device | str | int | None = None,
         reduction: str = "max",
+        storage: StorageT | Callable[[], StorageT] | None = None,
+        writer: WriterT | Callable[[], WriterT] | None = None,
         **kwargs: Any,
     ) -> None:
         if "sampler" in kwargs:
@@ -138,5 +148,7 @@ class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer):
             eps=eps,
             sampler_device=sampler_device,
             reduction=reduction,
+            storage=storage,
+            writer=writer,
             **kwargs,
         )

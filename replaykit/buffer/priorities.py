@@ -11,6 +11,7 @@ from tensordict import is_tensorclass
 from replaykit import native
 from replaykit._compat import as_tensor, is_tensordict, lookup
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.reductions import reduce_rows
 from replaykit.samplers import Sampler, Sequence
 from replaykit.samplers.markers import MASK
@@ -23,7 +24,7 @@ __all__ = ["Priorities", "without_priorities", "written_priorities"]
 _core = native.core()
 
 
-class Priorities(BufferCore):
+class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``update_priority``, ``update_tensordict_priority``."""
 
     def update_priority(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from replaykit._ray import actor_class
 from replaykit.buffer.components import Components
 from replaykit.buffer.conditional import Conditional
 from replaykit.buffer.editing import Editing
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.loading import Loading
 from replaykit.buffer.priorities import Priorities
 from replaykit.buffer.saving import Saving
@@ -18,7 +20,15 @@ __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
 
 @named_after
-class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Components, Saving):
+class ReplayBuffer(
+    Streams[DataT, StorageT, SamplerT, WriterT],
+    Loading[DataT, StorageT, SamplerT, WriterT],
+    Editing[DataT, StorageT, SamplerT, WriterT],
+    Priorities[DataT, StorageT, SamplerT, WriterT],
+    Conditional[DataT, StorageT, SamplerT, WriterT],
+    Components[DataT, StorageT, SamplerT, WriterT],
+    Saving[DataT, StorageT, SamplerT, WriterT],
+):
     """Records in a storage, chosen by a sampler, placed by a writer.
 
     Args:
@@ -59,6 +69,10 @@ class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Component
 
     Every method may be called from any thread; no record is ever seen half written.
 
+    For type checkers a batch is a TensorDict, and ``storage``, ``sampler`` and ``writer`` are of
+    the classes that were given (``ReplayBuffer`` alone: of any). For other records say what a batch
+    is: ``rb: ReplayBuffer[torch.Tensor] = ReplayBuffer(...)``.
+
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
@@ -91,7 +105,7 @@ class ReplayBuffer(Streams, Loading, Editing, Priorities, Conditional, Component
         return actor_class(cls, remote_config)
 
 
-class TensorDictReplayBuffer(ReplayBuffer):
+class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
     """The same as ReplayBuffer, under the name that code for TensorDicts uses.
 
     Example:
@@ -100,5 +114,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         0
     """
 
-    def __init__(self, *, priority_key: Any = "td_error", **kwargs: Any) -> None:
-        super().__init__(priority_key=priority_key, **kwargs)
+    def __init__(
+        self,
+        *,
+        storage: StorageT | Callable[[], StorageT] | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        writer: WriterT | Callable[[], WriterT] | None = None,
+        priority_key: Any = "td_error",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            storage=storage, sampler=sampler, writer=writer, priority_key=priority_key, **kwargs
+        )

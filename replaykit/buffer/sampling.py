@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.around import apply_all
 from replaykit.buffer.drawing import Drawing, show, shows
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn
 from replaykit.interrupts import check, deferred, shielded
@@ -23,9 +24,45 @@ from replaykit.transfer.engines import engine_for
 __all__ = ["Sampling", "told_to_merge"]
 
 
-class Sampling(Drawing):
+class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
     """``sample``, ``can_sample``, iteration."""
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
     def sample(
         self,
         batch_size: int | None = None,
@@ -87,7 +124,7 @@ class Sampling(Drawing):
                 return True
             return self._sampler.can_sample(storage, size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[DataT]:
         """Yields batches until the sampler has run out: endless for draws with replacement.
 
         Raises:
@@ -97,14 +134,14 @@ class Sampling(Drawing):
             raise RuntimeError("iteration needs the buffer to have a batch_size")
         return self._batches()
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[DataT]:
         ran_out = False
         while not (ran_out or self._used_up()):
             drawn, data, _ = self._in_turn(None)
             ran_out = drawn.ran_out
             yield data
 
-    def next(self) -> Any:
+    def next(self) -> DataT | None:
         """Returns the next batch of an iteration of its own; None at its end, then starts over.
 
         Example:

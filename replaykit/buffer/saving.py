@@ -14,6 +14,7 @@ from typing import Any, cast
 from replaykit.buffer.components import begun_anew, of_another_kind
 from replaykit.buffer.consuming import uses_of
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.mapped import check_mappable
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.buffer.state import (
@@ -39,7 +40,7 @@ from replaykit.storages.saving import Hook
 __all__ = ["Saving"]
 
 
-class Saving(BufferCore):
+class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, hooks, pickling."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.writing import Writing
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -14,7 +15,7 @@ from replaykit.storages.column_storage import ColumnStorage
 __all__ = ["Streams"]
 
 
-class Streams(Writing):
+class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
     """``episodes``, ``cut``."""
 
     @property

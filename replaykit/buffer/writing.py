@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from replaykit.buffer.core import BufferCore
+from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.pacing import rows_given, rows_of, rows_stored
 from replaykit.buffer.priorities import written_priorities
 from replaykit.interrupts import deferred
@@ -16,7 +17,7 @@ from replaykit.writers.base import single_index
 __all__ = ["Writing"]
 
 
-class Writing(BufferCore):
+class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``add``, ``extend``, ``empty``."""
 
     def add(self, data: Any, *, timeout: float | None = None) -> int | torch.Tensor | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from typing_extensions import Self
 
 from replaykit.episodes import WINDOWS
 from replaykit.samplers.base import Sampler, as_drawn, drawing_device, require_rows
@@ -37,6 +38,12 @@ class RandomSampler(Sampler):
     prompt = True
     stateless = True
 
+    @overload
+    def __new__(cls, *, replacement: Literal[True] = True) -> Self: ...
+    @overload
+    def __new__(  # type: ignore[misc]  # of another class, as in TorchRL
+        cls, *, replacement: Literal[False], **kwargs: Any
+    ) -> SamplerWithoutReplacement: ...
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
         if not replacement:
             return SamplerWithoutReplacement(**kwargs)

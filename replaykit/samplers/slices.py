@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from replaykit.episodes import WINDOWS, Windows
 from replaykit.errors import NotEnoughData
@@ -107,6 +108,14 @@ class SliceSampler(Sliced):
 
     kind = "slice"
 
+    @overload
+    def __new__(
+        cls, *, replacement: Literal[True] = True, draw: str = "iid", **kwargs: Any
+    ) -> Self: ...
+    @overload
+    def __new__(  # type: ignore[misc]  # of another class, as in TorchRL
+        cls, *, replacement: Literal[False], draw: str = "iid", **kwargs: Any
+    ) -> SliceSamplerWithoutReplacement: ...
     def __new__(cls, *, replacement: bool = True, draw: str = "iid", **kwargs: Any) -> Any:
         if not replacement:
             return SliceSamplerWithoutReplacement(**kwargs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from replaykit._compat import lookup
 from replaykit.episodes import EndReason, Needs
@@ -115,6 +116,12 @@ class NStep(HistoryTransform):
         (tensor([0.1250, 0.2500, 0.5000, 0.5000]), tensor([False, False, False,  True]))
     """
 
+    @overload
+    def __new__(cls, *args: Any, when: Literal["read"] = "read", **kwargs: Any) -> Self: ...
+    @overload
+    def __new__(  # type: ignore[misc]  # a transform that works while rows are written
+        cls, *args: Any, when: Literal["write"], **kwargs: Any
+    ) -> NStepWriting: ...
     def __new__(cls, *args: Any, when: str = "read", **kwargs: Any) -> Any:
         if when not in ("read", "write"):
             raise ValueError(f"when: expected 'read' or 'write', got {when!r}")
