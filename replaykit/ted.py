@@ -6,6 +6,7 @@ Time runs along the first dimension and episodes lie end to end.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FLAG_KEYS",
     "RESERVED_KEYS",
     "Key",
+    "end_flags",
     "format_key",
     "unravel",
 ]
@@ -22,7 +24,7 @@ Key = tuple[str, ...]
 """A nested key, always as a tuple: ``("next", "reward")``, ``("action",)``."""
 
 DEFAULT_DONE_KEYS: Final = ("done", "truncated", "terminated")
-"""Flags under ``next`` of which any one ends an episode."""
+"""Flags of which any one ends an episode; see `end_flags`."""
 
 FLAG_KEYS: Final[frozenset[Key]] = frozenset(
     {(name,) for name in DEFAULT_DONE_KEYS} | {("next", name) for name in DEFAULT_DONE_KEYS}
@@ -34,6 +36,25 @@ EPISODE_KEYS: Final[tuple[Key, ...]] = (("collector", "traj_ids"), ("episode",),
 
 RESERVED_KEYS: Final[frozenset[str]] = frozenset({"index", "index_generation"})
 """Root keys that samples carry: ignored on write, produced on read, never stored."""
+
+
+def end_flags(keys: Container[Key]) -> tuple[Key, ...]:
+    """Returns which of some keys are flags that end an episode with their row.
+
+    They are ``done``, ``truncated`` and ``terminated`` under ``next``. Where none of these is among
+    the keys, they are those at the root: without ``next``, a flag tells how its row's step went.
+    With ``next``, a flag at the root tells of the observation, and ends nothing.
+
+    Example:
+        >>> from replaykit.ted import end_flags
+        >>> end_flags({("done",), ("next", "done")}), end_flags({("obs",), ("done",)})
+        ((('next', 'done'),), (('done',),))
+    """
+    for above in (("next",), ()):
+        found = tuple((*above, name) for name in DEFAULT_DONE_KEYS if (*above, name) in keys)
+        if found:
+            return found
+    return ()
 
 
 def unravel(key: object) -> Key:

@@ -12,12 +12,11 @@ import torch
 from replaykit.episodes.codes import GOES_ON, NOT_INIT, TERMINATED, TRUNCATED
 from replaykit.schema import Schema
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, format_key
+from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key
 
 __all__ = ["BoundColumns", "BoundaryRule"]
 
 _IS_INIT: Path = ("is_init",)
-_TERMINATED: Path = ("next", "terminated")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class BoundaryRule:
 
     Attributes:
         flags: keys of which any one that is set ends an episode; those that are not stored are
-            left out. None: ``done``, ``truncated`` and ``terminated`` under ``next``.
+            left out. None: ``done``, ``truncated`` and ``terminated`` under ``next``, or at the
+            root where none of them is there (`end_flags`).
         ids: keys of which a change between rows that follow each other ends an episode. None:
             ``("collector", "traj_ids")``, ``episode`` and ``seed``, those that are stored.
         strict: refuse data without any such column.
@@ -48,7 +48,8 @@ class BoundaryRule:
             KeyError: a key that was asked for is not stored, or nothing that could end an episode.
         """
         stored = schema.leaves
-        flags = [path for path in _or_default(self.flags, _FLAGS) if path in stored]
+        flags = end_flags(stored) if self.flags is None else self.flags
+        flags = tuple(path for path in flags if path in stored)
         if self.flags and not flags:
             raise KeyError(
                 f"expected one of {_names(self.flags)} to end episodes by, got the columns "
@@ -70,7 +71,7 @@ class BoundaryRule:
                 "or traj_key=, or give both as ()"
             )
         init = _IS_INIT if _IS_INIT in stored else None
-        return BoundColumns(tuple(flags), tuple(ids), init, schema)
+        return BoundColumns(flags, tuple(ids), init, schema)
 
 
 _FLAGS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
@@ -90,7 +91,8 @@ class BoundColumns:
         self.flags, self.ids, self.init = flags, ids, init
         self.paths = frozenset((*flags, *ids, *(() if init is None else (init,))))
         # Whether an end was a termination is told by `terminated`, whatever it is found by.
-        self.terminal = _TERMINATED if _TERMINATED in schema.leaves else None
+        told = [path for path in end_flags(schema.leaves) if path[-1] == "terminated"]
+        self.terminal = told[0] if told else None
         if self.terminal is not None:
             self.paths |= {self.terminal}
 

@@ -21,6 +21,9 @@ MASK = ("collector", "mask")
 _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _END, _TRUNCATED, _TERMINATED = range(3)
 
+# Where no other flag is there; see `end_flags`.
+_AT_ROOT = [("done", _END), ("truncated", _TRUNCATED), ("terminated", _TERMINATED)]
+
 _CPU = torch.device("cpu")
 
 
@@ -53,7 +56,7 @@ class Markers:
         self.truncated_key, self.init_key = truncated_key, init_key
         self._init: Path | None = None if init_key is None else unravel(init_key)
         self._checked: Schema | None = None
-        self._read: dict[Path, list[tuple[str, int]]] = {}
+        self._sources: list[tuple[Path, list[tuple[str, int]]]] = []
         self._keys: tuple[Any, Any, Any] | None = None
         self._model: torch.Tensor | None = None
         # Where the flags lie side by side, and no others end episodes.
@@ -77,12 +80,14 @@ class Markers:
         if len(truncated) > 1:
             named |= {paths[1]: _TRUNCATED, paths[2]: _TERMINATED}
             flags = (*(flags or ()), paths[0])
+        read: dict[Path, list[tuple[str, int]]] = {}
         for path in dict.fromkeys((*_NEXT, *named, *(flags or ()))):
             meaning = named.get(path, _END)
-            self._read.setdefault(path[:-1], []).append((path[-1], meaning))
-        if list(self._read) == [truncated[:-1]] and len(truncated) == 2:
+            read.setdefault(path[:-1], []).append((path[-1], meaning))
+        self._sources = [*read.items(), ((), _AT_ROOT)]
+        if list(read) == [truncated[:-1]] and len(truncated) == 2:
             names = tuple(path[-1] for path in paths)
-            if {name for name, _ in self._read[truncated[:-1]]} == set(names):
+            if {name for name, _ in read[truncated[:-1]]} == set(names):
                 self._siblings = truncated[0], names
 
     def check(self, schema: Schema) -> None:
@@ -167,6 +172,8 @@ class Markers:
         if type(inner) is not TensorDict or not window.is_contiguous():
             return False
         known, count = fields_of(inner), window.shape[0]
+        if known.keys().isdisjoint(names) and not leaves.keys().isdisjoint(names):
+            return False  # those at the root tell where episodes end
         places: list[int] = []
         flags: list[torch.Tensor] = []
         for name in names:
@@ -195,7 +202,9 @@ class Markers:
             return self._keys is None
         count = window.shape[0]
         flags: list[int] = []
-        for container, names in self._read.items():
+        for container, names in self._sources:
+            if names is _AT_ROOT and flags:
+                break
             inner = lookup(rows, container) if container else rows
             if type(inner) is not TensorDict:
                 if inner is None:
@@ -224,7 +233,9 @@ class Markers:
         """Where episodes end, and which rows are truncated and terminated, bool ``[B, 1]``; None
         where no such flag is stored."""
         end = truncated = terminated = None
-        for container, names in self._read.items():
+        for container, names in self._sources:
+            if names is _AT_ROOT and end is not None:
+                break
             inner = lookup(rows, container) if container else rows
             if type(inner) is TensorDict:
                 leaves = fields_of(inner)

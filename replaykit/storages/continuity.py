@@ -12,13 +12,11 @@ from replaykit.storages.carrying import carried
 from replaykit.storages.links import Chains
 from replaykit.storages.pairs import Pairs
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, Key, format_key
+from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, end_flags, format_key
 
 __all__ = ["check_batch", "check_newest", "check_newest_of", "check_streams", "mismatch"]
 
 _Leaves = Mapping[Path, torch.Tensor]
-
-_END_KEYS: tuple[Key, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 
 
 def mismatch(
@@ -28,7 +26,7 @@ def mismatch(
 
     Args:
         earlier, later: rows ``[n, *F]`` by path, each of which the other's follows in time. Where
-            a flag under ``next`` of the earlier one is set, or an id differs, an episode ends.
+            a flag of the earlier one is set (`end_flags`), or an id differs, an episode ends.
         severed: where one ends without a flag, bool ``[n]``.
 
     Cost: one pass over the leaves in pairs; flags and ids are looked at only where rows differ.
@@ -52,9 +50,8 @@ def _ended(earlier: _Leaves, later: _Leaves) -> torch.Tensor:
     """Which rows are the last ones of their episode, bool ``[n]``."""
     some = next(iter(earlier.values()))
     ended = torch.zeros(len(some), dtype=torch.bool, device=some.device)
-    for key in _END_KEYS:
-        if key in earlier:
-            ended |= earlier[key].reshape(len(ended), -1).ne(0).any(1).to(ended.device)
+    for key in end_flags(earlier):
+        ended |= earlier[key].reshape(len(ended), -1).ne(0).any(1).to(ended.device)
     for key in EPISODE_KEYS:
         if key in earlier:
             ended |= differing(earlier[key], later[key]).to(ended.device)
@@ -147,7 +144,7 @@ def _matters(path: Path, pairs: Pairs) -> bool:
     return (
         path in pairs.root_of
         or path in pairs.root_of.values()
-        or path in _END_KEYS
+        or path in FLAG_KEYS
         or path in EPISODE_KEYS
     )
 

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, InterleavedIndex
+from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head, InterleavedIndex
 from replaykit.episodes.codes import RESTORED, SEVERED
-from replaykit.schema import Rows
+from replaykit.schema import Rows, Schema
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.moved import MovedPositions
 from replaykit.structure import Branch, Path
+from replaykit.ted import end_flags
 
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["EpisodeIndexes"]
+__all__ = ["EpisodeIndexes", "heads_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -228,7 +229,7 @@ class EpisodeIndexes:
         if heads is not None:
             heads = {name: _plain(value) for name, value in heads.items()}
         marks, codes = known["marks"].tolist(), known["codes"].tolist()
-        return {"marks": marks, "codes": codes, "heads": heads}
+        return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
 
     def known(self) -> dict[str, Any]:
         """The same as arrays, to look at."""
@@ -268,6 +269,8 @@ class EpisodeIndexes:
             and marks == sorted(set(marks))
         ):
             raise ValueError(f"expected the cuts of an episode index, got {state!r}")
+        if fields.get("root_flags", True) is not True:
+            raise ValueError(f"expected root_flags as True, got {fields['root_flags']!r}")
         if ("heads" not in fields or heads is not None) and not (
             isinstance(heads, dict)
             and type(heads.get("oldest")) is int
@@ -324,7 +327,7 @@ class EpisodeIndexes:
         numbers = now * lanes + marks[known] % lanes
         for code in (SEVERED, RESTORED):
             self._marks.add(numbers[codes[known] == code], code, 0)
-        heads = state["heads"]
+        heads = heads_of(state, self.storage.require().schema)
         if heads is not None:
             oldest, shift = moved.oldest, moved.shift
             fits = heads["oldest"] == oldest and len(heads["begin"]) == lanes
@@ -380,6 +383,28 @@ class EpisodeIndexes:
         that there is to say of the streams as they are now."""
         heads = self.take_heads()
         return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
+
+
+def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:
+    """Returns where the first episodes of a checked state began.
+
+    States without ``root_flags`` were saved when flags at the root ended nothing. Where they do, an
+    episode whose begin is not stored may have begun later than such a state says: it is taken for
+    one that was joined in the middle.
+    """
+    heads: dict[str, Any] | None = state["heads"]
+    flags = end_flags(schema.leaves)
+    if heads is None or "root_flags" in state or not flags or len(flags[0]) > 1:
+        return heads
+    head = [
+        int(Head.CUT) if begin >= 0 else kind
+        for begin, kind in zip(heads["begin"], heads["head"], strict=True)
+    ]
+    streams = [
+        [row, row, 0, int(Head.CUT)] if gone else [row, begin, gone, kind]
+        for row, begin, gone, kind in heads.get("streams", [])
+    ]
+    return {**heads, "begin": [-1] * len(head), "head": head, "streams": streams}
 
 
 def _plain(value: Any) -> Any:

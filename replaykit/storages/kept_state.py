@@ -109,7 +109,8 @@ class KeptState:
                 "head": np.asarray(self.head, np.int64).tolist(),
                 "streams": self.streams.tolist(),
             }
-        return {"marks": self.marks.tolist(), "codes": self.codes.tolist(), "heads": heads}
+        marks, codes = self.marks.tolist(), self.codes.tolist()
+        return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
 
     def encode(self) -> Array:
         """Returns it as int64 numbers, which belong to this object."""

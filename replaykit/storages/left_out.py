@@ -9,6 +9,7 @@ import torch
 from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, InterleavedIndex
 from replaykit.schema import Schema
 from replaykit.storages.content import Content, Group
+from replaykit.storages.indexes import heads_of
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, Path
 
@@ -45,7 +46,7 @@ def state_of_kept(
     kind = EpisodeIndex if lane_key is None else InterleavedIndex
     heads = kind(cast(Any, saved), saved.rule).state(kept)
     known = state or {"marks": [], "codes": []}
-    return {**known, "heads": heads}
+    return {**known, "heads": heads, "root_flags": True}
 
 
 class _SavedColumns:
@@ -90,7 +91,7 @@ class _SavedRows:
         self.lanes, self.ledger, self.lane_key = content.lanes, ledger, lane_key
         known = state or {"marks": [], "codes": [], "heads": None}
         self.marks = CutMarks(known["marks"], known["codes"])
-        self._heads: dict[str, Any] | None = known["heads"]
+        self._heads: dict[str, Any] | None = heads_of(known, group.schema)
 
     @property
     def indexes(self) -> _SavedRows:

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from replaykit._compat import lookup
-from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, Key, format_key, unravel
+from replaykit.ted import (
+    DEFAULT_DONE_KEYS,
+    EPISODE_KEYS,
+    FLAG_KEYS,
+    Key,
+    end_flags,
+    format_key,
+    unravel,
+)
 
 __all__ = ["find_ends"]
 
@@ -42,7 +50,10 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
 def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     if given is not None and not isinstance(given, (list, tuple)):
         raise TypeError(f"end_keys: expected a list of keys, got {given!r}")
-    keys = [("next", name) for name in DEFAULT_DONE_KEYS] if given is None else map(unravel, given)
+    if given is None:
+        keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
+    else:
+        keys = tuple(map(unravel, given))
     found = {key: lookup(data, key) for key in keys}
     there = {key: value for key, value in found.items() if value is not None}
     if given and not there:

@@ -41,8 +41,8 @@ def split_trajectories(
     Args:
         data: a TensorDict ``[N]`` of rows in time order, trajectories end to end.
         end_keys: a list of flag keys of which any one ends a trajectory; those that are absent
-            are left out. None: ``done``, ``terminated`` and ``truncated`` under ``next``. ``()``:
-            none.
+            are left out. None: ``done``, ``terminated`` and ``truncated`` under ``next``, or at
+            the root where none of them is there. ``()``: none.
         traj_key: an id column, or a list of them, of which a change ends a trajectory. None:
             those of ``("collector", "traj_ids")``, ``episode`` and ``seed`` that are there.
             ``()``: none. With ``()`` for both everything is one trajectory.

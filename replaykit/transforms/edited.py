@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes import EndReason
 from replaykit.structure import Leaf, Node, Path, leaf_paths
-from replaykit.ted import DEFAULT_DONE_KEYS, Key, format_key
+from replaykit.ted import DEFAULT_DONE_KEYS, Key, end_flags, format_key
 from replaykit.transforms.history import Surroundings
 
 __all__ = ["EditedEpisodes", "check_flags", "end_reasons", "same_rows"]
@@ -101,14 +101,17 @@ def same_rows(expected: Node, found: Node, episode: int) -> None:
 
 
 def _flags(leaves: dict[Path, torch.Tensor]) -> dict[Key, Array]:
-    """Flags that there are, bool ``[n]``: set where any number of a row is."""
-    found = {}
-    for key in _FLAGS:
-        if key in leaves:
-            leaf = leaves[key]
-            if leaf.dtype is not torch.bool:
-                raise TypeError(f"key {format_key(key)}: expected bool flags, got {leaf.dtype}")
-            found[key] = leaf.flatten(1).any(1).cpu().numpy() if leaf.ndim > 1 else leaf.numpy()
+    """Flags that there are, bool ``[n]``: set where any number of a row is.
+
+    Those at the root that end episodes come under their names below ``next``.
+    """
+    found: dict[Key, Array] = {}
+    for key in end_flags(leaves):
+        leaf = leaves[key]
+        if leaf.dtype is not torch.bool:
+            raise TypeError(f"key {format_key(key)}: expected bool flags, got {leaf.dtype}")
+        flag = leaf.flatten(1).any(1).cpu().numpy() if leaf.ndim > 1 else leaf.numpy()
+        found["next", key[-1]] = flag
     return found
 
 

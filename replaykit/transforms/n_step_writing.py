@@ -8,10 +8,9 @@ import torch
 
 from replaykit._compat import is_tensordict, lookup
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, format_key, unravel
+from replaykit.ted import EPISODE_KEYS, end_flags, format_key, unravel
 from replaykit.transforms.base import Transform
 from replaykit.transforms.discounting import (
-    TERMINATED,
     discounted_sums,
     is_set,
     one_step_key,
@@ -170,9 +169,7 @@ class NStepWriting(Transform):
             for key, leaf in leaves.items()
             if key[0] == "next" and key != self.reward_key
         }
-        terminated = leaves.get(TERMINATED)
-        if terminated is None:
-            terminated = _ended_by_done(leaves, ended)
+        terminated = _terminated(leaves, ended)
         values |= {
             self.reward_key: sums,
             self.one_step_key: reward[:ready],
@@ -206,10 +203,8 @@ def _ended(leaves: dict[Path, torch.Tensor], batch_dims: int) -> torch.Tensor:
     shape = next(iter(leaves.values())).shape[:batch_dims]
     device = next(iter(leaves.values())).device
     ended = torch.zeros(shape, dtype=torch.bool, device=device)
-    for name in DEFAULT_DONE_KEYS:
-        flag = leaves.get(("next", name))
-        if flag is not None:
-            ended |= is_set(flag, batch_dims)
+    for key in end_flags(leaves):
+        ended |= is_set(leaves[key], batch_dims)
     for key in EPISODE_KEYS:
         ids = leaves.get(key)
         if ids is not None:
@@ -217,14 +212,13 @@ def _ended(leaves: dict[Path, torch.Tensor], batch_dims: int) -> torch.Tensor:
     return ended
 
 
-def _ended_by_done(leaves: dict[Path, torch.Tensor], ended: torch.Tensor) -> torch.Tensor:
-    """What terminated where nothing says so: what is done and not truncated."""
-    terminated = torch.zeros_like(ended)
-    if ("next", "done") in leaves:
-        terminated = is_set(leaves["next", "done"], ended.ndim)
-    if ("next", "truncated") in leaves:
-        terminated = terminated & ~is_set(leaves["next", "truncated"], ended.ndim)
-    return terminated
+def _terminated(leaves: dict[Path, torch.Tensor], ended: torch.Tensor) -> torch.Tensor:
+    """What terminated: what `terminated` says, or else what is done and not truncated."""
+    flags = {key[-1]: is_set(leaves[key], ended.ndim) for key in end_flags(leaves)}
+    if "terminated" in flags:
+        return flags["terminated"]
+    terminated = flags.get("done", torch.zeros_like(ended))
+    return terminated & ~flags["truncated"] if "truncated" in flags else terminated
 
 
 def _rows_at(leaf: torch.Tensor, time: torch.Tensor) -> torch.Tensor:

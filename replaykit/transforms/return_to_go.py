@@ -16,7 +16,7 @@ from replaykit.storages.carrying import carried
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import unravel_index
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, Key, format_key, unravel
+from replaykit.ted import Key, end_flags, format_key, unravel
 from replaykit.transforms.base import Transform
 from replaykit.transforms.discounting import discounted_returns
 from replaykit.transforms.edited import EditedEpisodes
@@ -29,9 +29,6 @@ Array = np.ndarray[Any, Any]
 _TERMINATED: Final[Key] = ("next", "terminated")
 _VALID: Final[Key] = ("return_valid",)
 _POLICIES: Final = ("default", "bootstrap")
-
-
-_FLAGS: Final = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 
 
 class ReturnToGo(Transform):
@@ -176,9 +173,9 @@ class ReturnToGo(Transform):
                 are whole trajectories.
         """
         _require_columns(storage)
-        for key in _FLAGS:
-            flag = rows.leaves.get(key)
-            if flag is not None and flag.shape[storage.ndim :].numel() != 1:
+        for key in end_flags(rows.leaves):
+            flag = rows.leaves[key]
+            if flag.shape[storage.ndim :].numel() != 1:
                 raise ValueError(
                     f"key {format_key(key)}: expected one flag a row, got "
                     f"{list(flag.shape[storage.ndim :])}: where records are whole trajectories, "
