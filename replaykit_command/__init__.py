@@ -40,7 +40,8 @@ def _run() -> int:
     if notes:
         signal.signal(signal.SIGINT, note)
     try:
-        importlib.import_module("replaykit.buffer")  # torch and tensordict: what takes the second
+        if not _asks_for_help(sys.argv[1:]):
+            importlib.import_module("replaykit.buffer")  # torch and tensordict: what takes a second
         from replaykit.cli import main as command
     except BaseException as error:
         if told or isinstance(error, KeyboardInterrupt):
@@ -53,6 +54,11 @@ def _run() -> int:
         if notes:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return _interrupted() if told else command()
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    """Says whether a command ends before it needs torch."""
+    return not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments)
 
 
 def tell(kind: str, text: str, code: int, arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 from replaykit.cli.listing import tell_dataset
 from replaykit.cli.output import Debug, Json, Output, plain
 from replaykit.cli.policies import takes_policies
-from replaykit.datasets import Policies
+from replaykit.datasets.engine.policies import Policies
 
 __all__ = ["convert"]
 

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
 from replaykit.cli.policies import takes_policies
-from replaykit.datasets import Policies
+from replaykit.datasets.engine.nearest import meant
+from replaykit.datasets.engine.policies import Policies
 
 __all__ = ["datasets", "download"]
 
@@ -52,7 +53,7 @@ def datasets(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the families of data sets, their ids, and which of them are on this machine.
+    """List the families of data sets; of one family its ids, sizes, and those on this machine.
 
     [bold]Examples[/bold]
 
@@ -63,7 +64,8 @@ def datasets(
     output: Output = context.obj
     known = families()
     if family is not None and family not in known:
-        raise ValueError(f"expected a family as one of {sorted(known)}, got {family!r}")
+        near = meant(family, known)
+        raise ValueError(f"expected a family as one of {sorted(known)}, got {family!r}{near}")
     records = []
     for name in sorted(known) if family is None else [family]:
         kind = known[name]
@@ -80,6 +82,10 @@ def datasets(
     if output.as_json:
         output.document({"families": records})
         return
+    if family is None:
+        output.console.print(_by_family(records))
+        output.console.print(Text("replaykit datasets FAMILY lists the ids of one", "dim"))
+        return
     table = Table("family", "id", "size", "here", box=None, pad_edge=False, header_style="bold")
     for record in records:
         for each in record["datasets"]:
@@ -91,6 +97,29 @@ def datasets(
             note = f"{record['family']}:... any id; {record['from']}{own if ids else ''}"
             table.add_row(record["family"], Text(note, "dim"), "", "")
     output.console.print(table)
+
+
+def _by_family(records: list[dict[str, Any]]) -> Table:
+    """Make a table of a row for each family: ids, bytes known, those here, origin, an example."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("family", "ids", "here", "size", "from", "example"):
+        is_count = name in ("ids", "here", "size")
+        table.add_column(name, justify="right" if is_count else "left", no_wrap=is_count)
+    for record in records:
+        ids = record["datasets"]
+        known = [each["bytes"] for each in ids if each["bytes"] is not None]
+        count = f"{len(ids):,}{'+' * record['other_ids']}" if ids else "any"
+        here = sum(each["path"] is not None for each in ids)
+        example = ids[0]["name"] if ids else f"{record['family']}:<name of your own>"
+        table.add_row(
+            record["family"],
+            count,
+            Text(f"{here:,}" if here else "-", "green" if here else "dim"),
+            size(sum(known)) if known and len(known) == len(ids) else "-",
+            Text(plain(record["from"])),
+            Text(example, "dim"),
+        )
+    return table
 
 
 def _origin(kind: Any) -> str:

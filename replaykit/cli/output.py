@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import IO, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -22,8 +22,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.text import Text
-
-from replaykit.inspection.facts import to_json
 
 __all__ = ["Debug", "Json", "Output", "plain", "sentence", "size", "write_no_more"]
 
@@ -38,11 +36,15 @@ Debug = Annotated[
 _WIDE: Final = 240
 
 
-def write_no_more() -> None:
-    """Told that whoever reads stdout has seen enough, such as `head`: what comes goes nowhere, and
-    Python does not complain at its end."""
+def write_no_more(stream: IO[str] | None) -> None:
+    """Send what is still to be written to a closed pipe nowhere.
+
+    The reader, such as `head`, has seen enough; Python does not complain at its end.
+    """
+    if stream is None:
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
@@ -50,7 +52,7 @@ class _Console(Console):
     """A command goes on to its end without its reader: its exit code says what it has found."""
 
     def on_broken_pipe(self) -> None:
-        write_no_more()
+        write_no_more(sys.stderr if self.stderr else sys.stdout)
 
 
 @dataclass
@@ -70,20 +72,23 @@ class Output:
     @property
     def console(self) -> Console:
         """For people, on stdout; into a file or a pipe no line is broken."""
-        return _Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        return _Console(markup=False, highlight=False, width=None if is_terminal else _WIDE)
 
     @property
     def stderr(self) -> Console:
         """For progress, warnings and errors."""
-        return Console(stderr=True, markup=False, highlight=False)
+        return _Console(stderr=True, markup=False, highlight=False)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """Prints the JSON document."""
+        from replaykit.inspection.facts import to_json
+
         text = json.dumps(to_json(value), allow_nan=False)
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            write_no_more()
+            write_no_more(sys.stdout)
 
     def error(self, kind: str, text: str, code: int) -> None:
         """Says what went wrong, in one sentence."""
@@ -116,7 +121,7 @@ class Output:
     @property
     def shows_progress(self) -> bool:
         """Whether somebody would see it."""
-        return not self.as_json and sys.stderr.isatty()
+        return not self.as_json and sys.stderr is not None and sys.stderr.isatty()
 
     @contextmanager
     def working(self, title: str) -> Iterator[None]:

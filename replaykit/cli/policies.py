@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
 import typer
 
-from replaykit.datasets import Policies
+from replaykit.datasets.engine.policies import Policies
 
 __all__ = ["takes_policies"]
 

@@ -26,25 +26,31 @@ def run(arguments: Sequence[str]) -> int:
     output = Output(as_json="--json" in arguments)
     debug = "--debug" in arguments
     code: object = 0
-    if not set(arguments) - {"--json", "--debug"}:
-        if output.as_json:
-            output.error("UsageError", "no command was given; replaykit --help lists them", _USAGE)
-        else:
-            app(["--help"], prog_name="replaykit", standalone_mode=False)
-        return _USAGE
     try:
+        if not set(arguments) - {"--json", "--debug"}:
+            code = _USAGE
+            if output.as_json:
+                text = "no command was given; replaykit --help lists them"
+                output.error("UsageError", text, _USAGE)
+            else:
+                app(["--help"], prog_name="replaykit", standalone_mode=False)
+            return _USAGE
         code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
         if code == _INTERRUPTED:  # some versions of typer raise, some return
             raise KeyboardInterrupt
         code = code if isinstance(code, int) else 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except (KeyboardInterrupt, typer.Abort):
         text = f"interrupted: {output.when_interrupted}"
         output.error("KeyboardInterrupt", text, _INTERRUPTED)
         return _INTERRUPTED
-    except BrokenPipeError:
-        write_no_more()
+    except (BrokenPipeError, SystemExit) as error:
+        # The console that prints help ends the program where its reader has seen enough.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        write_no_more(sys.stdout)
         return code if isinstance(code, int) else 0
     except Exception as error:
         # What the parser of options raises is told by what it can do: typer brings one of its own

@@ -123,6 +123,25 @@ def test_datasets_lists_every_family_and_id(command, tmp_path):
     (line,) = [line for line in done.out.splitlines() if "d4rl:hopper-medium-v2" in line]
     assert "152.8 MB" in line
     assert command("datasets", "atari").code == 3
+    assert "(meant: 'robomimic'?)" in command("datasets", "robomimc").err
+
+
+def test_datasets_is_a_table_of_families(command, tmp_path):
+    (tmp_path / "libero_goal").mkdir()
+    (tmp_path / "libero_goal" / "manifest.json").write_text("{}")
+    done = command("datasets", "--root", tmp_path)
+    assert done.code == 0
+    head, *lines, last = done.out.splitlines()
+    assert head.split() == ["family", "ids", "here", "size", "from", "example"]
+    rows = {line.split()[0]: line for line in lines}
+    assert rows.keys() == families().keys()  # a line each, whatever the number of ids
+    assert len(lines) == len(families())
+    assert rows["libero"].split()[:3] == ["libero", "5", "1"]
+    assert rows["roboset"].split()[:3] == ["roboset", "20", "-"]
+    count = len(families()["minari"].available_datasets)
+    assert rows["minari"].split()[:2] == ["minari", f"{count}+"]
+    assert rows["aloha"].split()[1] == "any"
+    assert "FAMILY" in last
 
 
 ROBOSET = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"

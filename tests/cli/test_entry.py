@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-S"]  # without what is installed, which may come before any folder
 RUN = "import sys; from replaykit_command import main; sys.exit(main())"
-WAYS = {"the script": ["-c", RUN], "the module": ["-m", "replaykit"]}
+WAYS = {"the script": ["-c", RUN, "datasets"], "the module": ["-m", "replaykit", "datasets"]}
 WAIT = "import time; print('loading', flush=True); time.sleep(60)"
 LOADS = {
     "plainly": WAIT,
@@ -70,7 +70,7 @@ def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, ho
 
 def test_with_json_it_is_a_document(tmp_path):
     done = subprocess.run(
-        [*PYTHON, *WAYS["the module"], "datasets", "--json"],
+        [*PYTHON, *WAYS["the module"], "--json"],
         env=package(tmp_path, "raise KeyboardInterrupt"),
         cwd=tmp_path,
         capture_output=True,
@@ -118,7 +118,7 @@ def test_ctrl_c_is_what_it_was_once_the_command_runs(tmp_path):
     (tmp_path / "replaykit/cli/__init__.py").write_text(
         "import signal\ndef main(): return signal.getsignal(2) is signal.default_int_handler\n"
     )
-    command = [*PYTHON, "-c", RUN]
+    command = [*PYTHON, "-c", RUN, "datasets"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 1
 
@@ -126,3 +126,54 @@ def test_ctrl_c_is_what_it_was_once_the_command_runs(tmp_path):
 def test_the_installed_command_begins_there():
     found = entry_points(group="console_scripts", name="replaykit")
     assert {each.value for each in found} == {"replaykit_command:main"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], [], ["--version"], ["convert", "--help"], ["push", "-h"]]
+)
+def test_help_is_said_without_torch(arguments):
+    """They take a second to load, which a reader of help need not wait for."""
+    look = (
+        "import sys; from replaykit_command import main; code = main(); heavy = "
+        "{'torch', 'tensordict', 'h5py', 'huggingface_hub', 'matplotlib'} & set(sys.modules); "
+        "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2 if not arguments else 0, "[]\n")
+    assert "replaykit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["convert", "--help"], 0),
+        ([], 2),
+        (["--version"], 0),
+        (["datasets"], 0),
+        (["inspect", "absent"], 4),
+        (["inspect", "absent", "--json"], 4),
+        (["nonsense"], 2),
+    ],
+)
+@pytest.mark.parametrize("closed", ["stdout", "both"])
+def test_a_closed_pipe_is_no_error(tmp_path, arguments, code, closed):
+    """Of the help too, whose console would end the program with the code of a failed validation."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    streams = {"stdout": writes, "stderr": subprocess.PIPE if closed == "stdout" else writes}
+    run = "import sys; from replaykit.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", run, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, text=True, check=False, **streams)
+    os.close(writes)
+    assert done.returncode == code
+    assert "Traceback" not in (done.stderr or "")
+    assert "BrokenPipe" not in (done.stderr or "")
+
+
+def test_without_stdout_a_command_tells_by_its_exit_code(tmp_path):
+    run = f"'{sys.executable}' -m replaykit --version >&-"
+    done = subprocess.run(["bash", "-c", run], cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

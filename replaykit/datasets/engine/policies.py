@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from replaykit.datasets.columns import torch_dtype
 from replaykit.datasets.engine.nearest import meant
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
@@ -101,6 +100,8 @@ class Policies:
                 raise ValueError(f"expected {name} as one of {known}, got {given!r}")
         casts = {}
         for source, target in self.casts.items():
+            from replaykit.datasets.columns import torch_dtype  # the command's help needs no torch
+
             try:
                 torch_dtype(target)
                 casts[np.dtype(source).name] = np.dtype(target).name
