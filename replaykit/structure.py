@@ -84,6 +84,12 @@ class Branch:
     extra: torch.Size = field(default_factory=torch.Size)
     constants: Mapping[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        if self.kind == "sequence":
+            return f"{self.cls.__name__} of {len(self.children)}"
+        keys = ", ".join(repr(part) for part, _ in self.children)
+        return f"{self.cls.__name__} with keys {keys or 'of no tensor'}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns what ``from_json`` rebuilds it from."""
         record: dict[str, Any] = {

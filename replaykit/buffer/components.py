@@ -119,7 +119,10 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         refuse_exchange(self, "sampler")
         with self._locked() as storage:
             if getattr(sampler, "drop_last", False) and self._batch_size is None:
-                raise ValueError("a sampler with drop_last=True needs a batch_size")
+                raise ValueError(
+                    "Samplers with drop_last=True must work with a predictable batch-size: give "
+                    "the buffer a batch_size"
+                )
             self._sample_unit.check(storage, sampler)
             self._check_consuming(sampler, storage, self._writer, self._chain)
             check_order(sampler, self._writer)

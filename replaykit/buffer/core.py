@@ -52,11 +52,13 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         ),
         "transport": Replaced(
             ("auto", "direct"),
-            "a buffer of this process needs no transport; that of RayReplayBuffer is Ray's own",
+            "A direct ReplayBuffer only supports transport='auto' or 'direct'; that of "
+            "RayReplayBuffer is Ray's own",
         ),
         "transport_options": Replaced(
             (None, {}),
-            "a buffer of this process needs no transport; that of RayReplayBuffer is Ray's own",
+            "transport_options are only valid for a remote ReplayBuffer; that of RayReplayBuffer "
+            "needs none",
         ),
     }
 
@@ -86,11 +88,13 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         rate_limiter: RateLimiter | None = None,
     ) -> None:
         if transform is not None and transform_factory is not None:
-            raise TypeError("expected transform or transform_factory, got both")
+            raise TypeError("transform and transform_factory are mutually exclusive, got both")
         if transform_factory is not None and not callable(transform_factory):
             raise TypeError(f"expected a callable transform_factory, got {transform_factory!r}")
         if sample_unit is not None and not isinstance(sample_unit, SampleUnit):
-            raise TypeError(f"expected a SampleUnit, got {type(sample_unit).__name__}")
+            raise TypeError(
+                f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
+            )
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -102,15 +106,15 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         ):
             if given is not None and not isinstance(given, kind) and not callable(given):
                 raise TypeError(
-                    f"expected {name} as a {kind.__name__} or a callable that returns one, "
-                    f"got {_class_of(given)}"
+                    f"{name} must be either a {kind.__name__} or a callable returning a {name} "
+                    f"instance, got {_class_of(given)}"
                 )
         self._rate_limiter = checked_limiter(rate_limiter)
         self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
         depth = _checked_prefetch(prefetch, self._batch_size)
         chosen = consuming_sampler(consume_after_n_samples, sampler, depth)
         if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
-            raise ValueError(f"expected dim_extend as an int of at least 0, got {dim_extend!r}")
+            raise ValueError(f"dim_extend must be a positive value or 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
         self._follows_storage = dim_extend is None
         self._sample_unit = Transition() if sample_unit is None else sample_unit
@@ -146,7 +150,10 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
         writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
         if getattr(sampler, "drop_last", False) and self._batch_size is None:
-            raise ValueError("a sampler with drop_last=True needs the buffer to have a batch_size")
+            raise ValueError(
+                "Samplers with drop_last=True must work with a predictable batch-size: give the "
+                "buffer a batch_size"
+            )
         check_order(sampler, writer)
         # Last, since making a storage may be long work: all else has been checked by then.
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
@@ -405,5 +412,8 @@ def _checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"expected prefetch as an int of at least 0, got {prefetch!r}")
     if batch_size is None:
-        raise ValueError("prefetch needs the buffer to have a batch_size")
+        raise ValueError(
+            "Dynamic batch-size specification is incompatible with multithreaded sampling: "
+            "prefetch needs the buffer to have a batch_size"
+        )
     return prefetch

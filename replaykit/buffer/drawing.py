@@ -63,7 +63,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return checked_batch_size(batch_size)
         if self._batch_size is None:
             raise RuntimeError(
-                "expected a batch_size, in the constructor or in sample(); got neither"
+                "batch_size not specified: give it to the constructor or to sample()"
             )
         return self._batch_size
 

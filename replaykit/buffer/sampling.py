@@ -131,7 +131,10 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             RuntimeError: the buffer has no batch size.
         """
         if self._batch_size is None:
-            raise RuntimeError("iteration needs the buffer to have a batch_size")
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction"
+            )
         return self._batches()
 
     def _batches(self) -> Iterator[DataT]:
@@ -154,7 +157,10 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             (tensor([0, 1]), tensor([2]), None)
         """
         if self._batch_size is None:
-            raise RuntimeError("iteration needs the buffer to have a batch_size")
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction"
+            )
         if self._pass_ended or self._used_up():
             self._pass_ended = False
             return None

@@ -205,7 +205,7 @@ class SamplerEnsemble(Sampler):
         parts, count = self.num_buffer_sampled, len(self)
         if batch_size % parts:
             raise ValueError(
-                f"expected a batch size that num_buffer_sampled={parts} divides, got {batch_size}"
+                f"The batch size must be divisible by num_buffer_sampled={parts}, got {batch_size}"
             )
         rows = batch_size // parts
         if self._sample_from_all:

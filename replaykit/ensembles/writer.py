@@ -18,7 +18,8 @@ __all__ = ["WriterEnsemble", "refuse_writing"]
 def refuse_writing(what: str) -> NoReturn:
     """Raises NotImplementedError: the members of an ensemble are written to, not the ensemble."""
     raise NotImplementedError(
-        f"an ensemble only reads: {what} is for one of its members, as ensemble[i].{what}"
+        f"ReplayBufferEnsemble writes are disabled: {what} is for one of its members, as "
+        f"ensemble[i].{what}"
     )
 
 
@@ -38,7 +39,7 @@ class WriterEnsemble(Writer):
         (2, RoundRobinWriter(write_count=0))
         >>> both.add(1)
         Traceback (most recent call last):
-        NotImplementedError: an ensemble only reads: add is for one of its members, as ensemble...
+        NotImplementedError: ReplayBufferEnsemble writes are disabled: add is for one of...
     """
 
     kind = "ensemble"

@@ -235,7 +235,10 @@ class RayReplayBufferClient(Loaded):
             RuntimeError: the buffer has no batch size.
         """
         if self.batch_size is None:
-            raise RuntimeError("iteration needs the buffer to have a batch_size")
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction"
+            )
         return iter(self.next, None)
 
     def next(self) -> Any:

@@ -30,7 +30,9 @@ class Loaded(Forwarding, LoadingElsewhere):
     def _size_of(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else checked_batch_size(batch_size)
         if size is None:
-            raise RuntimeError("expected a batch_size, of the buffer or in this call; got neither")
+            raise RuntimeError(
+                "batch_size not specified: expected a batch_size, of the buffer or in this call"
+            )
         return int(size)
 
     def _check_loader(self) -> None:

@@ -103,7 +103,7 @@ class Sampler(Uncompiled, ABC):
 
     def __init__(self, *, replacement: bool = True) -> None:
         if not replacement:
-            raise TypeError(f"{type(self).__name__} has no form that draws without replacement")
+            raise TypeError(f"{type(self).__name__} has no without-replacement variant")
         self.generator: torch.Generator | None = None
         self._ran_out = False
 

@@ -127,7 +127,10 @@ def checked_number(name: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"expected {name} as a number, got {value!r}") from None
     if not 0 <= number < float("inf"):
-        raise ValueError(f"expected {name} as a finite number of at least 0, got {number}")
+        than = "than" if name == "alpha" else "to"
+        raise ValueError(
+            f"{name} must be greater or equal {than} 0 and finite, got {name}={number}"
+        )
     return number
 
 

@@ -37,7 +37,9 @@ class SliceSize:
     def __init__(self, num_slices: int | None, slice_len: int | None) -> None:
         if (num_slices is None) == (slice_len is None):
             got = "neither" if num_slices is None else "both"
-            raise TypeError(f"expected num_slices or slice_len, got {got}")
+            raise TypeError(
+                f"Either num_slices or slice_len must be not None, and not both; got {got}"
+            )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
             if value is None:
                 continue
@@ -55,8 +57,10 @@ class SliceSize:
         other, rest = divmod(batch_size, known)
         if rest or not other:
             name = "slice_len" if self.slice_len else "num_slices"
+            what = "slice length" if self.slice_len else "number of slices"
             raise RuntimeError(
-                f"expected a batch size that {name}={known} divides, got {batch_size}"
+                f"The batch-size must be divisible by the {what}, got batch_size={batch_size} and "
+                f"{name}={known}"
             )
         return (other, known) if self.slice_len else (known, other)
 
@@ -92,12 +96,16 @@ class Boundaries:
             "trajectories": trajectories,
         }
         named = [name for name, value in given.items() if value is not None]
-        for pair in ({"end_key", "end_keys"}, {"ends", "trajectories"}):
-            if pair <= set(named):
-                raise RuntimeError(f"expected one of {' and '.join(sorted(pair))}, got both")
+        for pair in (("`end_key`", "`end_keys`"), ("trajectories", "ends")):
+            if {name.strip("`") for name in pair} <= set(named):
+                raise RuntimeError(
+                    f"{' and '.join(pair)} are exclusive arguments: expected one, got both"
+                )
         if len(named) > 1 and {"ends", "trajectories"} & set(named):
+            static = "trajectories" if ends is None else "ends"
             raise RuntimeError(
-                f"expected ends or trajectories instead of the keys of columns, got {named}"
+                f"`{static}` and `end_key`, `end_keys` or `traj_key` are exclusive arguments: it "
+                f"is instead of the keys of columns, got {named}"
             )
         flags = (unravel(end_key),) if end_key is not None else _keys("end_keys", end_keys)
         self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
@@ -240,7 +248,8 @@ def _state(storage: Storage) -> tuple[int, int]:
 def _require_tensordicts(storage: Storage) -> ColumnStorage:
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
-            f"slices need TensorDicts in a tensor or memmap storage, got a {type(storage).__name__}"
+            "Could not get a tensordict out of the storage: slices need TensorDicts in a tensor or "
+            f"memmap storage, got a {type(storage).__name__}"
         )
     root = storage.require().schema.root
     if not isinstance(root, Branch) or root.kind != "tensordict":
@@ -305,7 +314,10 @@ def checked_form(
     hang = checked_span(span)
     one_of("align", align, ALIGNS)
     if pad_output and strict_length:
-        raise ValueError("pad_output=True needs strict_length=False: else nothing is ever short")
+        raise ValueError(
+            "pad_output=True is incompatible with strict_length=True: nothing is ever short then; "
+            "say strict_length=False"
+        )
     if pad_output and any(hang):
         raise ValueError("expected span or pad_output: slices that hang over are never padded")
     if pad is None:

@@ -97,6 +97,8 @@ class Slicing:
             f"expected {request.slices} slices of {request.window.length} rows, got {found}: "
             f"{rows} rows are stored, and the longest episode has {index.longest()}"
         )
+        if 0 < index.longest() < request.window.length and found == "no window":
+            text = f"Did not find a single trajectory with sufficient length: {text}"
         if needs:
             text += f"; transforms besides need {needs}"
         if index.longest() == 1 and rows > 1:

@@ -88,8 +88,8 @@ class SamplerWithoutReplacement(Sampler):
         known = count if eligible is None else eligible.require()
         if self.drop_last and batch_size > known:
             raise ValueError(
-                f"expected a batch size of at most the {known} stored rows with drop_last, "
-                f"got {batch_size}"
+                f"The batch size ({batch_size}) is greater than the storage capacity in use: "
+                f"{known} rows are stored, and drop_last=True gives no smaller batch"
             )
         remaining, drawn = self._remaining, None
         if remaining is not None and self._length == count:

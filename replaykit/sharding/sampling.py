@@ -223,7 +223,7 @@ class Sampled(Streamed):
             return checked_batch_size(batch_size)
         if self.batch_size is None:
             raise RuntimeError(
-                "expected a batch_size, in the constructor or in sample(); got neither"
+                "batch_size not specified: give it to the constructor or to sample()"
             )
         return self.batch_size
 
@@ -234,7 +234,10 @@ class Sampled(Streamed):
             RuntimeError: the buffer has no batch size.
         """
         if self.batch_size is None:
-            raise RuntimeError("iteration needs the buffer to have a batch_size")
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction"
+            )
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:

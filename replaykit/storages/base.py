@@ -231,7 +231,9 @@ class Storage(SavedRows, Uncompiled, ABC):
             RuntimeError: nothing was written yet.
         """
         if not self.ledger.next_position:
-            raise RuntimeError("nothing is stored yet")
+            raise RuntimeError(
+                "Cannot get elements out of a non-initialized storage: nothing is stored yet"
+            )
         return self
 
     def collate(self, rows: Any) -> Any:

@@ -83,7 +83,10 @@ class ColumnReads(SequencedStorage):
     def require(self) -> AnyColumns:
         """Returns the columns; RuntimeError before the first write."""
         if self._columns is None:
-            raise RuntimeError("nothing is stored yet: the first write fixes keys and shapes")
+            raise RuntimeError(
+                "Cannot get elements out of a non-initialized storage: nothing is stored yet, and "
+                "the first write fixes keys and shapes"
+            )
         return self._columns
 
     def get(self, index: Any) -> Any:

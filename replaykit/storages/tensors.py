@@ -82,12 +82,17 @@ class TensorStorage(RestorableStorage):
         lane_key: Any = None,
     ) -> None:
         if storage is None:
-            raise ValueError("expected data to wrap, got None; LazyTensorStorage starts empty")
+            raise ValueError(
+                "Expected storage to be non-null, got None; LazyTensorStorage starts empty"
+            )
         rows = take_apart(storage, ndim)
         if not rows.batch.numel():
             raise ValueError(f"expected at least one row, got batch shape {list(rows.batch)}")
         if max_size is not None and max_size != len(rows):
-            raise ValueError(f"expected max_size to be the {len(rows)} rows given, got {max_size}")
+            raise ValueError(
+                f"The max-size and the storage shape mismatch: got max_size={max_size} for "
+                f"{len(rows)} rows"
+            )
         super().__init__(rows.batch.numel(), device=device, ndim=ndim, lane_key=lane_key)
         self._check_lane_key(rows.leaves)
         leaves = rows.leaves

@@ -118,7 +118,10 @@ class LaneWriter(Writer):
         if not storage.initialized:
             root = rows.root
             if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
-                raise RuntimeError(f"a {type(self).__name__} takes TensorDicts, got {root}")
+                raise RuntimeError(
+                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
+                    f"TensorDicts, got {root}"
+                )
             return None
         if not storage.ledger.oldest_first:
             raise RuntimeError(

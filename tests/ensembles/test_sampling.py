@@ -253,7 +253,7 @@ def test_windows_decide_who_is_ready() -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     ensemble = make_ensemble([5, 5], num_buffer_sampled=3)
     assert not ensemble.can_sample(4)
-    with pytest.raises(ValueError, match="num_buffer_sampled=3 divides, got 4"):
+    with pytest.raises(ValueError, match="num_buffer_sampled=3, got 4"):
         ensemble.sample(4)
 
 

@@ -70,7 +70,7 @@ def test_the_signature_is_there_to_read() -> None:
 @pytest.mark.parametrize("value", [-0.1, NAN, INF, -INF])
 def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
     arguments = {"alpha": 0.7, "beta": 0.9, "eps": 1e-8, name: value}
-    with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+    with pytest.raises(ValueError, match=f"{name} must be greater or equal"):
         PrioritizedSampler(**arguments)
     with pytest.raises(TypeError, match=f"expected {name} as a number"):
         PrioritizedSampler(**{**arguments, name: "large"})
@@ -101,7 +101,7 @@ def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> No
     sampler = prioritized([1.0, 2.0]).sampler
     for name in ("alpha", "beta"):
         for wrong in (-1, NAN, INF):
-            with pytest.raises(ValueError, match=f"expected {name} as a finite number"):
+            with pytest.raises(ValueError, match=f"{name} must be greater or equal"):
                 setattr(sampler, name, wrong)
     with pytest.raises(ValueError, match="power alpha=200"):
         sampler.alpha = 200.0

@@ -196,7 +196,7 @@ def test_a_sampler_of_ones_own_brings_sample_only(make_rows: Any) -> None:
     assert rb.sampler.default_priority == 1.0
     assert repr(rb.sampler) == "Newest()"
     assert rb.sampler.state_dict() == {"_kind": "Newest"}
-    with pytest.raises(TypeError, match="Newest has no form that draws without replacement"):
+    with pytest.raises(TypeError, match="Newest has no without-replacement variant"):
         Newest(replacement=False)
 
 

@@ -164,10 +164,10 @@ def test_emptying_begins_a_new_epoch() -> None:
 
 
 def test_drop_last_needs_a_batch_size() -> None:
-    with pytest.raises(ValueError, match="needs the buffer to have a batch_size"):
+    with pytest.raises(ValueError, match="give the buffer a batch_size"):
         _buffer(6, None, drop_last=True)
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
-    with pytest.raises(ValueError, match="needs a batch_size"):
+    with pytest.raises(ValueError, match="give the buffer a batch_size"):
         rb.set_sampler(SamplerWithoutReplacement(drop_last=True))
 
 
