@@ -173,7 +173,7 @@ def test_a_storage_wraps_no_rows_in_torchrl_alone() -> None:
     rb.extend(rows(3))
     assert rb.extend(rows(3)[:0]).tolist() == []
     with pytest.raises(RuntimeError, match="at least one element"):
-        filled(Peer()).extend(rows(3)[:0])
+        Peer().ReplayBuffer(storage=Peer().LazyTensorStorage(10)).extend(rows(3)[:0])
 
 
 @pytest.mark.parametrize(("module", "kept"), [(Peer(), 1), (replaykit, 0)])

@@ -133,7 +133,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         if self._batch_size is None:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction"
+                "construction; give the buffer a batch_size"
             )
         return self._batches()
 
@@ -159,7 +159,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         if self._batch_size is None:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction"
+                "construction; give the buffer a batch_size"
             )
         if self._pass_ended or self._used_up():
             self._pass_ended = False

@@ -237,7 +237,7 @@ class RayReplayBufferClient(Loaded):
         if self.batch_size is None:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction"
+                "construction; give the buffer a batch_size"
             )
         return iter(self.next, None)
 

@@ -236,7 +236,7 @@ class Sampled(Streamed):
         if self.batch_size is None:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction"
+                "construction; give the buffer a batch_size"
             )
         return self._batches()
 

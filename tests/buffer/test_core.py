@@ -154,7 +154,7 @@ def test_default_components():
 @pytest.mark.parametrize("name", ["storage", "sampler", "writer"])
 def test_a_component_of_the_wrong_kind_is_named(name: str):
     kind = name.capitalize()
-    with pytest.raises(TypeError, match=f"expected {name} as a {kind} .*got int"):
+    with pytest.raises(TypeError, match=f"{name} must be either a {kind} .*got int"):
         ReplayBuffer(**{name: 5})
     with pytest.raises(TypeError, match=f"callable that returns a {kind}"):
         ReplayBuffer(**{name: lambda: 5})
@@ -163,7 +163,7 @@ def test_a_component_of_the_wrong_kind_is_named(name: str):
 @pytest.mark.parametrize(
     ("keywords", "error", "match"),
     [
-        ({"sample_unit": 3}, TypeError, "SampleUnit, got int"),
+        ({"sample_unit": 3}, TypeError, "SampleUnit instance, got int"),
         ({"collate_fn": 3}, TypeError, "collate_fn"),
         ({"generator": 3}, TypeError, "torch.Generator, got int"),
         ({"transform": 3}, RuntimeError, "transform"),

@@ -59,7 +59,7 @@ def test_the_first_write_goes_to_row_0() -> None:
     ("arguments", "message"),
     [
         ({"storage": None}, "got None; LazyTensorStorage starts empty"),
-        ({"storage": torch.zeros(3), "max_size": 4}, "max_size to be the 3 rows given, got 4"),
+        ({"storage": torch.zeros(3), "max_size": 4}, "got max_size=4 for 3 rows"),
         ({"storage": (torch.zeros(3), torch.zeros(4))}, "share the first 1 dimension"),
         ({"storage": torch.zeros(3, 2), "ndim": 3}, "at least 3 batch dimension"),
         ({"storage": torch.zeros(0, 2)}, "at least one row"),
