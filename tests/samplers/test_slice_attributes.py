@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_attributes_are_those_of_torchrl_before_and_after_data_came(
         buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=own, batch_size=6)
         peer_buffer.extend(rows(*ids))
         buffer.extend(rows(*ids))
-        peer_buffer.sample()
+        with contextlib.suppress(IndexError):  # its right spans may run out of rows
+            peer_buffer.sample()
         assert said(own) == said(peer), given
 
 
