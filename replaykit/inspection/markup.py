@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["page_of"]
 
 _MOST_WARNINGS: Final = 50
+_MOST_OPEN: Final = 3
+"""Warnings up to which their list is unfolded."""
 _MOST_EPISODES: Final = 25
 
 _STYLE: Final = """
@@ -53,6 +55,7 @@ figcaption{overflow-wrap:anywhere}
 .note{color:var(--faint);font-size:12.5px;overflow-wrap:anywhere}
 .box{padding:14px 16px}
 .warn{background:var(--warn)}
+summary{cursor:pointer;font-weight:600}summary+ul{margin-top:8px}
 .warn li{margin:5px 0;overflow-wrap:anywhere}
 .warn ul,.box ul{margin:0;padding-left:20px}
 .table{overflow-x:auto}
@@ -187,7 +190,12 @@ def _warnings(facts: Facts) -> str:
     more = len(facts.warnings) - _MOST_WARNINGS
     if more > 0:
         shown += f"<li>and {more} more</li>"
-    return f'<h2>Warnings</h2><div class="box warn"><ul>{shown}</ul></div>'
+    count = len(facts.warnings)
+    is_open = " open" if count <= _MOST_OPEN else ""
+    return (
+        f'<h2>Warnings</h2><details class="box warn"{is_open}><summary>{count:,} '
+        f"warning{'s' * (count != 1)}</summary><ul>{shown}</ul></details>"
+    )
 
 
 def _about(facts: Facts) -> str:

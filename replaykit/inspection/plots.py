@@ -29,6 +29,8 @@ _STYLE: Final = (
 
 
 _MOST_BARS: Final = 60
+_MOST_TICKS: Final = 8
+"""Episodes up to which each has a tick."""
 _MOST_JOINED: Final = 400
 """Episodes up to which a line joins them."""
 
@@ -104,6 +106,24 @@ def _steps(axes: Any, values: Array, edges: Array) -> None:
     axes.set_ylim(bottom=0)
 
 
+def _bars(axes: Any, values: Array, most: int) -> None:
+    """Draw how often values occur: a bar for each of few values, else at most ``most`` bins."""
+    low, high = float(values.min()), float(values.max())
+    whole, times = np.unique(values, return_counts=True)
+    if len(whole) == 1:
+        # One number needs no scale: a narrow bar under its value.
+        axes.bar([0], times, width=0.5, color=_FILL)
+        axes.set_xlim(-2, 2)
+        axes.set_xticks([0], [f"{low:.6g}, always"])
+    elif high - low < _MOST_BARS and np.array_equal(whole, np.round(whole)):
+        axes.bar(whole, times, width=0.8, color=_FILL)
+        axes.set_xlim(low - 1, high + 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    else:
+        bins = int(np.clip(np.sqrt(values.size), min(10, len(whole)), most))
+        _steps(axes, values, np.histogram_bin_edges(values, bins))
+
+
 def histogram(values: Array, label: str) -> Callable[[Any], None]:
     """Returns what draws how often values occur, ``[N]``; what is not finite is left out."""
     finite = values[np.isfinite(values)].astype(np.float64)
@@ -111,14 +131,7 @@ def histogram(values: Array, label: str) -> Callable[[Any], None]:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         if finite.size:
-            low, high = float(finite.min()), float(finite.max())
-            if high - low < _MOST_BARS and np.array_equal(finite, np.round(finite)):
-                whole, times = np.unique(finite, return_counts=True)
-                axes.bar(whole, times, width=0.8, color=_FILL)
-                axes.set_xlim(low - 1, high + 1)
-            else:
-                bins = int(np.clip(np.sqrt(finite.size), 10, 60))
-                _steps(axes, finite, np.histogram_bin_edges(finite, bins))
+            _bars(axes, finite, 60)
         axes.set_xlabel(label)
         axes.set_ylabel("count")
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -153,7 +166,11 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
             axes.plot(numbers, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
         axes.set_xlabel("episode")
         axes.set_ylabel(label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        if 0 < len(values) <= _MOST_TICKS:
+            axes.set_xticks(numbers)  # a tick for each of few episodes, and none between them
+            axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if terminated.any() and (~terminated).any():
             place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "borderaxespad": 0}
             axes.legend(frameon=False, fontsize=8, ncols=2, handletextpad=0.1, **place)
@@ -171,12 +188,12 @@ def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], Non
         grid = figure.subplots(down, across, squeeze=False).reshape(-1)
         for axes, name, column in zip(grid, names, values.T, strict=False):
             finite = column[np.isfinite(column)]
-            bins = int(np.clip(np.sqrt(max(1, finite.size)), 8, 32))
             if finite.size:
-                _steps(axes, finite, np.histogram_bin_edges(finite, bins))
+                _bars(axes, finite.astype(np.float64), 32)
             axes.set_title(name, fontsize=8, loc="left", pad=3)
             axes.tick_params(labelsize=7)
-            axes.locator_params(axis="x", nbins=4)
+            if len(np.unique(finite)) > 1:
+                axes.locator_params(axis="x", nbins=4)
             axes.locator_params(axis="y", nbins=3, integer=True)
             _quiet(axes)
         for axes in grid[len(names) :]:

@@ -6,17 +6,20 @@ import base64
 import io
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
 from replaykit.inspection.page import make_page, write_page
+from replaykit.inspection.plots import histogram, lines, small_histograms
 
 
 class Page(HTMLParser):
@@ -98,6 +101,45 @@ def test_pictures_are_part_of_the_page_and_show_the_frames(tmp_path, write_robom
             Image.fromarray(frames[4]).resize((width, 112), Image.Resampling.NEAREST)
         )
         assert np.abs(shown.astype(int) - others).mean() > 60
+
+
+def test_many_warnings_are_folded_and_few_are_open(tmp_path, write_d4rl):
+    with opened(write_d4rl(tmp_path / "a.hdf5")) as (facts, table):
+        for count, is_open in ((1, True), (3, True), (4, False), (44, False)):
+            said = replace(facts, warnings=tuple(f"warning {i}" for i in range(count)))
+            text = make_page(said, table)
+            assert (" open><summary>" in text) == is_open
+            assert f"{count} warning" in text
+            assert "<li>warning 0</li>" in text
+        assert "<details" not in make_page(replace(facts, warnings=()), table)
+
+
+@pytest.mark.parametrize(
+    "actions", [np.zeros(20), np.arange(20) % 3, np.full(20, 1e-12), np.full(20, np.nan)]
+)
+def test_constants_and_discrete_actions_fit_their_plot(actions):
+    """A bar for each value, and nothing between them."""
+    figures = []
+    for draw in (histogram(actions, "action"), small_histograms(actions[:, None], ["[0]"])):
+        figure = Figure()
+        draw(figure)
+        figures.append(figure)
+    for figure in figures:
+        (axes,) = figure.axes
+        values, times = np.unique(actions[np.isfinite(actions)], return_counts=True)
+        bars = axes.patches
+        assert [bar.get_height() for bar in bars] == times.tolist()
+        if len(values) == 1:
+            (label,) = axes.get_xticklabels()
+            assert label.get_text() == f"{values[0]:.6g}, always"
+        else:
+            assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == values.tolist()
+
+
+def test_few_episodes_have_a_tick_each():
+    figure = Figure()
+    lines(np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"])(figure)
+    assert figure.axes[0].get_xticks().tolist() == [0, 1]
 
 
 def test_names_of_a_file_are_text(tmp_path):
