@@ -172,7 +172,9 @@ class Markers:
         if type(inner) is not TensorDict or not window.is_contiguous():
             return False
         known, count = fields_of(inner), window.shape[0]
-        if known.keys().isdisjoint(names) and not leaves.keys().isdisjoint(names):
+        done, cut, ended = names
+        below = done in known or cut in known or ended in known
+        if not below and not leaves.keys().isdisjoint(names):
             return False  # those at the root tell where episodes end
         places: list[int] = []
         flags: list[torch.Tensor] = []
