@@ -26,6 +26,9 @@ __all__ = ["Editing", "column_of", "is_key"]
 class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``rb[...]``, ``set_``, ``set_at_``, ``update_``, reading and writing in physical order."""
 
+    _reads_index = False
+    """Whether ``rb[...]`` carries ``index``."""
+
     # -- reading ------------------------------------------------------------------------------
 
     @overload
@@ -40,8 +43,9 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 in the layout the caller wrote, so that ``rb[i] == rb[:][i]``. A key gives that
                 column of ``rb[:]``.
 
-        Collated and transformed, without an ``index`` key. Without transforms, ints and slices of
-        tensor storages are views.
+        Collated and transformed. Without transforms, ints and slices of tensor storages are views.
+        TensorDicts of a TensorDictReplayBuffer carry ``index`` as samples do, int64 in the shape of
+        the rows (``[..., ndim]``, as coordinates); those of a ReplayBuffer do not.
 
         Raises:
             IndexError: rows that are not stored. KeyError: no such key. RuntimeError: nothing was
@@ -49,7 +53,29 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         """
         if is_key(index):
             return column_of(self[:], index)
+        cells: list[torch.Tensor] = []
+        rows = self._rows_at(index, cells)
+        if not cells or not is_tensordict(rows):
+            return rows
+        found, ndim = cells[0], self._storage.ndim
+        shape = found.shape if ndim == 1 else found.shape[:-1]
+        if rows.batch_size[: len(shape)] != shape:  # a transform, or a collate_fn
+            return rows
+        return rows.copy().set("index", _for_each(found, rows.batch_size, len(shape)))
+
+    def _cells_at(self, index: Any, storage: Storage) -> torch.Tensor:
+        """The ``index`` of rows that an index selects, in their shape. The lock is held."""
+        if storage.ndim == 1:
+            return arange(len(storage))[as_index(index, len(storage))]
+        lanes = storage.lanes
+        elements = elements_at(index, storage.ledger.length, lanes, self._layout(storage))
+        return unravel_index(elements, lanes)
+
+    def _rows_at(self, index: Any, cells: list[torch.Tensor]) -> Any:
+        """What ``rb[index]`` gives, without an index; that goes to ``cells``, where it is told."""
         with self._locked() as storage:
+            if self._reads_index:
+                cells.append(self._cells_at(index, storage))
             if storage.ndim > 1:
                 # The layout that was written, indexed as a whole.
                 rows = self._columns().view_at(index, time_dim=self.dim_extend)
@@ -322,6 +348,15 @@ def column_of(rows: Any, key: Any) -> Any:
         listed = ", ".join(sorted(format_key(unravel(name)) for name in names))
         raise KeyError(f"no key {format_key(unravel(key))}{listed and '; there are ' + listed}")
     return value
+
+
+def _for_each(cells: torch.Tensor, batch: torch.Size, dims: int) -> torch.Tensor:
+    """The index of rows, expanded to the batch dimensions that each of them has."""
+    inner = batch[dims:]
+    if not inner:
+        return cells
+    shape = [*cells.shape[:dims], *[1] * len(inner), *cells.shape[dims:]]
+    return cells.view(shape).expand(*batch, *cells.shape[dims:])
 
 
 def _is_single(index: Any) -> bool:

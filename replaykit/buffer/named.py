@@ -100,7 +100,8 @@ class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, Writer
 class TensorDictPrioritizedReplayBuffer(
     PrioritizedReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]
 ):
-    """The same as PrioritizedReplayBuffer, under the name that code for TensorDicts uses.
+    """The same as PrioritizedReplayBuffer, under the name that code for TensorDicts uses; what
+    ``rb[...]`` gives carries ``index``, as samples do.
 
     Args:
         alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: of the
@@ -124,6 +125,8 @@ class TensorDictPrioritizedReplayBuffer(
         >>> batch["td_error"] = torch.rand(8)
         >>> rb.update_tensordict_priority(batch)
     """
+
+    _reads_index = True
 
     @checked_keywords
     def __init__(

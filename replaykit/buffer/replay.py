@@ -106,13 +106,16 @@ class ReplayBuffer(
 
 
 class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
-    """The same as ReplayBuffer, under the name that code for TensorDicts uses.
+    """The same as ReplayBuffer, under the name that code for TensorDicts uses; what
+    ``rb[...]`` gives carries ``index``, as samples do.
 
     Example:
         >>> from replaykit import TensorDictReplayBuffer
         >>> len(TensorDictReplayBuffer())
         0
     """
+
+    _reads_index = True
 
     def __init__(
         self,

@@ -31,6 +31,8 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
     pad_collate,
 )
 
@@ -422,3 +424,65 @@ def test_columns_of_files_that_were_removed():
     buffer["added"] = torch.arange(8)
     buffer.extend(_rows(2, 8))
     assert buffer["added"].tolist() == [0, 0, 2, 3, 4, 5, 6, 7]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _named(prioritized: bool, storage: Any, **options: Any) -> ReplayBuffer:
+    if prioritized:
+        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, **options)
+    return TensorDictReplayBuffer(storage=storage, **options)
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("kind", STORAGES)
+def test_rows_that_are_read_carry_their_index(kind: str, prioritized: bool):
+    buffer = _named(prioritized, STORAGES[kind](8))
+    buffer.extend(_rows(11))
+    assert buffer[:]["index"].tolist() == buffer["index"].tolist() == list(range(8))
+    assert buffer[3]["index"].item() == 3
+    assert buffer[-1]["index"].item() == 7
+    assert buffer[2:5]["index"].tolist() == [2, 3, 4]
+    assert buffer[torch.tensor([4, 1])]["index"].tolist() == [4, 1]
+    assert buffer[torch.arange(8) % 4 == 1]["index"].tolist() == [1, 5]
+    batch = buffer.sample(4)
+    assert torch.equal(buffer[batch["index"]]["x"], batch["x"])
+    # It is no column: what is stored, written back or read from a ReplayBuffer has none.
+    assert all(row.get("index", None) is None for row in buffer.storage)
+    buffer.write_all(buffer[:])
+    plain = _buffer(STORAGES[kind](8))
+    plain.extend(buffer[:])
+    assert plain[:].get("index", None) is None
+    if prioritized:
+        buffer.update_priority(buffer[:]["index"], torch.arange(8) + 1.0)
+
+
+def test_rows_of_lanes_and_of_transforms_carry_their_index():
+    lanes = _named(False, LazyTensorStorage(12, ndim=2))
+    index = lanes.extend(_rows(12).view(2, 6))
+    found = lanes[:]["index"]
+    assert found.shape == (2, 6, 2)
+    assert torch.equal(found.transpose(0, 1).reshape(12, 2), index)
+    assert torch.equal(lanes[1]["index"], found[1])
+    assert torch.equal(lanes[:, 2:4]["index"], found[:, 2:4])
+    made = _named(False, LazyTensorStorage(8), transform=lambda rows: rows.exclude("x"))
+    made.extend(_rows(8))
+    assert made[1:3]["index"].tolist() == [1, 2]
+    shorter = _named(False, LazyTensorStorage(8), transform=lambda rows: rows[:1])
+    shorter.extend(_rows(8))
+    assert shorter[:].get("index", None) is None
+    whole = _named(False, LazyTensorStorage(4))
+    whole.extend(_rows(12).view(3, 4))
+    assert whole[:]["index"].tolist() == [[n] * 4 for n in range(3)]
+
+
+def test_it_is_the_index_of_torchrl():
+    torchrl = pytest.importorskip("torchrl.data")
+    mine = _named(False, LazyTensorStorage(8))
+    theirs = torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(8))
+    for buffer in (mine, theirs):
+        buffer.extend(_rows(5))
+        buffer.extend(_rows(6, 5))
+    for at in (slice(None), slice(2, 6), 3, [1, 4]):
+        assert torch.equal(mine[at]["index"], theirs[at]["index"])
