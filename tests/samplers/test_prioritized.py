@@ -86,7 +86,7 @@ def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
         ({"weight_norm": "row"}, ValueError, "weight_norm .* got 'row'"),
         ({"max_capacity": 0}, ValueError, "max_capacity"),
         ({"max_capacity": 2.0}, ValueError, "max_capacity"),
-        ({"replacement": False}, TypeError, "without replacement"),
+        ({"replacement": False}, TypeError, "without-replacement"),
         ({"alpha": 2.0, "eps": 1e30}, ValueError, "power alpha=2.0"),
     ],
 )
