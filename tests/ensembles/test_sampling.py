@@ -246,7 +246,7 @@ def test_windows_decide_who_is_ready() -> None:
     ensemble = make_ensemble([20, 3], samplers, unready="skip")
     assert (ensemble.sample(16)["index", "buffer_ids"] == 0).all()
     ensemble = make_ensemble([20, 3], samplers)
-    with pytest.raises(RuntimeError, match="member 1: .*expected 2 slices of 4 rows"):
+    with pytest.raises(RuntimeError, match=r"member 1: .*expected 2 slices of 4 rows"):
         ensemble.sample(16)
 
 
