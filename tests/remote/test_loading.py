@@ -87,7 +87,7 @@ def test_what_a_loader_cannot_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(ValueError, match=text):
             handle(**arguments).dataloader(4)
-    with pytest.raises(RuntimeError, match="expected a batch_size"):
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
         handle().dataloader()
     with pytest.raises(ValueError, match="expected batch_size"):
         handle().dataloader(0)

@@ -105,7 +105,7 @@ def test_what_a_loader_cannot_draw_is_refused(sharded: Any) -> None:
             rb.dataloader(**wrong)
     with pytest.raises(TypeError, match="number that is known before"):
         len(BufferDataset(rb))
-    with pytest.raises(RuntimeError, match="expected a batch_size"):
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
         sharded(2).dataloader()
     with pytest.raises(ValueError, match="without rate_limiter"):
         sharded(2, rate_limiter=RateLimiter.min_size(1)).dataloader(4)
