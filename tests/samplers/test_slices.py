@@ -141,13 +141,16 @@ def test_keys_of_ones_own(sliced: Make, rows: Callable[..., Any], windows_of: Wi
 def test_columns_that_are_not_there_are_an_error(
     sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
-    for options in ({"end_key": "lost"}, {"end_keys": ["a", "b"]}, {"traj_key": "life"}):
+    for options in ({"end_key": "lost"}, {"end_keys": ["a", "b"]}):
         rb = sliced([5, 5], slice_len=2, **options)
         assert not rb.can_sample(4)
         with pytest.raises(KeyError, match="expected"):
             rb.sample(4)
     rb = sliced(TensorDict({"t": torch.arange(5)}, [5]), slice_len=2)
     with pytest.raises(KeyError, match="end_key="):
+        rb.sample(4)
+    rb = sliced(TensorDict({"t": torch.arange(5)}, [5]), slice_len=2, traj_key="life")
+    with pytest.raises(KeyError, match="'life'"):  # and no flag to go by in its place
         rb.sample(4)
     # Of several flags those that are not there are left out.
     rb = sliced([5, 5], slice_len=5, end_keys=["lost", ("next", "done")])
