@@ -193,7 +193,8 @@ class Boundaries:
             return self.rule
         kept = tuple(path for path in self.rule.ids or () if path not in missing)
         other = replace(self.rule, ids=kept)
-        flags = replace(other, ids=()).bind(schema).flags if self.rule.flags != () else ()
+        bare = replace(other, ids=(), strict=False)
+        flags = bare.bind(schema).flags if self.rule.flags != () else ()
         if not flags:
             return self.rule  # which names what is missing
         if self._said_missing != missing:
