@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,10 @@ from replaykit import (
     PrioritizedSampler,
     RateLimiter,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    ShardedReplayBuffer,
     SliceSampler,
     TensorDictMaxValueWriter,
 )
@@ -331,6 +336,14 @@ DRAWN = [
 def drawn_under_interrupts(kind: str, folder: Path, interrupts: int) -> int:
     """Batches come in their order whatever ends the calls; how many calls were ended."""
     rb, twin = prepared(KINDS[kind], folder / "one"), prepared(KINDS[kind], folder / "twin")
+    lost = check_order(rb, twin, interrupts)
+    check_is_free(rb)
+    assert lost <= 3 + interrupts // 4  # the last microsecond of a call
+    return interrupts
+
+
+def check_order(rb: Any, twin: Any, interrupts: int) -> int:
+    """Samples under interrupts; how many batches were given away when theirs came."""
     for _ in range(4):  # those drawn before the last write, which are read again after an interrupt
         rb.sample(), twin.sample()
     wanted, lost, cuts = fingerprint(twin.sample()), 0, 0
@@ -346,10 +359,7 @@ def drawn_under_interrupts(kind: str, folder: Path, interrupts: int) -> int:
                 wanted, lost, cuts = fingerprint(twin.sample()), lost + 1, cuts - 1
             assert got == wanted
             wanted, cuts = fingerprint(twin.sample()), 0
-        count = alarm.count
-    check_is_free(rb)
-    assert lost <= 3 + count // 4  # the last microsecond of a call
-    return count
+    return lost
 
 
 @pytest.mark.parametrize("kind", DRAWN)
@@ -362,3 +372,220 @@ def test_batches_come_in_order_whatever_is_interrupted(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", DRAWN)
 def test_batches_come_in_order_after_thousands_of_interrupts(kind: str, tmp_path: Path) -> None:
     drawn_under_interrupts(kind, tmp_path, 10_000 // len(DRAWN))
+
+
+# -- several buffers ------------------------------------------------------------------------------
+
+
+def test_a_batch_goes_to_all_of_its_shards_or_to_none() -> None:
+    with (
+        ShardedReplayBuffer(
+            num_shards=3, storage=lambda: LazyTensorStorage(5000), backend="local"
+        ) as rb,
+        random_interrupts(1e-5, 1e-3) as alarm,
+    ):
+        number, stored = 0, 0
+        while alarm.count < 40 and stored < 12_000:
+            number += 1
+            alarm.interrupts(lambda: rb.extend(rows(0, 6)))
+            stored = len(rb)
+            assert stored % 6 == 0
+        assert alarm.count
+
+
+def ensemble(folder: Path) -> ReplayBufferEnsemble:
+    members = [prepared(KINDS["pass"], folder / "first"), prepared(KINDS["pass"], folder / "other")]
+    return ReplayBufferEnsemble(
+        *members, batch_size=BATCH, generator=torch.Generator().manual_seed(5), sample_from_all=True
+    )
+
+
+def test_batches_of_ensembles_come_in_order(tmp_path: Path) -> None:
+    rb, twin = ensemble(tmp_path / "one"), ensemble(tmp_path / "twin")
+    lost = check_order(rb, twin, 60)
+    assert lost <= 3 + 60 // 4
+
+
+def test_members_of_ensembles_are_saved_together(tmp_path: Path) -> None:
+    rb, folder = ensemble(tmp_path / "one"), tmp_path / "saved"
+    one, other = ensemble(tmp_path / "first copy"), ensemble(tmp_path / "other copy")
+    rb.dumps(folder)
+    with random_interrupts(1e-4, 5e-3) as alarm:
+        for _ in range(25):
+            rb.sample()
+            alarm.interrupts(lambda: rb.dumps(folder))
+            one.loads(folder)
+            if alarm.interrupts(lambda: other.loads(folder)):
+                other.sample()  # with what it had, or with what was loaded
+                other.loads(folder)
+            batches = [e.sample().exclude("index_generation") for e in (one, other)]
+            assert fingerprint(batches[0]) == fingerprint(batches[1])
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+
+def interrupted_soon(call: Callable[[], Any], seconds: float = 0.3) -> float:
+    """Runs a call that Ctrl-C ends; how long that took from the signal on."""
+    sent: list[float] = []
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(seconds, send)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    took = time.monotonic() - sent[0]
+    timer.join()
+    return took
+
+
+def test_waiting_for_a_lock_is_ended() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    rb.extend(rows(0, 5))
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with rb.storage.lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    for call in (lambda: rb.extend(rows(5, 5)), rb.sample, rb.empty):
+        assert interrupted_soon(call) < 5
+    done.set()
+    thread.join()
+    check_is_free(rb)
+    assert (len(rb), rb.write_count) == (5, 5)
+
+
+def test_waiting_for_a_rate_limiter_is_ended() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY), rate_limiter=RateLimiter.queue(4))
+    rb.extend(rows(0, 4))
+    assert interrupted_soon(lambda: rb.extend(rows(4, 4))) < 5
+    assert rb.stats()["inserts"] == 4
+    rb.sample()
+    rb.extend(rows(4, 4))  # what was not done holds nothing up
+    assert rb.write_count == 8
+
+
+def test_waiting_for_a_batch_is_ended() -> None:
+    slow = threading.Event()
+
+    def wait(data: Any) -> Any:
+        slow.wait(20)
+        return data
+
+    rb = buffer(
+        LazyTensorStorage(CAPACITY),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        transform=wait,
+        prefetch=2,
+    )
+    rb.extend(rows(0, 12))
+    assert interrupted_soon(rb.sample) < 5
+    slow.set()
+    assert [rb.sample()["id"].tolist() for _ in range(3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+    rb.shutdown()
+
+
+def test_a_second_interrupt_ends_what_hangs() -> None:
+    def hang(data: Any) -> Any:
+        time.sleep(20)
+        return data
+
+    rb = buffer(LazyTensorStorage(CAPACITY), transform=hang)
+    rb.storage.set(range(5), rows(0, 5))
+    begun = time.monotonic()
+    first = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    first.start()
+    assert interrupted_soon(rb.sample, 1.6) < 5
+    assert time.monotonic() - begun < 10
+    first.join()
+
+
+def test_handlers_are_those_of_before_after_any_call() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
+    try:
+        set_here = [signal.getsignal(number) for number in before]
+        with rb.storage.lock:
+            for number in before:
+                signal.raise_signal(number)
+            assert came == []
+            rb.extend(rows(0, 3))
+        assert sorted(came) == sorted(before)
+        assert [signal.getsignal(number) for number in before] == set_here
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_handler_that_is_set_meanwhile_stays() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with rb.storage.lock:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_forked_under_the_lock_takes_interrupts() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    with rb.storage.lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_two_processes_go_on_after_interrupts_of_one(tmp_path: Path) -> None:
+    rb = KINDS["shared"](tmp_path)
+    rb.extend(rows(0, 20))
+    context = multiprocessing.get_context("fork")
+    done, stop = context.Value("q", 0), context.Event()
+    other = context.Process(target=extend_until, args=(rb, done, stop))
+    other.start()
+    try:
+        with random_interrupts(1e-5, 5e-4) as alarm:
+            while alarm.count < 150:
+                alarm.interrupts(lambda: rb.extend(rows(0, 3)))
+                alarm.interrupts(rb.sample)
+        before = done.value
+        deadline = time.monotonic() + 30
+        while done.value < before + 20:
+            assert time.monotonic() < deadline, "the other process stands still"
+            rb.sample()
+    finally:
+        stop.set()
+        other.join(30)
+    assert other.exitcode == 0
+    assert (rb.write_count - 20 - done.value) % 3 == 0
+
+
+def extend_until(rb: ReplayBuffer, done: Any, stop: Any) -> None:
+    while not stop.is_set():
+        rb.extend(rows(0, 5)[:3])
+        done.value += 3

@@ -139,18 +139,22 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                     origin.random_after = random_state(self._generator)
                 return drawn
 
-    def _abandon(self, entry: Any) -> None:
-        """Takes back what was drawn for a prefetched batch that will not be delivered."""
-        with self._locked():
+    def _abandon(self, entry: Any, *, settled: bool = True) -> None:
+        """Takes back what was drawn for a prefetched batch that will not be delivered.
+
+        ``settled``: draws that were asked for take place first. An interrupt does not wait for
+        them, which threads may be kept from by the very batch that it came for.
+        """
+        with self._locked(settled=settled):
             if self._prefetcher is not None:
                 self._prefetcher.forget(entry)
             if entry.drawn is not None:
                 self._give_back(entry.drawn)
 
-    def _give_back(self, drawn: Drawn) -> None:
+    def _give_back(self, drawn: Drawn, *, settled: bool = True) -> None:
         """Takes back a draw whose batch could not be made: it comes next, as if not yet drawn."""
         origin = drawn.origin
-        with self._locked() as storage:
+        with self._locked(settled=settled) as storage:
             if origin is None or origin.storage is not storage:
                 return
             if origin.sampler is not self._sampler:

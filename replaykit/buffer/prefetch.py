@@ -119,7 +119,7 @@ class _Source(Protocol):
 
     def _written(self) -> int: ...
 
-    def _abandon(self, entry: Any) -> None: ...
+    def _abandon(self, entry: Any, *, settled: bool = True) -> None: ...
 
 
 class Prefetcher:
@@ -185,7 +185,7 @@ class Prefetcher:
             except BaseException as error:
                 with shielded:
                     if source is not None:
-                        source._abandon(entry)
+                        source._abandon(entry, settled=isinstance(error, Exception))
                     self._release(entry.drawn is None or entry.drawn.ran_out)
                 if isinstance(error, Exception) and self._outdated(entry):
                     continue

@@ -222,9 +222,9 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         try:
             data, info = self._delivered(drawn, made, merge=merge, needed=needed)
             check()  # the last moment at which the batch can still be the next one
-        except BaseException:
+        except BaseException as error:
             with shielded:
-                self._give_back(drawn)
+                self._give_back(drawn, settled=isinstance(error, Exception))
             raise
         # Who draws ahead has the lock for as long as it reads: it is waited for at the ends of
         # passes only.

@@ -254,8 +254,8 @@ class EnsembleDrawing(Asking):
     def _written(self) -> int:
         return sum(member._written() for member in self._members)
 
-    def _give_back(self, drawn: Any) -> None:
-        with self._locked():
+    def _give_back(self, drawn: Any, *, settled: bool = True) -> None:
+        with self._locked(settled=settled):
             if drawn.lent:
                 # Whose batch it was takes care of the generator.
                 for part in reversed(drawn.parts):
@@ -305,9 +305,9 @@ class EnsembleDrawing(Asking):
             if merge:
                 data = merged(data, info, needed)
             check()  # the last moment at which the batch can still be the next one
-        except BaseException:
+        except BaseException as error:
             with shielded:
-                self._give_back(drawn)
+                self._give_back(drawn, settled=isinstance(error, Exception))
             raise
         if queue is not None:
             with self._locked(settled=False):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replaykit.interrupts import check
 from replaykit.sharding.errors import ShardDied, ShardLossWarning
 from replaykit.sharding.facts import ShardFacts, ShardLoss, Terms
 from replaykit.sharding.shards import Reply, Restored, Shard, Supervisor
@@ -137,6 +138,7 @@ class Members:
                 who = f"shard {shards[0]}" if len(shards) == 1 else f"none of shards {shards}"
                 has = "has not" if len(shards) == 1 else "has"
                 raise TimeoutError(f"{who} {has} come back within {self.timeout} s")
+            check()
             for shard in shards:
                 self._look(shard, _LOOK_AGAIN)
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from replaykit.interrupts import deferred, shielded
 from replaykit.sharding.barrier import Stamp
 from replaykit.sharding.errors import ShardDied
 from replaykit.sharding.membership import Members
@@ -50,14 +51,15 @@ class Writes:
             TimeoutError: a shard has not answered, or not come back; of its part nobody knows
                 whether it is written. What a shard raised, after all have answered.
         """
-        number, done = self._begin()
-        try:
-            bits = sum(1 << shard for shard in shards)
-            stamp = Stamp(self._client, number, bits, done)
-            return self._send(shards, lambda shard: send(shard, stamp), again)
-        finally:
-            with self._lock:
-                self._under_way.discard(number)
+        with deferred:
+            number, done = self._begin()
+            try:
+                bits = sum(1 << shard for shard in shards)
+                stamp = Stamp(self._client, number, bits, done)
+                return self._send(shards, lambda shard: send(shard, stamp), again)
+            finally:
+                with self._lock:
+                    self._under_way.discard(number)
 
     def _begin(self) -> tuple[int, int]:
         with self._lock:
@@ -73,18 +75,19 @@ class Writes:
         left = list(shards)
         while left:
             sent = {}
-            for shard in left:
-                if members.table.is_there(shard):
-                    with contextlib.suppress(ShardDied):
-                        sent[shard] = send(shard)
-            for shard, reply in sent.items():
-                try:
-                    within = max(0.0, until - time.monotonic())
-                    answers[shard] = members.take(shard, reply, within)
-                except ShardDied:
-                    continue
-                except Exception as error:
-                    answers[shard], refused = None, error
+            with shielded:  # a write goes to all of its shards; Ctrl-C waits for their answers
+                for shard in left:
+                    if members.table.is_there(shard):
+                        with contextlib.suppress(ShardDied):
+                            sent[shard] = send(shard)
+                for shard, reply in sent.items():
+                    try:
+                        within = max(0.0, until - time.monotonic())
+                        answers[shard] = members.take(shard, reply, within)
+                    except ShardDied:
+                        continue
+                    except Exception as error:
+                        answers[shard], refused = None, error
             left = [shard for shard in left if shard not in answers]
             if left and not again:
                 break
