@@ -5,6 +5,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+NEWEST := .venv-newest
+NEWEST_STAMP := $(NEWEST)/.installed
+NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # One more than there are processors: a sixth of the time tests wait, for disks and other processes.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -14,7 +17,16 @@ DATA ?=
 # The suite has a time limit: what takes longest is told at its end.
 SLOWEST := --durations=25 --durations-min=5
 
-.PHONY: demo test test-programs test-torch test-long lint format bench clean
+# What reads, builds or hands out TensorDicts; without what is about processes and threads.
+CORE := tests/storages tests/samplers tests/writers tests/transforms tests/trajectories \
+  $(wildcard tests/test_schema*.py tests/test_mapping*.py) tests/test_structure.py \
+  tests/test_default_device.py tests/test_ted.py \
+  $(patsubst %,tests/buffer/test_%.py,added_columns conditional contiguous core delayed editing \
+    episodes indexing inverse_transforms iteration plain_values sample_transforms sampling saving \
+    state_dict torchrl_ways writing written_content) \
+  --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
+
+.PHONY: demo test test-newest test-programs test-torch test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -37,6 +49,14 @@ test-torch: $(STAMP)
 
 test-long: $(STAMP)
 	$(PY) -m pytest $(PARALLEL)
+
+# The core of the suite with the newest tensordict that pip offers. Torch and the rest stay what
+# constraints.txt says; torchrl may ask for an older tensordict, so this one is installed over it.
+# About five minutes on two processors, and a few more to set up the first time.
+test-newest: $(NEWEST_STAMP)
+	@$(NEWEST_PIP) install --upgrade --no-deps tensordict
+	@$(NEWEST)/bin/python -c 'import tensordict; print("tensordict", tensordict.__version__)'
+	$(NEWEST)/bin/python -m pytest $(PARALLEL) -m "not long and not programs" $(SLOWEST) $(CORE)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -63,5 +83,12 @@ $(BENCH_STAMP): $(STAMP)
 	@$(PIP) install -c constraints.txt -e '.[bench]'
 	@touch $@
 
+$(NEWEST_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) \
+                 replaykit/_version.py $(wildcard replaykit/*/__init__.py)
+	@echo "Setting up $(NEWEST) (a few minutes the first time) ..."
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST_PIP) install -c constraints.txt -e '.[test,examples,ray,cli]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

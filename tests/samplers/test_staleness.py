@@ -233,7 +233,7 @@ def test_arguments_and_columns_that_cannot_be() -> None:
         StalenessAwareSampler(max_staleness=-2)
     with pytest.raises(TypeError, match="consumer_version as an int"):
         StalenessAwareSampler().consumer_version = 1.5  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="no form"):
+    with pytest.raises(TypeError, match="no without-replacement variant"):
         StalenessAwareSampler(replacement=False)
     rb = stale(version_key="other")
     with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
