@@ -18,6 +18,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -30,6 +31,7 @@ from torch import nn
 from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.errors import CorpusError
+from replaykit.inspection.style import DAY, plot_settings
 from replaykit.testing import LoopbackHub, RoboHiveWriter
 
 DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
@@ -39,6 +41,7 @@ BATCH_SIZE, TRAIN_STEPS = 256, 400
 COMPARED = 20
 SERVED_AS = "trace.h5"
 """What a user's file is called in the repository, whatever its own name: the corpus has *.h5."""
+BLUE, WARM = DAY["accent"], DAY["warm"]
 
 console = Console()
 
@@ -184,24 +187,31 @@ def size_of(folder: Path) -> int:
 
 
 def plot(path: Path, source: str, episodes: Episodes, losses: list[float]) -> None:
-    """Draws returns, lengths and the loss into one PNG."""
+    """Draws returns, lengths and the loss into one PNG, in the style of the page of `inspect`."""
     matplotlib.use("Agg")
+    settings: Any = plot_settings()
+    with matplotlib.rc_context(settings):
+        draw(path, source, episodes, losses)
+
+
+def draw(path: Path, source: str, episodes: Episodes, losses: list[float]) -> None:
+    """Draws with the settings in force."""
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    figure.suptitle(source)
-    axes[0].hist(episodes.returns, bins=min(20, max(5, len(episodes.returns))), color="tab:blue")
+    figure.suptitle(source, x=0.01, ha="left", weight="bold")
+    axes[0].hist(episodes.returns, bins=min(20, max(5, len(episodes.returns))), color=BLUE)
     axes[0].yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes[0].set(title="returns", xlabel="sum of rewards", ylabel="episodes")
-    axes[1].bar(range(len(episodes.lengths)), episodes.lengths, color="tab:green")
-    axes[1].set(title="episode lengths", xlabel="episode", ylabel="steps")
+    axes[0].set(title="Returns", xlabel="sum of rewards", ylabel="episodes")
+    axes[1].bar(range(len(episodes.lengths)), episodes.lengths, color=BLUE)
+    axes[1].set(title="Length of each episode", xlabel="episode", ylabel="steps")
     axes[1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     width = min(20, len(losses))
     smooth = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    axes[2].semilogy(losses, color="tab:red", linewidth=0.6, alpha=0.4)
-    axes[2].semilogy(np.arange(len(smooth)) + width - 1, smooth, color="tab:red")
+    axes[2].semilogy(losses, color=WARM, linewidth=0.6, alpha=0.4)
+    axes[2].semilogy(np.arange(len(smooth)) + width - 1, smooth, color=WARM)
     axes[2].yaxis.set_minor_formatter(ticker.NullFormatter())
-    axes[2].set(title="behaviour cloning", xlabel="training step", ylabel="loss (MSE)")
+    axes[2].set(title="Behaviour cloning", xlabel="training step", ylabel="loss (MSE)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

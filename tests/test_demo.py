@@ -9,7 +9,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
+from replaykit.inspection.style import DAY
 from replaykit.testing import RoboHiveWriter, make_trial
 
 pytestmark = pytest.mark.programs
@@ -52,6 +54,11 @@ def test_a_file_of_any_name_becomes_a_table_and_a_picture(tmp_path: Path, record
     assert "the same" in words
     picture = tmp_path / "out" / "demo.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with Image.open(picture) as opened:
+        counts = {colour: count for count, colour in opened.convert("RGB").getcolors(1 << 20)}
+    # Bars, the line and the ground have the colours of the page of `inspect`.
+    for name, least in (("card", 100_000), ("accent", 10_000), ("warm", 100), ("line", 500)):
+        assert counts.get(tuple(bytes.fromhex(DAY[name][1:])), 0) > least, name
     assert str(picture) in done.stdout.replace("\n", "")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from replaykit._version import __version__
 from replaykit.inspection.facts import Facts, KeyFacts
+from replaykit.inspection.style import variables
 
 if TYPE_CHECKING:
     from replaykit.inspection.page import Plot, Strip
@@ -20,11 +21,9 @@ _MOST_OPEN: Final = 3
 """Warnings up to which their list is unfolded."""
 _MOST_EPISODES: Final = 25
 
-_STYLE: Final = """
-:root{color-scheme:light dark;--bg:#f5f7f9;--card:#ffffff;--ink:#1d2630;--faint:#5d6976;
---line:#e1e6ec;--accent:#2f6fde;--warm:#c25a1c;--bad:#b3261e;--soft:#eef3fb;--warn:#fff6ec}
-@media (prefers-color-scheme:dark){:root{--bg:#12161b;--card:#1a2027;--ink:#e6eaef;--faint:#9aa6b3;
---line:#2b333d;--accent:#7aa8ff;--warm:#f0a06a;--bad:#ff8a80;--soft:#1f2936;--warn:#2c2318}}
+_STYLE: Final = (
+    variables()
+    + """
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -47,12 +46,15 @@ font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .ends{display:flex;height:10px;border-radius:5px;overflow:hidden;margin:12px 0 8px;gap:2px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--faint);font-size:13px}
 .dot{display:inline-block;width:9px;height:9px;border-radius:50%;margin-right:6px}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:14px;
+grid-auto-flow:dense}
 figure{margin:0;min-width:0;padding:14px 14px 10px}
 figure.wide{grid-column:1/-1}
+figure.wide img{min-width:620px}
 figure img{display:block;width:100%;height:auto;margin-top:8px}
 figcaption{overflow-wrap:anywhere}
 .note{color:var(--faint);font-size:12.5px;overflow-wrap:anywhere}
+.after{margin-top:10px}
 .box{padding:14px 16px}
 .warn{background:var(--warn)}
 summary{cursor:pointer;font-weight:600}summary+ul{margin-top:8px}
@@ -64,7 +66,8 @@ th,td{padding:7px 12px;text-align:right;white-space:nowrap;border-top:1px solid 
 th{color:var(--faint);font-weight:600;font-size:12px;border-top:0}
 th:first-child,td:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;
 min-width:170px}
-td.text{text-align:left;white-space:normal;color:var(--faint);overflow-wrap:anywhere}
+th.text,td.text{text-align:left}
+td.text{min-width:140px;white-space:normal;color:var(--faint);overflow-wrap:anywhere}
 td code{font:12.5px ui-monospace,Menlo,Consolas,monospace}
 td .note{display:block}
 .bad{color:var(--bad);font-weight:600}
@@ -73,17 +76,19 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 18px;margin:0;font
 dt{color:var(--faint)}
 dd{margin:0;overflow-wrap:anywhere}
 .strips{display:grid;gap:14px;grid-template-columns:minmax(0,1fr)}
-.strips .film{overflow-x:auto;margin-top:8px}
+.film{overflow-x:auto}
+.strips .film{margin-top:8px}
 .strips img{width:auto;max-width:none;border-radius:6px;margin:0}
 footer{margin-top:40px;color:var(--faint);font-size:12.5px}
 @media (max-width:560px){main{padding:20px 12px 40px}h1{font-size:21px}
 dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:8px}}
 """
+)
 _ENDS: Final = {
-    "terminated": "#e07a3f",
-    "truncated": "#2f6fde",
-    "open": "#8a96a3",
-    "cut": "#b5489a",
+    "terminated": "warm",
+    "truncated": "accent",
+    "open": "grey",
+    "cut": "violet",
 }
 
 
@@ -109,7 +114,9 @@ def page_of(
     if plots:
         parts.append(f'<h2>Plots</h2><div class="plots">{"".join(map(_plot, plots))}</div>')
     if hole_note:
-        parts.append(f'<p class="note" id="no-nan">No NaN was found in {_text(hole_note)}.</p>')
+        parts.append(
+            f'<p class="note after" id="no-nan">No NaN was found in {_text(hole_note)}.</p>'
+        )
     if strips:
         shown = "".join(_strip(each) for each in strips)
         parts.append(f'<h2>Images</h2><div class="strips">{shown}</div>')
@@ -173,7 +180,7 @@ def _cards(facts: Facts) -> str:
 def _ends(counts: dict[str, int], total: int) -> str:
     bars, names = [], []
     for end, count in counts.items():
-        colour = _ENDS.get(end, "#2a9d74")
+        colour = f"var(--{_ENDS.get(end, 'good')})"
         bars.append(f'<div style="flex:{count};background:{colour}"></div>')
         names.append(f'<span><i class="dot" style="background:{colour}"></i>{_text(end)}: '
                      f"{count:,} ({100 * count / total:.3g} %)</span>")  # fmt: skip
@@ -219,7 +226,7 @@ def _plot(plot: Plot) -> str:
     return (
         f"<figure{' class=wide' if plot.wide else ''}><figcaption><h3>{_text(plot.title)}</h3>"
         f'<div class="note">{_text(plot.note)}</div></figcaption>'
-        f'<img alt="{_text(plot.title)}" src="{plot.url}"></figure>'
+        f'<div class="film"><img alt="{_text(plot.title)}" src="{plot.url}"></div></figure>'
     )
 
 
@@ -266,16 +273,20 @@ def _episodes(facts: Facts) -> str:
     episodes = facts.episodes
     if episodes is None or not len(episodes):
         return ""
+    records = list(episodes.records(_MOST_EPISODES))
+    named = any(each["name"] for each in records)
     rows = []
-    for place, each in enumerate(episodes.records(_MOST_EPISODES)):
+    for place, each in enumerate(records):
+        name = f'<td class="text">{_text(each["name"] or "")}</td>' if named else ""
         rows.append(
             f"<tr><td>{place}</td><td>{each['length']:,}</td><td>{_number(each['return'])}</td>"
-            f'<td>{_text(each["end"])}</td><td class="text">{_text(each["name"] or "")}</td></tr>'
+            f"<td>{_text(each['end'])}</td>{name}</tr>"
         )
+    where = '<th class="text">where</th>' if named else ""
     more = len(episodes) - _MOST_EPISODES
     note = f'<p class="note">and {more:,} more</p>' if more > 0 else ""
     return (
         '<h2>Episodes</h2><div class="table"><table id="episodes"><thead><tr><th>episode</th>'
-        "<th>rows</th><th>return</th><th>end</th><th>where</th></tr></thead>"
+        f"<th>rows</th><th>return</th><th>end</th>{where}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{note}"
     )

@@ -155,7 +155,7 @@ def _of_actions(table: Table) -> Iterator[Plot]:
         if parts.shape[1] == 0:
             continue
         shown = min(parts.shape[1], _MOST_ACTIONS)
-        down, across = grid_of(shown)
+        down, wide = grid_of(shown)[0], shown > 2
         more = f"; {shown} of {parts.shape[1]} numbers" if shown < parts.shape[1] else ""
         draw = small_histograms(
             parts[:, :shown].astype(np.float64), [f"[{number}]" for number in range(shown)]
@@ -163,8 +163,8 @@ def _of_actions(table: Table) -> Iterator[Plot]:
         yield Plot(
             "Action" if len(table.actions) == 1 else f"Action {key.rpartition('/')[2]}",
             f"{key}, {note}{more}",
-            svg_url(draw, width=2.35 * across, height=0.35 + 1.35 * down),
-            wide=shown > 1,
+            svg_url(draw, width=9.4 if wide else 4.6, height=0.35 + 1.35 * down if wide else 2.9),
+            wide=wide,
         )
 
 

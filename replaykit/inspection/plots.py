@@ -10,23 +10,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.inspection.style import DAY, HOLES, plot_settings, variables
+
 __all__ = ["grid_of", "histogram", "holes", "lines", "small_histograms", "svg_url"]
 
 Array = npt.NDArray[Any]
 
 # Colours that stand for what the style sheet in the picture says, by day and by night.
-_INK: Final = "#010203"
-_FAINT: Final = "#010204"
-_FILL: Final = "#010205"
-_FILL_2: Final = "#010206"
-_GRID: Final = "#010207"
-_NAMES: Final = {_INK: "ink", _FAINT: "faint", _FILL: "fill", _FILL_2: "fill2", _GRID: "grid"}
-_STYLE: Final = (
-    "<style>:root{--ink:#26303d;--faint:#66727f;--fill:#2f6fde;--fill2:#e07a3f;--grid:#dfe4ea}"
-    "@media (prefers-color-scheme:dark){:root{--ink:#e3e8ee;--faint:#9aa5b1;--fill:#6ea0ff;"
-    "--fill2:#f0a06a;--grid:#2c343e}}</style>"
-)
-
+_STANDINS: Final = {name: f"#0102{place:02x}" for place, name in enumerate(DAY)}
+_FAINT: Final = _STANDINS["faint"]
+_FILL: Final = _STANDINS["accent"]
+_FILL_2: Final = _STANDINS["warm"]
 
 _MOST_BARS: Final = 60
 _MOST_TICKS: Final = 8
@@ -47,20 +41,9 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
     from matplotlib.figure import Figure
 
     settings: Any = {
+        **plot_settings(_STANDINS),
         "svg.hashsalt": "replaykit",
         "svg.fonttype": "path",
-        "font.size": 9,
-        "text.color": _INK,
-        "axes.edgecolor": _GRID,
-        "axes.labelcolor": _FAINT,
-        "axes.titlecolor": _INK,
-        "xtick.color": _FAINT,
-        "ytick.color": _FAINT,
-        "grid.color": _GRID,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.formatter.useoffset": False,
-        "axes.formatter.limits": (-3, 5),
         "text.parse_math": False,
     }
     with matplotlib.rc_context(settings):
@@ -77,17 +60,10 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
 
 def _coloured(svg: str) -> bytes:
     svg = svg[svg.index("<svg") :]  # without the declaration, which names an address
-    for colour, name in _NAMES.items():
+    for name, colour in _STANDINS.items():
         svg = svg.replace(colour, f"var(--{name})")
     head, end, rest = svg.partition(">")
-    return (head + end + _STYLE + rest).encode()
-
-
-def _quiet(axes: Any, *, grid: str = "y") -> None:
-    axes.grid(True, axis=grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=5)
-    axes.spines["left"].set_visible(False)
+    return (head + end + f"<style>{variables()}</style>" + rest).encode()
 
 
 def _margins(
@@ -120,7 +96,9 @@ def _bars(axes: Any, values: Array, most: int) -> None:
         axes.set_xlim(low - 1, high + 1)
         axes.xaxis.get_major_locator().set_params(integer=True)
     else:
-        bins = int(np.clip(np.sqrt(values.size), min(10, len(whole)), most))
+        # Of few values each is a narrow bar: wide ones would join into one block.
+        few = len(whole) <= _MOST_TICKS
+        bins = 25 if few else int(np.clip(np.sqrt(values.size), min(10, len(whole)), most))
         _steps(axes, values, np.histogram_bin_edges(values, bins))
 
 
@@ -135,7 +113,6 @@ def histogram(values: Array, label: str) -> Callable[[Any], None]:
         axes.set_xlabel(label)
         axes.set_ylabel("count")
         axes.yaxis.get_major_locator().set_params(integer=True)
-        _quiet(axes)
         _margins(figure, 0.68, 0.15, 0.5, 0.12)
 
     return draw
@@ -174,7 +151,6 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
         if terminated.any() and (~terminated).any():
             place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "borderaxespad": 0}
             axes.legend(frameon=False, fontsize=8, ncols=2, handletextpad=0.1, **place)
-        _quiet(axes)
         _margins(figure, 0.68, 0.15, 0.5, 0.3)
 
     return draw
@@ -190,12 +166,11 @@ def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], Non
             finite = column[np.isfinite(column)]
             if finite.size:
                 _bars(axes, finite.astype(np.float64), 32)
-            axes.set_title(name, fontsize=8, loc="left", pad=3)
+            axes.set_title(name, fontsize=8, fontweight="normal", pad=3)
             axes.tick_params(labelsize=7)
             if len(np.unique(finite)) > 1:
                 axes.locator_params(axis="x", nbins=4)
             axes.locator_params(axis="y", nbins=3, integer=True)
-            _quiet(axes)
         for axes in grid[len(names) :]:
             axes.set_visible(False)
         _margins(figure, 0.45, 0.12, 0.25, 0.25, wspace=0.26, hspace=0.42)
@@ -216,7 +191,7 @@ def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callab
         axes = figure.subplots()
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-        colours = LinearSegmentedColormap.from_list("holes", ["#f2c9a0", "#e07a3f", "#b3261e"])
+        colours = LinearSegmentedColormap.from_list("holes", HOLES)
         # Nothing is drawn where there is none, and a single NaN is still seen.
         image = axes.imshow(
             np.ma.masked_equal(shares, 0),
@@ -225,22 +200,20 @@ def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callab
             cmap=colours,
             norm=PowerNorm(0.4, 0, 1),
         )
-        axes.set_yticks(range(len(keys)), [_short(key) for key in keys], fontsize=8)
+        names = [_short(key) for key in keys]
+        axes.set_yticks(range(len(keys)), names, fontsize=8)
         count = len(episodes) if len(episodes) <= 15 else 8
         ticks = np.unique(np.linspace(0, len(episodes) - 1, count).round().astype(int))
         axes.set_xticks(ticks, [str(episodes[tick]) for tick in ticks])
         axes.set_xlabel("episode")
-        axes.tick_params(length=0)
         axes.set_yticks(np.arange(len(keys) + 1) - 0.5, minor=True)
-        axes.grid(True, which="minor", axis="y", linewidth=0.8)
-        axes.tick_params(which="minor", length=0)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_visible(False)
-        _margins(figure, 2.75, 0.5, 0.5, 0.12)
+        axes.grid(False)
+        axes.grid(True, which="minor", axis="y")
+        axes.spines["bottom"].set_visible(False)
+        _margins(figure, 0.3 + 0.067 * max(map(len, names)), 0.5, 0.5, 0.12)
         bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
         marks = [0.01, 0.1, 0.5, 1] if len(keys) > 4 else [0.01, 1]
         bar.ax.set_yticks(marks, [f"{100 * mark:g} %" for mark in marks])
-        bar.ax.tick_params(length=0)
         bar.outline.set_visible(False)
 
     return draw

@@ -24,6 +24,7 @@ from PIL import Image
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
 from replaykit.inspection.page import write_page
+from replaykit.inspection.style import DAY, NIGHT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -171,10 +172,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     from tensordict import TensorDict
 
-    rows = {"action": torch.randn(60, 2), "next": {"reward": torch.randn(60, 1),
+    noise = torch.Generator().manual_seed(0)
+    rows = {"action": torch.randn(60, 2, generator=noise),
+            "next": {"reward": torch.randn(60, 1, generator=noise),
             "done": torch.arange(60).view(60, 1) % 20 == 19}}  # fmt: skip
     rb.extend(TensorDict(rows, [60]))
-    rb.update_priority(torch.arange(60), torch.rand(60) + 0.1)
+    rb.update_priority(torch.arange(60), torch.rand(60, generator=noise) + 0.1)
     rb.dumps(folder / "saved")
     found = {}
     for name in ("demo.hdf5", "saved"):
@@ -251,6 +254,52 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, pages):
             ".map(e => parseFloat(getComputedStyle(e).fontSize))"
         )
         assert min(sizes) >= 12
+        # Wide plots scroll inside their box instead of shrinking their letters.
+        wide = browser.value(
+            "[...document.querySelectorAll('figure.wide img')].map(i => i.clientWidth)"
+        )
+        assert len(wide) == (2 if path == pages["demo.hdf5"] else 0)
+        assert all(width >= 600 for width in wide)
+        heights = browser.value(
+            "[...document.querySelectorAll('#episodes tbody tr')].map(r => r.offsetHeight)"
+        )
+        assert len(heights) == 3
+        assert max(heights) <= 40
+
+
+def shown_colours(pixels: np.ndarray) -> set[str]:
+    return {f"#{bytes(colour).hex()}" for colour in np.unique(pixels.reshape(-1, 3), axis=0)}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_plots_have_the_colours_of_the_page(browser, pages, dark):
+    colours = NIGHT if dark else DAY
+    browser.open(pages["demo.hdf5"], width=1300, dark=dark)
+    clips = {image["alt"]: image["clip"] for image in browser.value(IMAGES)}
+    assert {colours["card"], colours["line"], colours["accent"]} <= shown_colours(
+        browser.picture(clips["Reward"])
+    )
+    episodes = shown_colours(browser.picture(clips["Return of each episode"]))
+    bar = browser.value(
+        "(b => ({x: b.x, y: b.y + scrollY, width: b.width, height: b.height}))"
+        "(document.querySelector('.ends').getBoundingClientRect())"
+    )
+    # Two episodes were terminated and one was cut off: the bar and the dots say so alike.
+    ends = {colours["warm"], colours["accent"]}
+    assert ends <= episodes
+    assert ends <= shown_colours(browser.picture(bar))
+
+
+def test_letters_of_all_plots_have_one_size(browser, pages):
+    """Two actions fill half a row: over a whole one their letters would be twice as large."""
+    for path in pages.values():
+        browser.open(path, width=1300, dark=False)
+        browser.value(IMAGES)
+        scales = browser.value(
+            "[...document.querySelectorAll('.plots img')].map(i => i.clientWidth / i.naturalWidth)"
+        )
+        assert len(scales) >= 6
+        assert max(scales) / min(scales) < 1.15
 
 
 def test_the_keys_are_a_table_and_a_name_is_no_markup(browser, pages):

@@ -136,6 +136,16 @@ def test_constants_and_discrete_actions_fit_their_plot(actions):
             assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == values.tolist()
 
 
+@pytest.mark.parametrize("returns", [[-8.5, -0.5, 7.9], [0.25, 0.5], [1.5, 1.5001, 90.0]])
+def test_few_values_are_no_solid_block(returns):
+    figure = Figure()
+    histogram(np.array(returns), "return")(figure)
+    (shape,) = figure.axes[0].patches
+    counts = shape.get_data().values
+    assert counts.sum() == len(returns)
+    assert (counts > 0).mean() < 0.2
+
+
 def test_few_episodes_have_a_tick_each():
     figure = Figure()
     lines(np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"])(figure)
