@@ -23,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A signal that comes again so long after one that still waits is handled at once.
+// SIGINT or SIGTERM that comes again so long after one that still waits is handled at once.
 constexpr std::chrono::milliseconds kPatience{1000};
 // Microseconds between looks for signals while the main thread waits for a lock.
 constexpr PY_TIMEOUT_T kLook = 50'000;
@@ -78,17 +78,14 @@ class Interrupts {
 
   void note(int number, nb::handle frame) {
     const auto now = Clock::now();
-    bool at_once = allowed_ > 0 && shields_ == 0;
-    for (const Pending& one : pending_) {
-      at_once = at_once || (one.number == number && now - one.since >= kPatience);
-    }
-    if (at_once) {
-      // The one that waits is the same wish.
-      pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
-                                    [&](const Pending& one) { return one.number == number; }),
-                     pending_.end());
+    const auto waits = std::find_if(pending_.begin(), pending_.end(),
+                                    [&](const Pending& one) { return one.number == number; });
+    const bool known = waits != pending_.end();
+    const bool ends = number == SIGINT || number == SIGTERM;
+    if ((allowed_ > 0 && shields_ == 0) || (known && ends && now - waits->since >= kPatience)) {
+      if (known) pending_.erase(waits);
       handle(number, frame);
-    } else {
+    } else if (!known) {
       pending_.push_back({number, now});
     }
   }

@@ -4,8 +4,8 @@ Python runs the handler of a signal between any two bytecodes of the main thread
 SIGINT raises KeyboardInterrupt there. Inside of ``deferred`` signals are noted instead, and handled
 where state is whole: at ``check()``, in a wait, inside of ``allowed``, and at the end.
 
-A signal that comes again a second after one that is still noted is handled at once, so that a
-program can be stopped in whatever it hangs.
+SIGINT or SIGTERM that comes again a second after one that is still noted is handled at once, so
+that a program can be stopped in whatever it hangs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _LOOK = 0.05
 _PATIENCE = 1.0
 """Seconds after which a signal that is repeated is handled at once."""
 
+_ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
@@ -98,11 +99,12 @@ class _Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = any(n == number and now - since >= _PATIENCE for n, since in self._pending)
+        since = dict(self._pending).get(number)
+        again = since is not None and number in _ENDING and now - since >= _PATIENCE
         if (self.open and not self.shields) or again:
             self._pending = [one for one in self._pending if one[0] != number]
             self._handle(number, frame)
-        else:
+        elif since is None:
             self._pending.append((number, now))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
