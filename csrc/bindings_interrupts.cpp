@@ -35,6 +35,13 @@ constexpr std::array kSignals{
 #endif
 };
 
+// Stands in for a handler: notes signals while it is in use, and hands them on afterwards, to whom
+// somebody has taken it for the handler that was there.
+struct Noter {
+  nb::object handler;
+  bool in_use = false;
+};
+
 class Interrupts {
  public:
   void enter() {
@@ -114,7 +121,6 @@ class Interrupts {
     const nb::module_ core = nb::module_::import_("replaykit.native._core");
     get_ = signals.attr("getsignal");
     set_ = signals.attr("signal");
-    note_ = core.attr("_note_signal");
     const nb::module_ os = nb::module_::import_("os");
     if (nb::hasattr(os, "register_at_fork")) {
       os.attr("register_at_fork")(nb::arg("after_in_child") = core.attr("_forked"));
@@ -127,9 +133,11 @@ class Interrupts {
     try {
       for (const int number : kSignals) {
         nb::object handler = get_(number);
-        if (!PyCallable_Check(handler.ptr()) || handler.is(note_)) continue;
-        held_.emplace_back(number, std::move(handler));
-        set_(number, note_);  // first handles what has come until now, which may raise
+        if (!PyCallable_Check(handler.ptr())) continue;
+        held_.emplace_back(number, noter_of(number, std::move(handler)));
+        const nb::object noter = held_.back().second;
+        nb::cast<Noter&>(noter).in_use = true;
+        set_(number, noter);  // first handles what has come until now, which may raise
       }
     } catch (...) {
       give_back();
@@ -137,33 +145,65 @@ class Interrupts {
     }
   }
 
-  // Has the handlers back in their places, then what was noted come to them.
+  // Has the handlers back in their places, then handles what was noted. What a handler raises is
+  // raised when all of them are back; signals after that come again.
   void give_back() {
     nb::object raised;
-    while (!held_.empty()) {
+    for (std::size_t back = held_.size(); back > 0;) {
       try {
-        const auto& [number, handler] = held_.back();
-        if (get_(number).is(note_)) set_(number, handler);  // or somebody has set another
-        held_.pop_back();
+        const auto& [number, noter] = held_[back - 1];
+        if (get_(number).is(noter)) set_(number, nb::cast<Noter&>(noter).handler);
+        nb::cast<Noter&>(noter).in_use = false;
+        --back;
       } catch (nb::python_error& error) {  // of a handler that was back already
         raised = nb::borrow(error.value());
       }
     }
-    for (const Pending& one : pending_) PyErr_SetInterruptEx(one.number);
-    pending_.clear();
+    std::vector<Pending> noted;
+    noted.swap(pending_);
+    const std::vector<std::pair<int, nb::object>> held = std::move(held_);
+    held_.clear();
+    for (const Pending& one : noted) {
+      if (raised.is_valid()) {
+        PyErr_SetInterruptEx(one.number);
+        continue;
+      }
+      try {
+        handle(held, one.number, nb::handle(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+      } catch (nb::python_error& error) {
+        raised = nb::borrow(error.value());
+      }
+    }
     if (raised.is_valid()) {
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
       throw nb::python_error();
     }
   }
 
-  void handle(int number, nb::handle frame) {
-    for (const auto& [known, handler] : held_) {
+  void handle(int number, nb::handle frame) { handle(held_, number, frame); }
+
+  static void handle(const std::vector<std::pair<int, nb::object>>& held, int number,
+                     nb::handle frame) {
+    for (const auto& [known, noter] : held) {
       if (known != number) continue;
-      const nb::object kept = handler;  // it may set another one
+      const nb::object kept = nb::cast<Noter&>(noter).handler;  // it may enter and leave
       kept(number, frame.is_valid() ? frame : nb::handle(Py_None));
       return;
     }
+  }
+
+  // The one that stood in for the same handler before, or another one.
+  nb::object noter_of(int number, nb::object handler) {
+    for (auto& [known, noter] : noters_) {
+      if (known != number) continue;
+      Noter& before = nb::cast<Noter&>(noter);
+      if (before.in_use || !before.handler.is(handler)) {
+        noter = nb::cast(Noter{std::move(handler)});
+      }
+      return noter;
+    }
+    noters_.emplace_back(number, nb::cast(Noter{std::move(handler)}));
+    return noters_.back().second;
   }
 
   unsigned long main_ = 0;
@@ -171,8 +211,8 @@ class Interrupts {
   long allowed_ = 0;
   long shields_ = 0;
   std::vector<Pending> pending_;
-  std::vector<std::pair<int, nb::object>> held_;
-  nb::object get_, set_, note_;
+  std::vector<std::pair<int, nb::object>> held_, noters_;
+  nb::object get_, set_;
 };
 
 // One of each process, like the handlers; never destroyed, since objects of Python are gone then.
@@ -264,8 +304,17 @@ class Shielded {};
 }  // namespace
 
 void replaykit::bind_interrupts(nb::module_& m) {
-  m.def("_note_signal", [](int number, nb::handle frame) { interrupts().note(number, frame); },
-        nb::arg("number"), nb::arg("frame").none());
+  nb::class_<Noter>(m, "Noter", "Stands in for the handler of a signal.")
+      .def("__call__",
+           [](const Noter& self, int number, nb::handle frame) {
+             if (self.in_use) {
+               interrupts().note(number, frame);
+               return;
+             }
+             const nb::object handler = self.handler;
+             handler(number, frame);
+           },
+           nb::arg("number"), nb::arg("frame").none());
   m.def("_forked", [] { interrupts().forked(); });
   m.def("check_interrupts", [] { interrupts().check(); }, "Handles the signals that wait.");
 

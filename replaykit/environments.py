@@ -162,6 +162,11 @@ class VectorSteps:
     ) -> None:
         if type(first_lane) is not int or first_lane < 0:
             raise ValueError(f"expected first_lane as an int of at least 0, got {first_lane!r}")
+        if not hasattr(envs, "num_envs"):
+            raise TypeError(
+                f"expected a vector environment, which has num_envs, got {type(envs).__name__}; "
+                "rows of one environment are made by replaykit.transition()"
+            )
         self.envs = envs
         self.autoreset = _mode_of(envs) if autoreset is None else _checked_mode(autoreset)
         self.lane_key = unravel(lane_key)

@@ -6,6 +6,14 @@ where state is whole: at ``check()``, in a wait, inside of ``allowed``, and at t
 
 SIGINT or SIGTERM that comes again a second after one that is still noted is handled at once, so
 that a program can be stopped in whatever it hangs.
+
+Example:
+    >>> from replaykit.interrupts import Lock
+    >>> lock = Lock()
+    >>> with lock, lock:
+    ...     lock.acquire(blocking=False)
+    True
+    >>> lock.release()
 """
 
 from __future__ import annotations
@@ -35,14 +43,26 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
+class _Noter:
+    """Stands in for a handler: notes signals while it is in use, and hands them on afterwards."""
+
+    def __init__(self, signals: _Signals, handler: Any) -> None:
+        self.signals, self.handler, self.in_use = signals, handler, True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.in_use:
+            self.signals.note(number, frame)
+        else:
+            self.handler(number, frame)
+
+
 class _Signals:
     """What the compiled core does, without it: the signals of the main thread."""
 
     def __init__(self) -> None:
         self.depth = self.open = self.shields = 0
-        self._held: list[tuple[int, Any]] = []
+        self._held: list[tuple[int, _Noter]] = []
         self._pending: list[tuple[int, float]] = []
-        self._noter = self._note
         self._at_fork = False
 
     def here(self) -> bool:
@@ -75,29 +95,40 @@ class _Signals:
         try:
             for number in _NUMBERS:
                 handler = _signal.getsignal(number)
-                if callable(handler) and handler is not self._noter:
-                    self._held.append((number, handler))
-                    _signal.signal(number, self._noter)
+                if callable(handler):
+                    noter = _Noter(self, handler)
+                    self._held.append((number, noter))
+                    _signal.signal(number, noter)
         except BaseException:
             self._give_back()
             raise
 
     def _give_back(self) -> None:
         raised: BaseException | None = None
-        while self._held:
+        back = len(self._held)
+        while back:
             try:
-                number, handler = self._held[-1]
-                if _signal.getsignal(number) is self._noter:
-                    _signal.signal(number, handler)
-                self._held.pop()
+                number, noter = self._held[back - 1]
+                if _signal.getsignal(number) is noter:
+                    _signal.signal(number, noter.handler)
+                noter.in_use = False
+                back -= 1
             except BaseException as error:  # of a handler that was back already
                 raised = error
-        while self._pending:
-            signal.raise_signal(self._pending.pop()[0])
+        held, self._held = self._held, []
+        noted, self._pending = self._pending, []
+        for number, _ in noted:
+            try:
+                if raised is None:
+                    self._handle(number, None, held)
+                else:
+                    signal.raise_signal(number)
+            except BaseException as error:
+                raised = error
         if raised is not None:
             raise raised
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         since = dict(self._pending).get(number)
         again = since is not None and number in _ENDING and now - since >= _PATIENCE
@@ -107,10 +138,12 @@ class _Signals:
         elif since is None:
             self._pending.append((number, now))
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        for known, handler in self._held:
+    def _handle(
+        self, number: int, frame: FrameType | None, held: list[tuple[int, _Noter]] | None = None
+    ) -> None:
+        for known, noter in self._held if held is None else held:
             if known == number:
-                handler(number, frame)
+                noter.handler(number, frame)
                 return
 
     def _forked(self) -> None:
@@ -217,14 +250,6 @@ Lock: Any
 """A re-entrant lock, as ``threading.RLock``; signals are deferred while the main thread has it.
 
 Waiting for it in the main thread is ended by a signal whose handler raises.
-
-Example:
-    >>> from replaykit.interrupts import Lock
-    >>> lock = Lock()
-    >>> with lock, lock:
-    ...     lock.acquire(blocking=False)
-    True
-    >>> lock.release()
 """
 
 if _core is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ from replaykit import (
     ListStorage,
     NStep,
     PrioritizedSampler,
+    RandomSampler,
     RateLimiter,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -498,11 +500,11 @@ def test_waiting_for_a_batch_is_ended() -> None:
 
 
 def test_a_second_interrupt_ends_what_hangs() -> None:
-    def hang(data: Any) -> Any:
-        time.sleep(20)
-        return data
+    class Hanging(RandomSampler):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            time.sleep(20)
 
-    rb = buffer(LazyTensorStorage(CAPACITY), transform=hang)
+    rb = buffer(LazyTensorStorage(CAPACITY), sampler=Hanging())
     rb.storage.set(range(5), rows(0, 5))
     begun = time.monotonic()
     first = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
@@ -510,6 +512,68 @@ def test_a_second_interrupt_ends_what_hangs() -> None:
     assert interrupted_soon(rb.sample, 1.6) < 5
     assert time.monotonic() - begun < 10
     first.join()
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="the system has no alarms")
+def test_an_alarm_ends_a_transform_that_takes_too_long() -> None:
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError("too late")
+
+    waits = [20.0]
+
+    def slow(data: Any) -> Any:
+        time.sleep(waits[0])
+        return data
+
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    rb = buffer(LazyTensorStorage(CAPACITY), sampler=sampler, transform=slow)
+    rb.storage.set(range(8), rows(0, 8))
+    before, begun = signal.signal(signal.SIGALRM, late), time.monotonic()
+    try:
+        signal.alarm(1)
+        with pytest.raises(TimeoutError, match="too late"):
+            rb.sample()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 10
+    waits[0] = 0.0
+    assert rb.sample()["id"].tolist() == [0, 1, 2, 3]  # the interrupted batch comes next
+
+
+def test_a_handler_that_keeps_the_one_before_reaches_it() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with rb.storage.lock:
+            known = signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *given: known(*given))
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1] * 3
+        with rb.storage.lock:  # the handler that was there when it came gets it
+            signal.raise_signal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert came == [signal.SIGUSR1] * 4
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_reaches_an_event_loop_once() -> None:
+    rb = buffer(LazyTensorStorage(CAPACITY))
+    came: list[int] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, came.append, 1)
+        with rb.storage.lock:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.05)
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+    asyncio.run(run())
+    assert came == [1]
 
 
 def test_handlers_are_those_of_before_after_any_call() -> None:

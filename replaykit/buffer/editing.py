@@ -74,13 +74,13 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     def _rows_at(self, index: Any, cells: list[torch.Tensor]) -> Any:
         """What ``rb[index]`` gives, without an index; that goes to ``cells``, where it is told."""
         with self._locked() as storage:
-            if self._reads_index:
-                cells.append(self._cells_at(index, storage))
             if storage.ndim > 1:
                 # The layout that was written, indexed as a whole.
                 rows = self._columns().view_at(index, time_dim=self.dim_extend)
             else:
                 rows = storage.get(index)
+            if self._reads_index:
+                cells.append(self._cells_at(index, storage))
             single = storage.ndim == 1 and _is_single(index)
             prepared = self._fetched_at(index, storage)
             collate = storage.collate if self._collate_fn is None else self._collate_fn

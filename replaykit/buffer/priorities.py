@@ -83,13 +83,20 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         an anchor is that of the anchor; other rows keep theirs.
 
         Raises:
-            KeyError: no ``priority_key`` or no ``index`` in the data.
+            KeyError: no ``priority_key`` or no ``index`` in the data. TypeError: no TensorDict.
             ValueError: a priority is NaN, negative or infinite; nothing has changed.
         """
         self._ready()
         sampler = self._sampler
         if not sampler.prioritized:
             return  # training loops call this after every batch, whatever the sampler
+        if not (is_tensordict(data) or is_tensorclass(data)):
+            raise TypeError(
+                f"expected a TensorDict as sample() returns it, got {type(data).__name__}: batches "
+                "of rows that are no TensorDicts carry no index. Write TensorDicts, as "
+                "replaykit.transition() makes them, or take info['index'] of "
+                "sample(return_info=True) to update_priority()"
+            )
         if isinstance(self._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
             self._update_anchors(data)
             return

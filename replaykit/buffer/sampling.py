@@ -15,7 +15,7 @@ from replaykit.buffer.drawing import Drawing, show, shows
 from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.merging import merged, shaped, with_markers, with_masks
 from replaykit.buffer.prefetch import Drawn
-from replaykit.interrupts import check, deferred, shielded
+from replaykit.interrupts import allowed, check, deferred, shielded
 from replaykit.leafwise import contiguous
 from replaykit.pace import SAMPLE
 from replaykit.transfer import Arrival, Staging, pin, to_device
@@ -266,6 +266,21 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         sampler = drawn.sampler
         if sampler is not None:
             data = (sampler.complete_fresh if drawn.fresh else sampler.complete)(data, info)
+        if len(self._chain) or self._collate_fn is not None:
+            with allowed:  # users' code, which may take as long as it likes
+                data = self._changed(drawn, data, info)
+        elif drawn.collate is not None:
+            data = drawn.collate(data)
+        if self._contiguous:
+            data = contiguous(data)  # what a list, a transform or a storage of one's own made
+        if self._target is not None:
+            (data, info), drawn.arrival = self._moved((data, info), self._target)
+        if self._pin_memory and torch.cuda.is_available():
+            data, info = pin((data, info))
+        return data, info
+
+    def _changed(self, drawn: Drawn, data: Any, info: dict[Any, Any]) -> Any:
+        """Collate and transform rows; ``info`` loses the markers that transforms change."""
         if drawn.collate is not None:
             data = drawn.collate(data)
         marked = len(info) > 1
@@ -283,13 +298,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             data = apply_all(chain, data, prepared)
         elif len(self._chain):
             data = self._chain.forward(data)
-        if self._contiguous:
-            data = contiguous(data)  # what a list, a transform or a storage of one's own made
-        if self._target is not None:
-            (data, info), drawn.arrival = self._moved((data, info), self._target)
-        if self._pin_memory and torch.cuda.is_available():
-            data, info = pin((data, info))
-        return data, info
+        return data
 
     def _moved(self, made: Any, target: torch.device) -> tuple[Any, Arrival | None]:
         """What was made on another device, or on its way there."""

@@ -226,7 +226,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         if remote is None:
             raise FileNotFoundError(
                 f"files of {cls.corpus}:{dataset_id} cannot be fetched: none are hosted under this "
-                "id; pass those that you have with source="
+                "id; pass those that you have with source=, or convert them by the command "
+                "replaykit convert"
             )
         return remote
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -68,8 +69,14 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
     """Writes the page, complete or not at all.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: it cannot be written, or would replace a file that is no page; names the file.
     """
+    if target.exists() and target.suffix.lower() not in (".html", ".htm"):
+        raise FileExistsError(
+            errno.EEXIST,
+            "expected a new file, or one that ends in .html, for the page; got one that is there",
+            str(target),
+        )
     text = make_page(facts, table)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:

@@ -10,7 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyStackStorage, LazyTensorStorage, ReplayBuffer
+from replaykit import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 
 
 @pytest.fixture
@@ -150,3 +155,15 @@ def test_without_priorities_updates_warn_or_do_nothing(buffer_of: Any, unchanged
         warnings.simplefilter("error")
         buffer.update_tensordict_priority(buffer.sample(2))
         buffer.mark_update(torch.tensor([0]))
+
+
+def test_batches_of_dicts_say_how_they_get_priorities() -> None:
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=LazyTensorStorage(10), batch_size=4
+    )
+    rb.extend({"x": torch.arange(5.0)})
+    batch = {**rb.sample(), "td_error": torch.ones(4)}
+    with pytest.raises(TypeError, match=r"expected a TensorDict.*transition.*return_info"):
+        rb.update_tensordict_priority(batch)
+    _, info = rb.sample(return_info=True)
+    rb.update_priority(info["index"], torch.ones(4))

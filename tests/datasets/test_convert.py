@@ -78,7 +78,7 @@ def test_two_files_keep_their_episodes_apart(
     for file in files:
         file.parent.mkdir()
         shutil.copy(sample, file)
-    with pytest.warns(UserWarning, match="10 episodes have the observations"):
+    with pytest.warns(UserWarning, match="10 episodes with the observations"):
         found = convert(tmp_path / "data", *reversed(files))
     leaves = [leaf for leaf in leaf_paths(sample) if leaf not in NAN_LEAVES]
     assert_equal(found, read_rows(files, leaves))

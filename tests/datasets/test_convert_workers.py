@@ -80,7 +80,7 @@ def test_skipped_episodes_are_the_same_for_workers(tmp_path, write):
         for k in range(3)
     ]
     policies = Policies(on_invalid="skip")
-    with pytest.warns(UserWarning, match=r"skipped: 0\.h5: Trial1: .*V20"):
+    with pytest.warns(UserWarning, match=r"skipped: .*0\.h5: Trial1: .*V20"):
         one = convert(paths, ROBOHIVE, tmp_path / "one", policies=policies)
     with pytest.warns(UserWarning, match="skipped"):
         convert(paths, ROBOHIVE, tmp_path / "several", policies=policies, workers=2)

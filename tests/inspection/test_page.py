@@ -232,3 +232,11 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, corpus):
     assert target.read_bytes() == first  # the same facts, the same page
     assert first.startswith(b"<!doctype html>")
     assert not list(tmp_path.glob(".page*"))
+
+
+def test_a_page_replaces_no_other_file(tmp_path, corpus):
+    manifest = corpus / "manifest.json"
+    before = manifest.read_bytes()
+    with opened(corpus) as (facts, table), pytest.raises(FileExistsError, match=r"ends in \.html"):
+        write_page(manifest, facts, table)
+    assert manifest.read_bytes() == before

@@ -188,7 +188,7 @@ def test_errors_have_their_own_type(rb: RayReplayBuffer) -> None:
     with pytest.warns(DeprecationWarning, match="include_info"):
         assert "index" not in rb.sample(include_info=False)
     assert len(rb) == 3
-    with pytest.raises(TypeError, match="expected storage"):
+    with pytest.raises(TypeError, match="storage must be"):
         Host(ReplayBuffer, {"storage": 3}).ready()
     with pytest.raises(ValueError, match="expected prefetch"):
         rb.client(prefetch=-1)
