@@ -462,17 +462,6 @@ def test_single_transitions_make_episodes() -> None:
     assert all(len(e.rows()["observation"][:, 1].unique()) == 1 for e in rb.episodes)
 
 
-def test_a_step_of_several_environments_is_no_row() -> None:
-    steps = VectorSteps(make_envs(SyncVectorEnv, AutoresetMode.SAME_STEP))
-    steps.reset()
-    rb = ReplayBuffer(storage=LazyTensorStorage(100, lane_key="env"))
-    rows = steps.step(np.zeros(steps.envs.num_envs, np.int64))
-    with pytest.raises(ValueError, match=r"key 'env': expected one stream for each row.*extend"):
-        rb.add(rows)
-    assert not len(rb)
-    assert len(rb.extend(rows)) == steps.envs.num_envs
-
-
 def test_one_environment_is_no_vector_environment() -> None:
     with pytest.raises(TypeError, match=r"vector environment.*transition"):
         VectorSteps(gymnasium.make("CartPole-v1"))

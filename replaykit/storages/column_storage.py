@@ -75,14 +75,6 @@ class ColumnStorage(ColumnReads):
     def _check(self, rows: Rows) -> None:
         if self._columns is None:
             self._check_lane_key(rows.leaves)
-            if self.lane_key is not None:
-                lane = rows.leaves[self.lane_key]
-                if lane.shape[1:].numel() != 1:
-                    raise ValueError(
-                        f"key {format_key(self.lane_key)}: expected one stream for each row, got "
-                        f"values of shape {list(lane.shape[1:])}; extend() takes a step of several "
-                        "environments, one row each, where add() takes one row"
-                    )
             return
         self._columns.schema.check(rows.root)
         if rows.batch[1:] != self.lanes:
