@@ -112,7 +112,8 @@ def _episodes(
     for on_invalid, may_be_whole in attempts:
         try:
             plan = scan_files(files, layout, Policies(on_invalid=on_invalid))
-            is_whole = may_be_whole and reads_all and (is_exact or _is_small(plan))
+            has_room = is_exact or _is_small(plan)
+            is_whole = may_be_whole and reads_all and has_room
             policies = _policies(plan, on_invalid, is_whole=is_whole)
             with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
                 published = _dry_run(Path(folder) / "data", files, layout, policies)
@@ -123,11 +124,16 @@ def _episodes(
             if text not in said:
                 said.append(text)
             continue
-        if not is_whole:
+        if not has_room:
             said.append(
                 f"the files have {plan.source_bytes:,} bytes of values, of which only actions, "
                 "rewards, flags and what the layout compares were checked: a conversion, and "
                 "--exact, check all"
+            )
+        elif not is_whole:
+            said.append(
+                "what is said of episodes comes from actions, rewards, flags and what the layout "
+                "compares alone, since a conversion of all keys is refused"
             )
         return found, plan
     return None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from replaykit.datasets import (
     Policies,
     convert,
 )
-from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE
+from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE, ROBOMIMIC
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import RoboHiveWriter
 
@@ -94,6 +95,52 @@ def test_groups_parts_side_by_side_and_single_paths_may_share_datasets(tmp_path)
     np.testing.assert_array_equal(rows["info", "y"], POSE[:5, 2:])
     np.testing.assert_array_equal(rows["flat"], POSE[:5])
     np.testing.assert_array_equal(rows["action"], POSE[1:, :2])
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("required", "optional"),
+    [
+        (SCORE, Field("score", "info", after=("next", "copy"), moment="outcome", required=False)),
+        (STATE, Field("pose", "info", before=("copy",), more=1, required=False)),
+        (
+            Field("g/x", "info", before=("x",), moment="outcome"),
+            Field("g/", "info", before=("copy",), moment="outcome", required=False),
+        ),
+    ],
+)
+def test_a_required_and_an_optional_field_share_values(tmp_path, required, optional, is_reversed):
+    # A group takes what a field before it takes only where it comes first.
+    is_group_first = is_reversed or optional.is_group
+    pair = [optional, required] if is_group_first else [required, optional]
+    others = [each for each in (STATE, SCORE) if each is not required]
+    path = _write(tmp_path / "a.h5", **{"g/x": np.arange(5.0), "g/y": np.arange(5.0) + 1})
+    layout = _layout(*pair, *others)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if optional.is_group else "ignore")  # g/ may be foreign
+        data = convert(path, layout, tmp_path / "data")
+    why = {each["key"]: each["why"] for each in data.published.manifest.report["left_out"]}
+    assert required.name not in why
+    rows = data[:]
+    if required is SCORE:
+        np.testing.assert_array_equal(rows["next", "copy"], rows["next", "reward"][:, 0])
+    elif required is STATE:
+        np.testing.assert_array_equal(rows["copy"], rows["observation"])
+    else:
+        np.testing.assert_array_equal(rows["copy", "x"], rows["x"])
+        np.testing.assert_array_equal(rows["copy", "y"], rows["x"] + 1)
+
+
+def test_an_optional_field_of_a_required_source_is_left_out_where_all_is_nan(tmp_path):
+    path = _write(tmp_path / "a.h5", x=np.full(5, np.nan))
+    fields = (
+        Field("x", "info", before=("x",), moment="outcome"),
+        Field("x", "info", before=("copy",), moment="outcome", required=False),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="left out: x: it is NaN throughout"):
+        rows = convert(path, _layout(STATE, SCORE, *fields), tmp_path / "data")[:]
+    assert rows["x"].isnan().all()
+    assert "copy" not in rows
 
 
 def test_ends_of_one_source_are_both_set(tmp_path):
@@ -227,6 +274,51 @@ def test_steps_that_are_not_compared_are_said_to_be_unverified(tmp_path, key):
         convert(
             tmp_path / "a.h5", D4RL, tmp_path / "strict", policies=replace(policies, strict=True)
         )
+
+
+@pytest.mark.parametrize(
+    ("left_out", "names"),
+    [
+        ({"exclude": [("next", "observation", "p")]}, "next/observation/p"),
+        ({"exclude": [("observation", "p")]}, "observation/p"),
+        (
+            {"exclude": [("observation", "p"), ("next", "observation", "p")]},
+            "next/observation/p, observation/p",
+        ),
+        ({"exclude": ["observation", "next"]}, "next/observation/p, observation/p"),
+        ({"include": [("next", "reward")]}, "next/observation/p, observation/p"),
+        ({"include": ["observation"]}, "next/observation/p"),
+    ],
+)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_steps_of_groups_are_compared_or_said_to_be_unverified(tmp_path, left_out, names, is_wrong):
+    rng = np.random.default_rng(0)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in ("demo_0", "demo_1"):
+            demo, poses = file.create_group(f"data/{name}"), rng.normal(size=(6, 3))
+            demo["actions"], demo["states"] = rng.normal(size=(5, 2)), rng.normal(size=(5, 4))
+            demo["rewards"], demo["dones"] = np.zeros(5), np.arange(5) == 4
+            demo["obs/p"] = poses[:-1]
+            demo["next_obs/p"] = poses[1:][::-1].copy() if is_wrong else poses[1:]
+            demo.attrs["num_samples"] = 5
+    if is_wrong:
+        with pytest.raises(CorpusError, match=r"\[V22\]"):
+            convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "whole")
+    else:
+        strict = Policies(strict=True)
+        assert len(convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "whole", policies=strict)) == 10
+    said = f"{names} left out by the policies, so that it is unverified whether steps arrive"
+    policies = Policies(**left_out)
+    with pytest.warns(UserWarning, match=said):
+        data = convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "data", policies=policies)
+    (note,) = data.published.manifest.report["warnings"]
+    assert (note["rule"], note["count"]) == ("V22", 1)
+    with pytest.raises(CorpusError, match=said):
+        convert(
+            tmp_path / "a.h5", ROBOMIMIC, tmp_path / "strict",
+            policies=replace(policies, strict=True),
+        )  # fmt: skip
+    assert not (tmp_path / "strict").exists()
 
 
 @pytest.mark.parametrize("copies", ["layout", "keep", "drop", "error"])

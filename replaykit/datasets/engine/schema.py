@@ -11,7 +11,6 @@ import numpy as np
 
 from replaykit.datasets.columns import torch_dtype, unstorable
 from replaykit.datasets.engine.fields import Field
-from replaykit.datasets.engine.finding import Segments
 from replaykit.datasets.engine.h5 import Leaf
 from replaykit.datasets.engine.layout import Bounds, Layout
 from replaykit.datasets.engine.pairs import require_pairs
@@ -183,10 +182,10 @@ class SchemaUnion:
         return self._fields[path]
 
     def is_in_question(self, path: str, spec: Spec) -> bool:
-        """Whether the leaf is left out unless it has a value other than NaN somewhere."""
+        """Whether a field leaves the leaf out unless it has a value other than NaN somewhere."""
         if path in self.with_values or spec.problem is not None:
             return False
-        if any(entry.required for entry in self.fields_of(path).values()):
+        if all(entry.required for entry in self.fields_of(path).values()):
             return False
         is_plain = path not in dict(self.layout.decoders)
         is_float = spec.dtype.kind in "fc" and 0 not in spec.shape
@@ -278,12 +277,7 @@ class SchemaUnion:
         return found, left_out
 
     def _note_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
-        """Notes that steps are not compared with the next ones, where a side is left out.
-
-        Both sides tell where episodes of flat arrays end; in a group each they are compared for
-        their own sake.
-        """
-        is_flat = isinstance(self.layout.episodes, Segments)
+        """Notes that steps are not compared with the next ones, where a side is left out."""
         targets = [
             (leaf, target.key)
             for leaf in leaves
@@ -296,8 +290,7 @@ class SchemaUnion:
         for leaf, key in targets:
             if leaf.is_successor and key[1:] in states:
                 lacking = [each for each in (key, key[1:]) if not self._policies.keeps(each)]
-                if len(lacking) == 1 or (lacking and is_flat):
-                    left_out |= dict.fromkeys(lacking, leaf.path)
+                left_out |= dict.fromkeys(lacking, leaf.path)
         if left_out:
             names = ["/".join(key) for key in left_out]
             listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
