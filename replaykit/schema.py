@@ -164,10 +164,6 @@ class Schema:
         merged = _merged(self.root, root, ())
         return self if merged is self.root else Schema(merged)
 
-    def marked(self, added: Collection[Path]) -> Schema:
-        """Returns the schema with exactly these of its leaves marked as added."""
-        return Schema(_marked(self.root, (), frozenset(added)))
-
     def without_added(self, kept: Collection[Path]) -> Schema:
         """Returns the schema without those added leaves that are not among ``kept``."""
         if self.added <= set(kept):
@@ -189,13 +185,6 @@ def _part(node: Node, path: Path, paths: frozenset[Path]) -> Node | None:
     children = [(part, _part(child, (*path, part), paths)) for part, child in node.children]
     kept = tuple((part, child) for part, child in children if child is not None)
     return replace(node, children=kept) if kept else None
-
-
-def _marked(node: Node, path: Path, added: frozenset[Path]) -> Node:
-    if isinstance(node, Leaf):
-        return replace(node, added=path in added)
-    children = ((part, _marked(child, (*path, part), added)) for part, child in node.children)
-    return replace(node, children=tuple(children))
 
 
 def _merged(mine: Node, other: Node, path: Path) -> Node:

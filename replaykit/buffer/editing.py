@@ -143,8 +143,7 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
         What is given for all rows may bring new columns: ``rb["advantage"] = x``, ``rb[:] = rows``,
         ``write_all(rows)``. Rows that are written later without them hold zeros there, until they
-        are edited; of lists, in TensorDicts (a dict that is written later has the keys that it came
-        with). Added columns that the rows of an edit lack stay as they are. Batches that this
+        are edited. Added columns that the rows of an edit lack stay as they are. Batches that this
         buffer has prepared ahead are read again.
 
         Raises:
@@ -181,7 +180,7 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         with self._locked() as storage:
             before = storage.schema
             storage.edit(index, value, time_dim=self._layout(storage))
-            self._follow_schema(before, index)
+            self._follow_schema(before)
 
     def _set_column(self, key: Key, value: Any) -> None:
         """Sets a key of all rows, or all keys below it, stored or not."""
@@ -190,21 +189,15 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         with self._locked() as storage:
             if isinstance(storage, ListStorage):
                 storage.edit_columns(values)
-                self._made_again()
                 return
             before = storage.schema
             columns = self._columns()
             columns.edit_columns(values, time_dim=self._layout(storage), adds=True)
-            self._follow_schema(before, slice(None))
+            self._follow_schema(before)
 
-    def _follow_schema(self, before: Schema | None, index: Any) -> None:
-        """Has batches that were prepared ahead read again, where columns were added.
-
-        Lists have no schema: any edit of all their rows may have added some.
-        """
-        storage = self._storage
-        whole = isinstance(storage, ListStorage) and storage.is_whole(index)
-        if whole or storage.schema is not before:
+    def _follow_schema(self, before: Schema | None) -> None:
+        """Has batches that were prepared ahead read again, where columns were added."""
+        if self._storage.schema is not before:
             self._made_again()
 
     def write_all(self, data: Any, end: int | None = None) -> None:
@@ -242,7 +235,7 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 raise IndexError(f"expected at most the {stored} stored rows, got {end}")
             before = storage.schema
             storage.edit(slice(0, end), data, time_dim=self._layout(storage))
-            self._follow_schema(before, slice(0, end))
+            self._follow_schema(before)
 
     def set_(self, key: Any, value: torch.Tensor) -> Self:
         """Replaces a whole column; returns the buffer. Transforms do not apply.

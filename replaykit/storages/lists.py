@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.context
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from replaykit.storages.base import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.storages.plain_state import from_plain, to_plain
-from replaykit.structure import Leaf, Path, from_numbers
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key, unravel
+from replaykit.structure import Path, from_numbers
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
 
 __all__ = ["ListStorage", "copy_item"]
 
@@ -29,9 +28,6 @@ _UNBOUNDED = 2**63 - 1
 
 class ListStorage(Storage):
     """A Python list of records of any type, without a schema.
-
-    A key that an edit of all rows adds to TensorDicts is zero in TensorDicts that are written later
-    without it, until the list is emptied.
 
     Tensors, TensorDicts and arrays are copied when they come in, also those inside of dicts, lists
     and tuples; other objects are kept as they are. A batch is a list; the buffer stacks tensors,
@@ -57,7 +53,6 @@ class ListStorage(Storage):
         super().__init__(_UNBOUNDED if max_size is None else max_size)
         self._device = None if device is None else as_device(device)
         self._items: list[Any] = []
-        self._added: dict[Path, Leaf] = {}
 
     @property
     def device(self) -> torch.device | str:
@@ -124,8 +119,6 @@ class ListStorage(Storage):
 
     def write(self, slots: torch.Tensor, rows: list[Any], kept: torch.Tensor | slice) -> None:
         picked = rows[kept] if isinstance(kept, slice) else [rows[row] for row in kept.tolist()]
-        if self._added:
-            picked = [self._completed(row, None) for row in picked]
         # A batch longer than the capacity begins somewhere inside; it leaves no gap at its end.
         fresh = max(slots.tolist(), default=-1) + 1 - len(self._items)
         self._items.extend([None] * max(fresh, 0))
@@ -162,8 +155,6 @@ class ListStorage(Storage):
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replaces stored rows.
 
-        Added keys that the value lacks stay as they are.
-
         Raises:
             IndexError: rows that are not stored. ValueError: other number of rows than positions.
         """
@@ -173,50 +164,8 @@ class ListStorage(Storage):
             slots = as_slots(at, len(self))
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
-            if self._added:
-                stored = [self._items[slot] for slot in slots.tolist()]
-                rows = [self._completed(row, old) for row, old in zip(rows, stored, strict=True)]
-            if self.is_whole(at):
-                self._added = self._added_by(rows)
             self.edits += 1
             self.write(slots, rows, slice(None))
-
-    def is_whole(self, index: Any) -> bool:
-        """Whether an index is a slice of all rows."""
-        at = as_index(index, len(self))
-        return isinstance(at, slice) and len(range(*at.indices(len(self)))) == len(self)
-
-    def _added_by(self, rows: list[Any]) -> dict[Path, Leaf]:
-        """The keys that were added to all rows, with those that only the new rows have."""
-        if not rows or not is_tensordict(rows[0]):
-            return self._added
-        stored, added = self._items, dict(self._added)
-        for key in rows[0].keys(True, True):
-            path, value = unravel(key), lookup(rows[0], unravel(key))
-            if lookup(stored[0], path) is not None or path in FLAG_KEYS:
-                continue
-            everywhere = all(isinstance(lookup(row, path), torch.Tensor) for row in rows)
-            if everywhere and all(lookup(row, path) is None for row in stored):
-                added[path] = Leaf(value.shape, value.dtype, added=True)
-        return added
-
-    def _completed(self, row: Any, stored: Any) -> Any:
-        """A row with the added keys that it lacks: of the row that it replaces, or zeros."""
-        if not is_tensordict(row):
-            return row
-        for path, leaf in self._added.items():
-            if lookup(row, path) is not None:
-                continue
-            value = lookup(stored, path)
-            if value is None:
-                holder = _holder(row, path)
-                if holder is None:
-                    continue
-                shape = holder.batch_size + leaf.shape[holder.batch_dims :]
-                device = row.device or self.device
-                value = torch.zeros(shape, dtype=leaf.dtype, device=device)
-            row = _with_key(row, path, value)
-        return row
 
     def edit_columns(self, values: Mapping[Path, torch.Tensor]) -> None:
         """Sets keys of all rows, which are TensorDicts or dicts of tensors.
@@ -234,7 +183,6 @@ class ListStorage(Storage):
                 parts = self._per_row(path, value, rows)
                 rows = [_with_key(row, path, part) for row, part in zip(rows, parts, strict=True)]
             rows = [self._owned(row) for row in rows]
-            self._added = self._added_by(rows)
             self.edits += 1
             self.write(arange(len(rows)), rows, slice(None))
 
@@ -329,12 +277,11 @@ class ListStorage(Storage):
     def clear(self) -> None:
         """Lets go of all objects."""
         self._items.clear()
-        self._added = {}
 
     # -- state --------------------------------------------------------------------------------
 
     def content(self) -> Content:
-        return _marked(Content.of_items(self._items), self._added)
+        return Content.of_items(self._items)
 
     def check_content(self, content: Content) -> list[Any]:
         if content.lanes:
@@ -345,15 +292,12 @@ class ListStorage(Storage):
 
     def load_content(self, content: Content, target: Any, rows: torch.Tensor | None) -> None:
         self._items = target if rows is None else [target[row] for row in rows.tolist()]
-        schemas = [group.schema for group in content.groups]
-        self._added = {path: schema.leaves[path] for schema in schemas for path in schema.added}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the stored tensors and TensorDicts, other objects as they are."""
         with self.lock:
             items = [to_plain(copy_item(item)) for item in self._items]
-            added = {"_added": list(self._added)} if self._added else {}
-        return {"_storage": items, "initialized": True, "_len": len(items), **added}
+        return {"_storage": items, "initialized": True, "_len": len(items)}
 
     def content_of(self, state_dict: dict[str, Any]) -> Content:
         """Reads a storage's state dict; ValueError where an entry is missing or contradicts."""
@@ -366,8 +310,6 @@ class ListStorage(Storage):
         items = from_plain(items)
         if len(items) != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
-        if added := [tuple(path) for path in state_dict.get("_added", ())]:
-            return _marked(Content.of_items(items), added)
         order = torch.full((len(items),), -1, device="cpu")
         # Tensors are copied when they are taken over, what holds some is not.
         plain = (copy_item(i) if isinstance(i, (dict, list, tuple)) else i for i in items)
@@ -392,27 +334,6 @@ class ListStorage(Storage):
         with self.lock:
             state = super().__getstate__()
             return {**state, "_items": list(self._items)}
-
-
-def _marked(content: Content, added: Collection[Path]) -> Content:
-    """Rows whose layouts say which of their keys were added."""
-    if not added:
-        return content
-    groups = (replace(group, schema=group.schema.marked(added)) for group in content.groups)
-    return replace(content, groups=tuple(groups))
-
-
-def _holder(row: TensorDictBase, path: Path) -> TensorDictBase | None:
-    """The innermost TensorDict that is there to hold a key; None where a tensor lies there."""
-    holder = row
-    for part in path[:-1]:
-        inner = holder.get(part, None)
-        if inner is None:
-            break
-        if not is_tensordict(inner):
-            return None
-        holder = inner
-    return holder
 
 
 def _with_key(row: Any, path: Path, value: torch.Tensor) -> Any:

@@ -84,11 +84,7 @@ class RestorableStorage(ColumnStorage):
         if self._columns is None:
             self._check_lane_key(group.schema.leaves)
             return _Target(self._slots_for(content.lanes))
-        schema, new = self._extended(self._columns, group.schema)
-        schema.check(group.schema.root)
-        if new:
-            self._check_addable(new)
-            self._columns.check_writable()
+        self._columns.schema.check(group.schema.root)
         if content.lanes != self.lanes:
             raise SchemaError(
                 f"expected lanes of sizes {list(self.lanes)}, got {list(content.lanes)}"
@@ -114,11 +110,7 @@ class RestorableStorage(ColumnStorage):
         group = self._completed(content)
         leaves = group.leaves
         columns = self._columns
-        if columns is not None:
-            schema, new = self._extended(columns, group.schema)
-            if new:
-                columns.add(schema, self._memory_for(schema.part(new)))
-        else:
+        if columns is None:
             first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
             columns = self._allocate(group.schema, content.lanes, first)
         if self.recovery is not None:
@@ -131,11 +123,6 @@ class RestorableStorage(ColumnStorage):
             content.check()
         self._columns = columns
         self._adopt(columns)
-
-    def _extended(self, columns: AnyColumns, other: Schema) -> tuple[Schema, list[Path]]:
-        """The schema with those added columns of other rows that it lacks, and their paths."""
-        new = [path for path in other.leaves if path in other.added - columns.schema.leaves.keys()]
-        return columns.schema.with_added(other.part(new).root) if new else columns.schema, new
 
     def _completed(self, content: Content) -> Group:
         """The rows of some content, with zeros in those added columns here that they lack."""

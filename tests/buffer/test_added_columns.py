@@ -129,7 +129,7 @@ def test_the_same_as_torchrl():
         assert bool((found == expected).all())
 
 
-@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("kind", COLUMNS)
 def test_rows_written_without_it_hold_zeros(kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, CAPACITY))
@@ -150,42 +150,11 @@ def test_rows_written_without_it_hold_zeros(kind: str, tmp_path: Path):
     buffer[11] = _rows(92, 1)[0]
     assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
     assert buffer["id"].tolist()[8:] == [90, 91, 10, 92]
-    if kind not in COLUMNS:  # lists have no schema, and are empty again after empty()
-        return
     with pytest.raises(SchemaError, match="advantage"):
         buffer.extend(whole.set("advantage", torch.zeros(2)))
     buffer.empty()
     buffer.extend(_rows(0, 2))
     assert not buffer["advantage"].any()
-
-
-@pytest.mark.parametrize("by", ["dumps", "state_dict", "copy"])
-@pytest.mark.parametrize("kind", ["list", "lazy_stack"])
-def test_lists_go_on_filling_after_a_load(kind: str, by: str, tmp_path: Path):
-    buffer = _buffer(STORAGES[kind](tmp_path))
-    buffer.extend(_rows(0, 4))
-    rows = buffer[:].clone().contiguous()
-    rows["agent"] = TensorDict({"value": torch.ones(4, 2, dtype=torch.int16)}, [4])
-    buffer.write_all(rows)
-    buffer["advantage"] = torch.ones(4, 1)
-    loaded = _buffer(STORAGES[kind](tmp_path))
-    if by == "copy":
-        loaded = copy.deepcopy(buffer)
-    elif by == "dumps":
-        buffer.dumps(tmp_path / "saved")
-        loaded.loads(tmp_path / "saved")
-    else:
-        loaded.load_state_dict(buffer.state_dict())
-    for each in (buffer, loaded):
-        each.extend(_rows(4, 2))
-        each[0] = _rows(9, 1)[0]
-        assert each["advantage"].flatten().tolist() == [1] * 4 + [0] * 2
-        assert each["agent", "value"].tolist() == [[1, 1]] * 4 + [[0, 0]] * 2
-        assert each["agent", "value"].dtype == torch.int16
-        assert each.sample()["advantage"].shape == (4, 1)
-        each.empty()
-        each.extend(_rows(0, 2))
-        assert each[:].get("advantage", None) is None
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -366,63 +335,6 @@ def test_what_is_loaded_goes_on_alike(by: str, kind: str, tmp_path: Path):
     assert buffer["id"].tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("by", ["dumps", "state_dict"])
-@pytest.mark.parametrize("kind", [*STORAGES, "once"])
-def test_a_buffer_with_rows_takes_a_checkpoint_with_more_columns(
-    kind: str, by: str, tmp_path: Path
-):
-    storages = {**STORAGES, "once": lambda _: LazyTensorStorage(CAPACITY, dedup_next=True)}
-    buffer = _buffer(storages[kind](tmp_path / "saver"))
-    buffer.extend(_rows(0, 7))
-    buffer["advantage"] = _advantage(buffer[:])
-    buffer["agent", "value"] = torch.arange(14, dtype=torch.int16).view(7, 2)
-    buffer.dumps(tmp_path / "saved")
-    state = buffer.state_dict()
-    loaded = _buffer(storages[kind](tmp_path / "loader"), prefetch=2)
-    loaded.extend(_rows(50, 9))
-    loaded.sample()
-    for _ in range(2):
-        if by == "dumps":
-            loaded.loads(tmp_path / "saved")
-        else:
-            loaded.load_state_dict(state)
-        assert loaded["id"].tolist() == list(range(7))
-        assert _is_consistent(loaded[:])
-        assert all(_is_consistent(loaded.sample()) for _ in range(4))
-        assert torch.equal(loaded["agent", "value"], buffer["agent", "value"])
-        loaded.extend(_rows(7, 3))
-        assert loaded["advantage"].flatten()[7:].tolist() == [0, 0, 0]
-        assert loaded["agent", "value"][7:].tolist() == [[0, 0]] * 3
-    loaded.dumps(tmp_path / "again")
-    again = _buffer(LazyTensorStorage(CAPACITY))
-    again.loads(tmp_path / "again")
-    assert again["advantage"].tolist() == loaded["advantage"].tolist()
-
-
-def test_a_checkpoint_that_differs_otherwise_is_refused(tmp_path: Path):
-    buffer = _buffer(LazyTensorStorage(CAPACITY))
-    buffer.extend(_rows(0, 7))
-    buffer["advantage"] = torch.ones(7, 1)
-    buffer.dumps(tmp_path / "saved")
-    state = buffer.state_dict()
-    narrow = _rows(0, 5)
-    narrow["wide"] = narrow["wide"][:, :3].clone()
-    fewer = _buffer(LazyTensorStorage(CAPACITY))
-    fewer.extend(narrow)
-    first = _buffer(LazyTensorStorage(CAPACITY))
-    first.extend(_rows(0, 5).exclude("id"))
-    recovered = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "r", recover=True))
-    recovered.extend(_rows(20, 5))
-    refusals: list[tuple[ReplayBuffer, Any, str]] = [
-        (fewer, SchemaError, r"'wide'.*got float64 \[200\]"),
-        (first, SchemaError, "'id'.*no such key"),
-        (recovered, RuntimeError, "'advantage'.*recover=True"),
-    ]
-    for other, error, match in refusals:
-        _unchanged(other, error, match, lambda o=other: o.loads(tmp_path / "saved"))
-        _unchanged(other, error, match, lambda o=other: o.load_state_dict(state))
-
-
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_a_checkpoint_from_before_the_column(kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
@@ -486,24 +398,6 @@ def test_batches_made_ahead_have_the_column(
             batch = ahead.sample()
             assert torch.equal(batch[f"key{turn}"], batch["id"] * (turn + 1))
             assert torch.equal(batch["index"], plain.sample()["index"])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["list", "lazy_stack"])
-def test_batches_of_lists_made_ahead_have_the_column(
-    kind: str, way: str, by_threads: None, tmp_path: Path
-):
-    ahead, plain = (_buffer(STORAGES[kind](tmp_path), prefetch=n) for n in (2, 0))
-    for buffer in (ahead, plain):
-        buffer.extend(_rows(0, CAPACITY))
-        buffer.sample()
-        rows = buffer[:].clone().contiguous()
-        rows["advantage"] = _advantage(rows)
-        WAYS[way](buffer, rows)
-    for _ in range(4):
-        batch = ahead.sample()
-        assert _is_consistent(batch)
-        assert torch.equal(batch["index"], plain.sample()["index"])
 
 
 def test_worker_processes_read_the_column(tmp_path: Path):
