@@ -35,8 +35,8 @@ constexpr std::array kSignals{
 #endif
 };
 
-// Stands in for a handler: notes signals while it is in use, and hands them on afterwards, to whom
-// somebody has taken it for the handler that was there.
+// Stands in for a handler: notes signals while it is in use. Afterwards it calls that handler, for
+// programs that have kept this object as the handler they found.
 struct Noter {
   nb::object handler;
   bool in_use = false;
