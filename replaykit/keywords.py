@@ -113,6 +113,7 @@ def named_after(cls: _Class) -> _Class:
                 found = getattr(method, "__qualname__", None)
                 if isinstance(method, FunctionType) and found == f"{base.__name__}.{name}":
                     method.__qualname__ = f"{cls.__name__}.{name}"
+                    method.__module__ = cls.__module__  # where pickle finds it by that name
     return cls
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,18 @@ MODULES = {
 }
 
 
+class Finder(doctest.DocTestFinder):
+    """Finds functions where they are written, whatever module they name for pickle."""
+
+    def _from_module(self, module: Any, object: Any) -> bool:
+        if inspect.isfunction(object):
+            return object.__globals__ is vars(module)
+        return super()._from_module(module, object)  # type: ignore[misc]
+
+
 def examples_of(module: str) -> list[doctest.DocTest]:
     """The examples of a module, each with empty globals (but for ``__name__``) of its own."""
-    found = doctest.DocTestFinder().find(importlib.import_module(module), globs={})
+    found = Finder().find(importlib.import_module(module), globs={})
     return [example for example in found if example.examples]
 
 

@@ -42,6 +42,14 @@ from tests.interrupting import interrupted_at, random_interrupts
 CAPACITY, BATCH = 24, 4
 
 
+@pytest.fixture(autouse=True)
+def interrupts_raise() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def passed_on(data: Any) -> Any:
     return data
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ def test_arguments_of_methods_are_told_by_the_class_that_users_know() -> None:
         rb.sample(nothing=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^TensorStorage\.get\(\) got an unexpected keyword"):
         rb.storage.get(nothing=1)  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(ReplayBuffer.sample)) is ReplayBuffer.sample
 
 
 def test_private_classes_are_told_by_the_public_name() -> None:
