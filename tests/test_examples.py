@@ -25,7 +25,7 @@ class Finder(doctest.DocTestFinder):
 
     def _from_module(self, module: Any, object: Any) -> bool:
         if inspect.isfunction(object):
-            return object.__globals__ is vars(module)
+            return inspect.unwrap(object).__globals__ is vars(module)
         return super()._from_module(module, object)  # type: ignore[misc]
 
 

@@ -64,7 +64,7 @@ def test_many_data_sets_can_be_open_at_once(tmp_path):
     with limited(resource.RLIMIT_NOFILE, before + 20):
         found = [open_published(path) for _ in range(40)]
         assert len(found[0].columns) > 80
-        assert open_files() == before
+        assert open_files() <= before  # other tests' threads may close files meanwhile
         assert all(data.columns["info", "leaf33"].tolist() == [0.0, 1.0] for data in found)
 
 
