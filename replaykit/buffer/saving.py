@@ -382,6 +382,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         self._storage.attach(cast(Any, self))
         if self._shared:
             self._sampler.attach(self._storage)
+        else:
+            self._sampler.rejoin(self._storage)
         self._pace = self._new_pace(self._storage, shared=self._shared)
         if self._pace is not None:
             if not self._shared:

@@ -106,6 +106,7 @@ class Sampler(Uncompiled, ABC):
             raise TypeError(f"{type(self).__name__} has no without-replacement variant")
         self.generator: torch.Generator | None = None
         self._ran_out = False
+        self._owner = None
 
     @property
     def owner(self) -> Any:
@@ -181,6 +182,10 @@ class Sampler(Uncompiled, ABC):
 
     def attach(self, storage: Storage) -> None:
         """Told which storage it draws from, with the rows that are there already."""
+
+    def rejoin(self, storage: Storage) -> None:
+        """Told which storage it draws from, where both were copied together: what it knows of the
+        rows stays."""
 
     # -- being told of writes -----------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class Boundaries:
             keys = tuple(_as_written(path) for path in self.rule.ids)
             return keys if len(keys) > 1 else (keys or (None,))[0]
         storage = None if self._home is None else self._home()
-        schema = None if storage is None else storage.schema
+        schema = self._schema if storage is None else storage.schema
         if schema is None or self._ends is not None:
             return None
         return next((_as_written(path) for path in EPISODE_KEYS if path in schema.leaves), None)
@@ -160,9 +160,13 @@ class Boundaries:
         """Told which storage it is about; what was given describes the rows stored now."""
         self._index = None
         self._pinned = None
-        self._home = weakref.ref(storage)
+        self.rejoin(storage)
         if self._ends is not None and len(storage):
             self._pinned = _state(storage)
+
+    def rejoin(self, storage: Storage) -> None:
+        """Told which storage it is about, with the rows that it has known."""
+        self._home = weakref.ref(storage)
 
     def index(self, storage: Storage) -> EpisodeIndex:
         """The episodes by these rules, up to date. The lock is held.
@@ -176,6 +180,7 @@ class Boundaries:
             schema = _require_tensordicts(storage).require().schema
             self._used = self.rule if self._ends is not None else self._rule_for(schema)
             self._schema = schema
+            self.rejoin(storage)
         columns = cast(ColumnStorage, storage)
         if self._ends is not None:
             return self._static(columns)

@@ -266,6 +266,10 @@ class Sliced(Sampler):
         super().attach(storage)
         self._slicing.boundaries.attach(storage)
 
+    def rejoin(self, storage: Storage) -> None:
+        super().rejoin(storage)
+        self._slicing.boundaries.rejoin(storage)
+
 
 def checked_markers(
     truncated_key: Any, init_key: Any, boundaries: Boundaries, pad: str | None, pad_value: Any

@@ -65,6 +65,7 @@ class Writer(Uncompiled, ABC):
 
     def __init__(self) -> None:
         self._storage: Storage | None = None
+        self._owner = None
         self._write_count = 0
         self.time_dim = 0
 

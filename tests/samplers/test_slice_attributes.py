@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 from typing import Any
 
@@ -140,3 +141,53 @@ def test_windows_that_are_padded_say_so() -> None:
 def test_attributes_survive_a_copy() -> None:
     sampler = SliceSampler(num_slices=2, span=(False, 2), cache_values=True, traj_key="episode")
     assert said(pickle.loads(pickle.dumps(sampler))) == said(sampler)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage"])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("SliceSampler", {}),
+        ("SliceSamplerWithoutReplacement", {}),
+        ("PrioritizedSliceSampler", {"max_capacity": 100, "alpha": 0.7, "beta": 0.5}),
+    ],
+)
+def test_the_trajectory_key_that_was_found_survives_a_copy_of_the_buffer(
+    name: str, given: dict[str, Any], written: bool, storage: str, how: str
+) -> None:
+    buffer = ReplayBuffer(
+        storage=getattr(replaykit, storage)(100),
+        sampler=getattr(replaykit, name)(slice_len=2, **given),
+        batch_size=6,
+    )
+    if written:
+        buffer.extend(rows("episode"))
+        buffer.sample()
+    copied = pickle.loads(pickle.dumps(buffer)) if how == "pickle" else copy.deepcopy(buffer)
+    assert said(copied.sampler) == said(buffer.sampler)
+    alone = copy.deepcopy(buffer.sampler)
+    assert said(alone) == said(buffer.sampler)
+    copied.extend(rows("episode"))
+    copied.sample()
+    assert copied.sampler.traj_key == "episode"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        replaykit.RandomSampler,
+        replaykit.SamplerWithoutReplacement,
+        lambda: SliceSampler(slice_len=2),
+        lambda: replaykit.PrioritizedSampler(alpha=0.7, beta=0.5),
+        replaykit.RoundRobinWriter,
+        replaykit.TensorDictRoundRobinWriter,
+        lambda: replaykit.TensorDictMaxValueWriter(rank_key="x"),
+        replaykit.ImmutableDatasetWriter,
+    ],
+)
+def test_a_part_alone_has_the_same_attributes_as_its_copy(make: Any) -> None:
+    part = make()
+    for copied in (pickle.loads(pickle.dumps(part)), copy.deepcopy(part)):
+        assert vars(copied).keys() == vars(part).keys()
