@@ -32,6 +32,7 @@ from replaykit.storages.matching import MatchedRows, Matcher
 from replaykit.storages.once import OnceColumns
 from replaykit.storages.once_streams import StreamColumns
 from replaykit.storages.records import plan_records
+from replaykit.storages.whole_rows import in_order, order_of_all
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
@@ -209,6 +210,9 @@ class ColumnStorage(ColumnReads):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes rows at dim-0 positions: an int takes one row, anything else a batch.
 
+        A batch for all stored rows adds the columns that the storage lacks. A slice without an end
+        ends with the capacity, or with the stored rows where the batch has as many as these.
+
         ``set_cursor=True`` makes them new records, the last one the newest; ``False`` replaces
         stored ones, and length, cursor, positions and generations stay. Where nothing is stored,
         ``False`` makes new records too, and the cursor stays.
@@ -219,9 +223,17 @@ class ColumnStorage(ColumnReads):
             RuntimeError: slots below the highest one written would stay without a record.
             SchemaError: the data does not fit; ValueError: other number of rows than positions.
         """
-        rows = self.prepare(data, single=isinstance(cursor, int))
+        single = isinstance(cursor, int)
+        try:
+            rows = self.prepare(data, single=single)
+        except SchemaError:
+            if single or not self._takes_columns(cursor, data):
+                raise
+            if not set_cursor:
+                return
+            rows = self.prepare(data)
         with self.lock:
-            slots = as_slots(cursor, self.slots_for(rows))
+            slots = self._slots_at(cursor, rows)
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             if not len(slots):
@@ -258,24 +270,50 @@ class ColumnStorage(ColumnReads):
             columns = self.require()
             at, batch = self._edit_index(index, time_dim)
             rows = take_apart(value, len(batch))
-            schema = columns.schema
-            if rows.batch == batch and self._is_whole(at, time_dim):
-                schema = schema.with_added(rows.root)
-            schema.without_added(rows.leaves).check(rows.root)
+            schema, leaves = columns.schema, rows.leaves
+            if rows.batch == batch and not leaves.keys() <= schema.leaves.keys():
+                shape = self.visible_shape(time_dim)
+                order = order_of_all(at, batch, shape)
+                if order is not None:
+                    schema = schema.with_added(rows.root)
+                    leaves = {p: in_order(v, order, batch, shape) for p, v in leaves.items()}
+            schema.without_added(leaves).check(rows.root)
             if rows.batch != batch:
                 raise SchemaError(f"expected rows of shape {list(batch)}, got {list(rows.batch)}")
-            self._edit(schema, rows.leaves, at, batch, time_dim)
+            if leaves is not rows.leaves:
+                at, batch = slice(None), shape
+            self._edit(schema, leaves, at, batch, time_dim)
 
-    def _is_whole(self, at: Any, time_dim: int) -> bool:
-        """Whether an index, as ``_edit_index`` gives it, names all rows in their order."""
-        shape = self.visible_shape(time_dim)
-        if not shape.numel():
-            return False
-        parts = at if isinstance(at, tuple) else (at,)
-        return all(
-            part is Ellipsis or (isinstance(part, slice) and part.indices(size) == (0, size, 1))
-            for part, size in zip(parts, shape, strict=False)
-        )
+    def _takes_columns(self, cursor: Any, data: Any) -> bool:
+        """Writes data that has new columns and is for all stored rows; whether it was.
+
+        Raises:
+            As ``edit``.
+        """
+        with self.lock:
+            if self._columns is None:
+                return False
+            rows = take_apart(data, self.ndim)
+            slots = self._slots_at(cursor, rows)
+            batch = torch.Size([len(slots), *self.lanes])
+            if (
+                rows.leaves.keys() <= self._columns.schema.leaves.keys()
+                or rows.batch != batch
+                or len(slots) != self.ledger.length
+                or order_of_all(slots, batch, self.visible_shape()) is None
+            ):
+                return False
+            self.edit(slots, data)
+            return True
+
+    def _slots_at(self, cursor: Any, rows: Rows) -> torch.Tensor:
+        """The positions that a low-level write of these rows names."""
+        limit, length = self.slots_for(rows), self.ledger.length
+        if isinstance(cursor, slice) and cursor.stop is None:
+            stored = range(*cursor.indices(length))
+            if stored and len(stored) == len(rows):
+                limit = length
+        return as_slots(cursor, limit)
 
     def _edit(
         self,

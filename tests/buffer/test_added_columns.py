@@ -42,7 +42,19 @@ WAYS: dict[str, Callable[[ReplayBuffer, TensorDict], None]] = {
     "slice": lambda rb, rows: rb.__setitem__(slice(None), rows),
     "bounds": lambda rb, rows: rb.__setitem__(slice(0, len(rb)), rows),
     "key": lambda rb, rows: rb.__setitem__("advantage", rows["advantage"]),
+    "range": lambda rb, rows: rb.__setitem__(range(len(rb)), rows),
+    "positions": lambda rb, rows: rb.__setitem__(torch.arange(len(rb)), rows),
+    "array": lambda rb, rows: rb.__setitem__(np.arange(len(rb)), rows),
+    "mask": lambda rb, rows: rb.__setitem__(torch.ones(len(rb), dtype=torch.bool), rows),
+    "negative": lambda rb, rows: rb.__setitem__(list(range(-len(rb), 0)), rows),
+    "order": lambda rb, rows: rb.__setitem__(_shuffled(rb), rows[_shuffled(rb)]),
+    "ellipsis": lambda rb, rows: rb.__setitem__(..., rows),
+    "of the storage": lambda rb, rows: rb.storage.__setitem__(range(len(rb)), rows),
+    "set": lambda rb, rows: rb.storage.set(range(len(rb)), rows),
+    "set in order": lambda rb, rows: rb.storage.set(_shuffled(rb), rows[_shuffled(rb)]),
+    "set in place": lambda rb, rows: rb.storage.set(range(len(rb)), rows, set_cursor=False),
 }
+"""All stored rows, named in every way."""
 
 
 def _rows(first: int, count: int, *lanes: int) -> TensorDict:
@@ -62,6 +74,10 @@ def _rows(first: int, count: int, *lanes: int) -> TensorDict:
         },
         [*lanes, count],
     )
+
+
+def _shuffled(rb: ReplayBuffer) -> torch.Tensor:
+    return torch.arange(len(rb)).roll(3).flip(0)
 
 
 def _buffer(storage: Any, **options: Any) -> ReplayBuffer:
@@ -97,6 +113,56 @@ def test_a_whole_write_adds_a_column(kind: str, way: str, count: int, tmp_path: 
     assert buffer[1]["advantage"].shape == (1,)
     for key in ("observation", ("next", "reward"), ("next", "done")):
         assert torch.equal(buffer[key], before[key])
+
+
+@pytest.mark.parametrize("count", [5, CAPACITY])
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_slice_without_end_sets_all_stored_rows(kind: str, count: int, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, count))
+    for turn in range(2):
+        rows = buffer[:].clone()
+        rows[f"advantage{turn}"] = _advantage(rows)
+        buffer.storage.set(slice(None), rows)
+        assert torch.equal(buffer[f"advantage{turn}"], _advantage(rows))
+    assert buffer.extend(_rows(90, 2)).tolist() == [count % CAPACITY, (count + 1) % CAPACITY]
+
+
+LANES: dict[str, Callable[[TensorDict], Any]] = {
+    "time": lambda rows: (slice(None), range(rows.shape[1])),
+    "lane": lambda rows: torch.tensor([1, 0]),
+    "mask": lambda rows: torch.ones(rows.shape, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("way", LANES)
+def test_a_whole_write_of_lanes_in_any_form(way: str):
+    buffer = _buffer(LazyTensorStorage(CAPACITY, ndim=2))
+    buffer.extend(_rows(0, 4, 2))
+    rows = buffer[:].clone()
+    rows["id"][1] += 50
+    rows["wide"][1] += 50
+    rows["advantage"] = _advantage(rows)
+    index = LANES[way](rows)
+    buffer[index] = rows[index]
+    assert _is_consistent(buffer[:])
+    assert torch.equal(buffer["id"], rows["id"])
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 1, 2, 3, 3, 5], range(5), torch.arange(6) < 5, torch.zeros(6, dtype=torch.int64)]
+)
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_an_index_of_some_rows_adds_nothing(kind: str, index: Any, tmp_path: Path):
+    buffer = _buffer(STORAGES[kind](tmp_path))
+    buffer.extend(_rows(0, 6))
+    rows = buffer[index].clone()
+    rows["advantage"] = torch.zeros(len(rows), 1)
+    calls = [lambda: buffer.__setitem__(index, rows)]
+    if not (isinstance(index, torch.Tensor) and index.dtype is torch.bool):
+        calls.append(lambda: buffer.storage.set(index, rows))
+    for call in calls:
+        _unchanged(buffer, SchemaError, "'advantage'.*no such key", call)
 
 
 @pytest.mark.parametrize("kind", STORAGES)
