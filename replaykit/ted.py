@@ -6,7 +6,7 @@ Time runs along the first dimension and episodes lie end to end.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Final
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "end_flags",
     "format_key",
     "unravel",
+    "unused_flags",
 ]
 
 Key = tuple[str, ...]
@@ -55,6 +56,33 @@ def end_flags(keys: Container[Key]) -> tuple[Key, ...]:
         if found:
             return found
     return ()
+
+
+_FLAG_NAMES: Final = frozenset(
+    {"dones", "terminals", "terminations", "timeouts", "truncations", *DEFAULT_DONE_KEYS}
+)
+"""Names that libraries give to flags that end episodes."""
+
+
+def unused_flags(keys: Collection[Key]) -> tuple[Key, ...]:
+    """Return the keys that look like flags but end no episode.
+
+    With flags under ``next``, these are the flags at the root without a twin under ``next``.
+    Without any flag or id, these are keys such as ``dones`` or ``("agents", "done")``.
+
+    Example:
+        >>> from replaykit.ted import unused_flags
+        >>> unused_flags({("done",), ("next", "truncated")}), unused_flags({("obs",), ("dones",)})
+        ((('done',),), (('dones',),))
+    """
+    ends = end_flags(keys)
+    found: set[Key] = set()
+    if ends and len(ends[0]) > 1:
+        found = {key for key in keys if key[0] in DEFAULT_DONE_KEYS and len(key) == 1}
+        found -= {path[1:] for path in ends}
+    elif not ends and not any(key in keys for key in EPISODE_KEYS):
+        found = {key for key in keys if key[-1] in _FLAG_NAMES}
+    return tuple(sorted(found))
 
 
 def unravel(key: object) -> Key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,7 +16,7 @@ from replaykit.schema import Rows, Schema
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.moved import MovedPositions
 from replaykit.structure import Branch, Path
-from replaykit.ted import end_flags
+from replaykit.ted import end_flags, format_key, unused_flags
 
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
@@ -37,6 +38,7 @@ class EpisodeIndexes:
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
         self._marks = CutMarks()
+        self._is_read = False  # whether a reader has asked for episodes
         # A saved state of which nothing was taken over yet, and whether what was open has yet to be
         # ended by a restart; see ``marks``.
         self._restoring: dict[str, Any] | None = None
@@ -112,6 +114,9 @@ class EpisodeIndexes:
                 self._others[rule] = found
         else:
             found.sync()
+        if not self._is_read and rule.flags is None and rule.ids is None:
+            self._is_read = True
+            _warn_of_unused_flags(self.storage.require().schema)
         return found
 
     def note(self, rows: Rows) -> None:
@@ -405,6 +410,22 @@ def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:
         for row, begin, gone, kind in heads.get("streams", [])
     ]
     return {**heads, "begin": [-1] * len(head), "head": head, "streams": streams}
+
+
+def _warn_of_unused_flags(schema: Schema) -> None:
+    """Warn of columns that look like flags but end no episode."""
+    unused = unused_flags(schema.leaves)
+    if unused:
+        ends = end_flags(schema.leaves)
+        names = ", ".join(format_key(path) for path in unused)
+        by = (
+            f"{', '.join(format_key(path) for path in ends)} do" if ends else "no other column does"
+        )
+        warnings.warn(
+            f"{names}: no episode ends with this flag; {by}. Flags that end episodes are named "
+            "done, terminated or truncated, under next or all of them at the root",
+            stacklevel=4,
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from replaykit import (
     TrajectoryTransform,
     split_trajectories,
 )
-from replaykit.ted import end_flags
+from replaykit.ted import end_flags, unused_flags
 
 KINDS = (("done",), ("terminated", "truncated"), ("done", "terminated", "truncated"))
 
@@ -92,6 +92,54 @@ def test_the_law() -> None:
     assert end_flags({("done",), ("obs",), ("next", "obs")}) == (("done",),)
     assert end_flags({("truncated",), ("terminated",)}) == (("truncated",), ("terminated",))
     assert end_flags({("obs",)}) == ()
+
+
+UNUSED = {
+    "a root flag without its twin": ("done", ("next", "truncated")),
+    "another root flag without its twin": ("terminated", ("next", "done")),
+    "a name of another library": ("dones",),
+    "a nested flag": (("agents", "done"),),
+    "a nested flag under next": (("next", "agents", "done"),),
+}
+
+
+@pytest.mark.parametrize("keys", UNUSED.values(), ids=UNUSED)
+def test_flags_that_end_nothing_are_named_once_to_readers_of_episodes(
+    keys: tuple[Any, ...],
+) -> None:
+    rb = _seeded()
+    rows = TensorDict({"obs": torch.arange(12.0)}, [12])
+    for key in keys:
+        rows[key] = (torch.arange(12) % 4 == 3)[:, None]
+    rb.extend(rows)
+    rb.sample(4)  # draws of single rows need no episodes
+    with pytest.warns(UserWarning, match="no episode ends with this flag") as found:
+        lengths = rb.episodes.lengths
+    assert len(lengths) == (3 if len(keys) > 1 else 1)
+    rb.extend(rows)
+    assert len(rb.episodes.lengths)  # without another warning
+    assert len(found) == 1
+    assert repr(keys[0]) in str(found[0].message)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [lambda: {"sample_unit": Sequence(4)}, lambda: {"transform": StackFrames(["obs"], 2)}],
+    ids=["sequences", "frames"],
+)
+def test_readers_of_windows_name_flags_that_end_nothing(options: Any) -> None:
+    rb = _seeded(**options())
+    rb.extend(TensorDict({"obs": torch.zeros(12, 1), "dones": torch.zeros(12, 1)}, [12]))
+    with pytest.warns(UserWarning, match="'dones': no episode ends with this flag"):
+        rb.sample(4)
+
+
+def test_data_with_its_flags_in_place_is_read_without_a_word() -> None:
+    below = {("next", "done"), ("next", "terminated"), ("done",), ("terminated",)}
+    assert unused_flags(below | {("agents", "done")}) == ()
+    assert unused_flags({("done",), ("dones",)}) == ()
+    assert unused_flags({("episode",), ("timeouts",)}) == ()
+    assert unused_flags({("obs",)}) == ()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
