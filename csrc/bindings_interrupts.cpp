@@ -31,7 +31,7 @@ constexpr PY_TIMEOUT_T kLook = 50'000;
 constexpr std::array kSignals{
     SIGINT, SIGTERM,
 #ifndef _WIN32
-    SIGHUP, SIGALRM, SIGUSR1, SIGUSR2,
+    SIGHUP, SIGQUIT, SIGALRM, SIGVTALRM, SIGPROF, SIGUSR1, SIGUSR2,
 #endif
 };
 

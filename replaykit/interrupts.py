@@ -39,7 +39,10 @@ _PATIENCE = 1.0
 """Seconds after which a signal that is repeated is handled at once."""
 
 _ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_NAMES = (
+    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM"),
+    *("SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2"),
+)
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 

@@ -416,6 +416,34 @@ def test_batches_of_ensembles_come_in_order(tmp_path: Path) -> None:
     assert lost <= 3 + 60 // 4
 
 
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_members_of_ensembles_take_priorities_together(tmp_path: Path, by_batch: bool) -> None:
+    members = [prepared(KINDS["prioritized"], tmp_path / str(number)) for number in range(3)]
+    rb = ReplayBufferEnsemble(
+        *members,
+        batch_size=12,
+        generator=torch.Generator().manual_seed(5),
+        sample_from_all=True,
+    )
+    batch, last = rb.sample(), 1.0
+
+    def update(value: float) -> None:
+        given = torch.full(batch.batch_size, value)
+        if by_batch:
+            rb.update_tensordict_priority(batch.set("td_error", given))
+        else:
+            rb.update_priority(batch["index"], given)
+
+    with random_interrupts(1e-5, 5e-4) as alarm:
+        for number in range(2, 400):
+            alarm.interrupts(lambda number=number: update(float(number)))
+            largest = {member.sampler.state_dict()["_max_priority"] for member in members}
+            assert len(largest) == 1, f"update {number} reached some of the members only"
+            assert max(largest) in (last, float(number))
+            last = max(largest)
+        assert alarm.count > 10
+
+
 def test_members_of_ensembles_are_saved_together(tmp_path: Path) -> None:
     rb, folder = ensemble(tmp_path / "one"), tmp_path / "saved"
     one, other = ensemble(tmp_path / "first copy"), ensemble(tmp_path / "other copy")
@@ -589,7 +617,10 @@ def test_handlers_are_those_of_before_after_any_call() -> None:
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        for number in (
+            *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM),
+            *(signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2),
+        )
     }
     try:
         set_here = [signal.getsignal(number) for number in before]

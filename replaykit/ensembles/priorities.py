@@ -14,6 +14,7 @@ from replaykit.ensembles.elsewhere import Member
 from replaykit.ensembles.pairs import naming_member
 from replaykit.ensembles.parts import check_stored
 from replaykit.ensembles.told import IDS, INDEX, INNER
+from replaykit.interrupts import deferred
 from replaykit.samplers.markers import MASK
 from replaykit.ted import Key, format_key, unravel
 
@@ -73,8 +74,9 @@ class EnsemblePriorities(EnsembleCore):
         """
         routed = self._routed(_row_by_row(data), "")
         _check_all(routed)
-        for part in _far_first(routed, lambda part: ("update_tensordict_priority", part.rows)):
-            part.buffer.update_tensordict_priority(part.rows)
+        with deferred:  # Ctrl-C comes before all members or after all of them
+            for part in _far_first(routed, lambda part: ("update_tensordict_priority", part.rows)):
+                part.buffer.update_tensordict_priority(part.rows)
 
     def update_priority(
         self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
@@ -130,10 +132,11 @@ class EnsemblePriorities(EnsembleCore):
         def update(part: Routed) -> tuple[Any, ...]:
             return "update_priority", part.rows.get("index"), part.rows.get("_priority")
 
-        for part in _far_first(routed, update):
-            told = part.rows.get("index_generation", None)
-            _, index, values = update(part)
-            part.buffer.update_priority(index, values, generation=told)
+        with deferred:  # Ctrl-C comes before all members or after all of them
+            for part in _far_first(routed, update):
+                generation = part.rows.get("index_generation", None)
+                _, index, values = update(part)
+                part.buffer.update_priority(index, values, generation=generation)
 
     def _routed(self, flat: Any, path: str, given: Key | None = None) -> list[Routed]:
         """Rows of the buffers that have priorities; what each of them needs of these.
