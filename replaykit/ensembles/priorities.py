@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -91,12 +92,18 @@ class EnsemblePriorities(EnsembleCore):
             generation: those of the rows when they were sampled; what was written since is left
                 out.
 
-        Rows of members without priorities are left alone.
+        Rows of members without priorities are left alone; a warning says when no member has any.
 
         Raises:
             As ``update_tensordict_priority``. TypeError: an index that does not name members.
             ValueError: priorities that are not one a row.
         """
+        if not self._has_priorities():
+            warnings.warn(
+                "no member of the ensemble has priorities; the update has no effect",
+                UserWarning,
+                stacklevel=2,
+            )
         if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)
             return
@@ -137,6 +144,15 @@ class EnsemblePriorities(EnsembleCore):
                 generation = part.rows.get("index_generation", None)
                 _, index, values = update(part)
                 part.buffer.update_priority(index, values, generation=generation)
+
+    def _has_priorities(self) -> bool:
+        """Return whether any buffer below has priorities."""
+        return any(
+            member._has_priorities()
+            if isinstance(member, EnsemblePriorities)
+            else member.sampler.prioritized
+            for member in self._members
+        )
 
     def _routed(self, flat: Any, path: str, given: Key | None = None) -> list[Routed]:
         """Rows of the buffers that have priorities; what each of them needs of these.
