@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import threading
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from replaykit.datasets.engine.h5 import open_h5
 from replaykit.errors import CorpusError
 from replaykit.inspection import opened
 from tests.datasets.arms import arm_layout
+from tests.datasets.memory import in_memory
 
 SECRET = 1234.5
 LAYOUT = arm_layout("arm", Field("pose", "info", before=("pose",), required=False, more=0))
@@ -81,6 +81,25 @@ def _virtual_of_external(group: h5py.Group, name: str, folder: Path) -> None:
     group.create_virtual_dataset(name, layout)
 
 
+def _forged(target: str) -> Plant:
+    """A list of other files, and an address in this file besides: HDF5 reads the other files."""
+
+    def plant(group: h5py.Group, name: str, folder: Path) -> None:
+        _external((target, 0, UNLIMITED))(group, name, folder)
+
+    return plant
+
+
+def _forge(path: Path) -> None:
+    """Writes an address into the layout of the array of 40 bytes that has none."""
+    raw = bytearray(path.read_bytes())
+    said = b"\x01" + b"\xff" * 8 + struct.pack("<Q", 40)
+    assert raw.count(said) == 1
+    at = raw.index(said)
+    raw[at + 1 : at + 9] = struct.pack("<Q", 96)
+    path.write_bytes(raw)
+
+
 UNLIMITED = h5py.h5f.UNLIMITED
 PLANTS: dict[str, Plant] = {
     "contiguous": _external(("secret.bin", 0, UNLIMITED)),
@@ -97,7 +116,10 @@ PLANTS: dict[str, Plant] = {
     "soft link through external link": _soft_to_external_link,
     "virtual": _virtual("other.h5"),
     "virtual of external": _virtual_of_external,
+    "forged address": _forged("secret.bin"),
+    "forged address and pipe": _forged("pipe"),
 }
+FORGED = ("forged address", "forged address and pipe")
 
 
 @pytest.fixture
@@ -118,26 +140,32 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     signal.signal(signal.SIGALRM, before)
 
 
-def _write(folder: Path, plant: Plant, key: str) -> Path:
+def _write(folder: Path, name: str, key: str) -> Path:
     (folder / "crafted").mkdir(exist_ok=True)
     path = folder / "crafted" / "runs.h5"
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", libver="earliest") as file:
         run = file.create_group("run0")
         whole: dict[str, Any] = {
             "joints": np.arange(12.0).reshape(6, 2), "torque": np.ones((5, 1)),
             "score": np.arange(5.0), "pose": np.arange(5.0),
         }  # fmt: skip
-        for name, values in whole.items():
-            if name != key:
-                run[name] = values
-        plant(run, key, folder)
+        for each, values in whole.items():
+            if each != key:
+                run[each] = values
+        PLANTS[name](run, key, folder)
+    if name in FORGED:
+        _forge(path)
+        if "pipe" not in name:  # the file is what it is meant to be
+            with h5py.File(path) as file:
+                assert file["run0"][key].id.get_offset() is not None
+                assert (file["run0"][key][...] == SECRET).all()
     return path
 
 
 @pytest.mark.parametrize("key", ["score", "pose"])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_no_value_comes_from_another_file(folder, plant, key, monkeypatch, recwarn):
-    path = _write(folder, PLANTS[plant], key)
+    path = _write(folder, plant, key)
     monkeypatch.chdir(folder)
     if key == "score":  # required
         with pytest.raises(CorpusError, match=r"score.*(link|another file|lie)"):
@@ -158,7 +186,7 @@ def test_no_value_comes_from_another_file(folder, plant, key, monkeypatch, recwa
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_every_way_to_read_a_dataset_refuses(folder, plant, monkeypatch):
-    path = _write(folder, PLANTS[plant], "score")
+    path = _write(folder, plant, "score")
     monkeypatch.chdir(folder / "crafted")
     with open_h5(path) as file:
         reads: list[Callable[[], object]] = [
@@ -181,7 +209,7 @@ def test_every_way_to_read_a_dataset_refuses(folder, plant, monkeypatch):
 
 @pytest.mark.parametrize("link", ["soft", "external"])
 def test_no_group_is_reached_by_a_link(folder, link):
-    path = _write(folder, _relative, "score")
+    path = _write(folder, "relative name", "score")
     with h5py.File(path, "a") as file:
         target = h5py.SoftLink("/run0") if link == "soft" else h5py.ExternalLink("other.h5", "/")
         file["way"] = target
@@ -222,27 +250,6 @@ def _deflated(nbytes: int, times: int = 1) -> bytes:
     return content
 
 
-def _in_memory(work: Callable[[], object]) -> int:
-    """Returns by how many bytes the memory of the process grew while it worked, at most."""
-    peak, stop = [0], threading.Event()
-
-    def rss() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    def watch() -> None:
-        while not stop.wait(0.001):
-            peak[0] = max(peak[0], rss())
-
-    before, watcher = rss(), threading.Thread(target=watch)
-    watcher.start()
-    try:
-        work()
-    finally:
-        stop.set()
-        watcher.join()
-    return max(peak[0], rss()) - before
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("fletcher32", [False, True])
 @pytest.mark.parametrize("rows", [1000, 1 << 20])
@@ -261,7 +268,7 @@ def test_a_chunk_that_inflates_beyond_the_bound_is_refused(
         ):
             file.read("x", 0, rows)
 
-    assert _in_memory(read) < 64 << 20
+    assert in_memory(read) < 64 << 20
 
 
 def test_what_was_compressed_twice_is_refused_unless_it_is_small(tmp_path, monkeypatch):

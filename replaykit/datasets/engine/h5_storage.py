@@ -12,19 +12,31 @@ from typing import Any, Final
 
 from replaykit.errors import CorpusError
 
-__all__ = ["ELSEWHERE", "MOST_CHUNK_BYTES", "ChunkChecks", "storage_of"]
+__all__ = [
+    "DEFLATE",
+    "ELSEWHERE",
+    "FLETCHER32",
+    "LZF",
+    "MOST_CHUNK_BYTES",
+    "REFERENCE_BYTES",
+    "SHUFFLE",
+    "ChunkChecks",
+    "storage_of",
+]
 
 MOST_CHUNK_BYTES: Final = 1 << 30
 """Bytes that one compressed chunk may take once it is inflated."""
 ELSEWHERE: Final = "its values lie in another file, which is not read"
-_DEFLATE: Final = 1
-_SHUFFLE: Final = 2
-_FLETCHER32: Final = 3
+DEFLATE: Final = 1
+SHUFFLE: Final = 2
+FLETCHER32: Final = 3
 _SZIP: Final = 4
 _NBIT: Final = 5
 _SCALEOFFSET: Final = 6
-_LZF: Final = 32_000
-_RATIOS: Final = {_DEFLATE: 1032, _LZF: 90, _SZIP: 1 << 32}
+LZF: Final = 32_000
+REFERENCE_BYTES: Final = 16
+"""Bytes of a value of varying length in the file, besides its content."""
+_RATIOS: Final = {DEFLATE: 1032, LZF: 90, _SZIP: 1 << 32}
 """Bytes that one stored byte can become at most; other filters of HDF5 say the number themselves,
 and those of plugins are code that the user has installed."""
 _PIECE: Final = 1 << 20
@@ -42,18 +54,21 @@ def storage_of(node: Any) -> tuple[str | None, int]:
 
     Cost: some microseconds; no value is read, and no other file is opened.
     """
-    from h5py import h5d
+    from h5py import h5d, h5t
 
-    if node.get_offset() is not None:
-        return None, 1  # one piece of this file
     properties = node.get_create_plist()
     layout = properties.get_layout()
+    # Before all else: a forged file may name both an address of its own and other files, of which
+    # HDF5 reads the latter.
     if layout == h5d.VIRTUAL or properties.get_external_count():
         return ELSEWHERE, 1
     count = properties.get_nfilters() if layout == h5d.CHUNKED else 0
     if not count:
         return None, 1
-    size, ratio = node.get_type().get_size(), 1
+    # References are of 16 bytes in the file, whatever they are in memory.
+    kind, ratio = node.get_type(), 1
+    is_text = isinstance(kind, h5t.TypeStringID) and kind.is_variable_str()
+    size = max(kind.get_size(), REFERENCE_BYTES * is_text)
     declared = math.prod(properties.get_chunk()) * size
     for at in range(count):
         code, _, values, _ = properties.get_filter(at)
@@ -125,13 +140,13 @@ def _require(node: Any, corner: tuple[int, ...]) -> None:
     if node.get_chunk_info_by_coord(corner).size <= MOST_CHUNK_BYTES:
         mask, stored = node.read_direct_chunk(corner)
         active = [code for at, code in enumerate(filters) if not mask >> at & 1]
-        outer = [code for code in active if code != _FLETCHER32]
+        outer = [code for code in active if code != FLETCHER32]
         if not any(code in _RATIOS for code in active):
             return
         if outer and outer[-1] == _SZIP and not any(code in _RATIOS for code in outer[:-1]):
             if int.from_bytes(stored[:4], "little") <= MOST_CHUNK_BYTES:
                 return
-        elif outer and outer[-1] == _DEFLATE and set(outer[:-1]) <= {_SHUFFLE}:
+        elif outer and outer[-1] == DEFLATE and set(outer[:-1]) <= {SHUFFLE}:
             if _is_bounded(stored):
                 return
         elif len(stored) * math.prod(_RATIOS.get(c, 1) for c in active) <= MOST_CHUNK_BYTES:
