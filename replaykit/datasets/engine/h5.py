@@ -8,6 +8,7 @@ costs more than the reading. h5py is imported by the first call that needs it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from replaykit.datasets.engine.h5_errors import FAULTS, naming
 from replaykit.datasets.engine.h5_links import entries_of, link_problem, links_of
 from replaykit.datasets.engine.h5_storage import ChunkChecks, storage_of
+from replaykit.datasets.engine.h5_texts import attribute_problem, pieces_of, require_texts
 from replaykit.datasets.engine.h5_types import Types, not_numbers
 from replaykit.datasets.engine.held import HeldValues
 from replaykit.datasets.engine.inflating import LEAST_BYTES, inflate
@@ -116,6 +118,7 @@ class H5File:
         self._kept: dict[str, tuple[Any, int]] = {}
         self._held: HeldValues | None = None
         self._chunks = ChunkChecks()
+        self._text_bytes = 0
         self._last: tuple[str, Any] = ("", handle.id)
         """The group that was opened last: datasets of one are read one after the other."""
 
@@ -179,6 +182,9 @@ class H5File:
         """Returns those of the named attributes that a group has, as Python values.
 
         Text comes as ``str``, one number as a number, several as an array.
+
+        Raises:
+            CorpusError: one would take more memory than `MOST_TEXT_BYTES`.
         """
         import h5py
 
@@ -187,6 +193,9 @@ class H5File:
             attributes = h5py.Group(self._node(group)).attrs
             for name in names:
                 if name in attributes:
+                    why = attribute_problem(attributes.get_id(name))
+                    if why is not None:
+                        raise CorpusError(f"its attribute {name!r} cannot be read: {why}")
                     value = attributes[name]
                     if isinstance(value, np.generic) or np.shape(value) == (1,):
                         value = np.asarray(value).reshape(()).item()
@@ -263,7 +272,10 @@ class H5File:
             shape = space.get_simple_extent_dims()
             block = (stop - start, *shape[1:])
             if into is None:
-                into = np.empty(block, self._types.of(node))
+                dtype = self._types.of(node)
+                if dtype.hasobject:
+                    raise CorpusError(f"it holds {not_numbers(dtype)}, expected numbers")
+                into = np.empty(block, dtype)
             elif into.size != math.prod(block):
                 raise CorpusError(f"has shape {list(block)}, expected {list(into.shape)}")
             if into.size == 0:
@@ -301,23 +313,42 @@ class H5File:
             self._kept.clear()
 
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Returns entries of a dataset of text or values of varying length, as Python objects."""
+        """Returns entries of a dataset of text or values of varying length, as Python objects.
+
+        Raises:
+            CorpusError: they take more memory than `MOST_TEXT_BYTES`, or cannot be read.
+        """
         import h5py
 
         with self._naming(dataset):
             node, ratio = self._dataset(dataset)
             self._chunks.require(node, ratio, dataset, start, stop)
-            return np.asarray(h5py.Dataset(node)[start:stop])
+            pieces = pieces_of(node, start, stop)
+            parts = [np.asarray(h5py.Dataset(node)[begin:end]) for begin, end in pieces]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def texts(self, dataset: str) -> list[str]:
-        """Returns the values of a dataset of fixed or varying text."""
+        """Returns the values of a dataset of fixed or varying text.
+
+        Raises:
+            CorpusError: with those that this file returned before they take more memory than
+                `MOST_TEXT_BYTES`, or they cannot be read.
+        """
         import h5py
 
         with self._naming(dataset):
             node, ratio = self._dataset(dataset)
-            self._chunks.require(node, ratio, dataset, 0, sum(node.shape[:1]))
-            found = h5py.Dataset(node)[...].reshape(-1)
-            return [v.decode() if isinstance(v, bytes) else str(v) for v in found.tolist()]
+            records = sum(node.shape[:1])
+            self._chunks.require(node, ratio, dataset, 0, records)
+            texts: list[str] = []
+            for begin, end in pieces_of(node, 0, records):
+                found = h5py.Dataset(node)[begin:end] if node.shape else h5py.Dataset(node)[...]
+                for value in found.reshape(-1).tolist():
+                    texts.append(value.decode() if isinstance(value, bytes) else str(value))
+                    # A text may take four times the bytes that it is written in.
+                    self._text_bytes += sys.getsizeof(texts[-1])
+                require_texts(self._text_bytes)
+            return texts
 
     def shape(self, dataset: str) -> tuple[int, ...]:
         """Returns the shape of a dataset."""

@@ -113,11 +113,13 @@ class RobomimicLayout(Layout):
         """Returns the filters below ``mask``."""
         if not file.has_group("mask"):
             return {}
-        return {
-            leaf.path: [f"data/{name}" for name in file.texts(f"mask/{leaf.path}")]
-            for leaf in file.leaves("mask")
-            if len(leaf.shape) == 1
-        }
+        found = {}
+        for leaf in file.leaves("mask"):
+            if len(leaf.shape) == 1:
+                found[leaf.path] = names = file.texts(f"mask/{leaf.path}")
+                for at, name in enumerate(names):  # in place: a second list may not fit
+                    names[at] = f"data/{name}"
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
