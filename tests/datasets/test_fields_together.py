@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from replaykit.datasets import (
     ARRIVALS,
     FINAL_STATE,
+    STATE_RECORDS,
     STEPS,
     Field,
     Groups,
@@ -21,6 +23,7 @@ from replaykit.datasets import (
     Policies,
     convert,
 )
+from replaykit.datasets.engine.layout import Ends, Flags
 from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE, ROBOMIMIC
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive import RoboHiveWriter
@@ -149,6 +152,129 @@ def test_ends_of_one_source_are_both_set(tmp_path):
     data = convert(path, _layout(*fields), tmp_path / "data")
     for name in ("terminated", "truncated"):
         assert data[:]["next", name].sum() == 2
+
+
+def test_a_reward_and_an_end_of_one_source(tmp_path):
+    score = np.array([0.0, 0.0, 0.0, 0.0, 3.0])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for run, scores in enumerate((score, np.zeros(5))):
+            file[f"run{run}/pose"], file[f"run{run}/score"] = POSE + run, scores
+    seen = Field("score", "info", before=("seen",), moment="outcome")
+    data = convert(
+        tmp_path / "a.h5", _layout(SCORE, seen, STATE, Field("score", "terminated")),
+        tmp_path / "data",
+    )  # fmt: skip
+    rows, both = data[:], np.concatenate([score, np.zeros(5)])
+    np.testing.assert_array_equal(rows["next", "reward"][:, 0], both)
+    np.testing.assert_array_equal(rows["seen"], both)
+    np.testing.assert_array_equal(rows["next", "terminated"][:, 0], both != 0)
+    np.testing.assert_array_equal(rows["next", "truncated"][:, 0], np.arange(10) == 9)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("last", [3, 4])
+def test_ends_of_one_source_have_shifts_of_their_own(tmp_path, last, is_reversed):
+    end = np.arange(5) == last
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["run0/pose"], file["run0/score"], file["run0/end"] = POSE[:5], np.arange(5.0), end
+    # Row t takes record t + 1 of outcomes, and record t with a shift of -1.
+    pair = [Field("end", "terminated", held=True), Field("end", "truncated", shift=-1)]
+    layout = _layout(STATE, SCORE, *pair[:: -1 if is_reversed else 1], alignment=STATE_RECORDS)
+    rows = convert(tmp_path / "a.h5", layout, tmp_path / "data")[:]
+    assert len(rows) == 4
+    terminated, truncated = end[1:][-1], end[:-1][-1]
+    assert (last == 4, last == 3) == (terminated, truncated)
+    assert bool(rows["next", "terminated"][-1]) == terminated
+    assert bool(rows["next", "truncated"][-1]) == truncated
+    assert not rows["next", "done"][:-1].any()
+
+
+@pytest.mark.parametrize("more", [None, 1])
+def test_an_end_of_a_later_record_is_that_of_its_row(tmp_path, more):
+    end = np.arange(6 if more else 5) == (5 if more else 4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for run in range(3):
+            file[f"run{run}/pose"], file[f"run{run}/score"] = POSE + run, np.arange(5.0)
+            file[f"run{run}/end"] = end if run != 1 else np.zeros_like(end)
+    layout = _layout(STATE, SCORE, Field("end", "terminated", shift=1, more=more))
+    data = convert(tmp_path / "a.h5", layout, tmp_path / "data")
+    # A row exists where its end was recorded.
+    assert data.episode_table["length"].tolist() == [5 if more else 4] * 3
+    assert data.episode_table["terminated"].tolist() == [True, False, True]
+
+
+def test_an_end_of_states_is_that_of_the_state_that_a_row_arrives_at(tmp_path):
+    path = _write(tmp_path / "a.h5", end=np.arange(6) == 5)
+    layout = _layout(STATE, SCORE, Field("end", "terminated", moment="state"))
+    data = convert(path, layout, tmp_path / "data")
+    assert data.episode_table["length"].tolist() == [5, 5]
+    assert data.episode_table["terminated"].all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own(Layout):
+    """Says itself why episodes end, of two fields of one source."""
+
+    def flags(self, ends: Mapping[str, Ends], *rest: Any) -> Flags:
+        assert sorted(ends) == ["end", "end#3"]
+        return Flags(ends["end"].last, ends["end#3"].last)
+
+
+def test_a_layout_that_says_why_episodes_end_sees_each_field(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["run0/pose"], file["run0/score"] = POSE[:5], np.arange(5.0)
+        file["run0/end"] = np.arange(5) == 3
+    fields = (STATE, SCORE, Field("end", "terminated"), Field("end", "truncated", shift=-1))
+    layout = _Own(
+        name="arm", version=1, episodes=Groups("run", having=("score",)), alignment=STATE_RECORDS,
+        clock="score", fields=fields,
+    )  # fmt: skip
+    data = convert(tmp_path / "a.h5", layout, tmp_path / "data")
+    assert data.episode_table["terminated"].tolist() == [False]
+
+
+def _carries(source: str, *key: str, **how: Any) -> Field:
+    return Field(source, "info", before=key, moment="outcome", **how)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (_carries("g/x", "a"), _carries("g/y", "a"), r"'g/x' and 'g/y' fill the key \('a',\)"),
+        (_carries("g/x", "a"), _carries("g/x", "a"), r"'g/x' and 'g/x' fill the key"),
+        (_carries("g/x", "a"), _carries("g/y", "a", "b"), "'g/x' and 'g/y' fill .*below one an"),
+        (_carries("g/y", "a", "b"), _carries("g/x", "a"), "'g/y' and 'g/x' fill .*below one an"),
+        (_carries("g/x", "observation", "x"), SCORE, "'pose' and 'g/x' fill"),
+        (_carries("g/", "a", "b"), _carries("h/x", "a"), "'g/' and 'h/x' fill"),
+        (_carries("g/", "a"), _carries("h/x", "a"), "'g/' and 'h/x' fill"),
+        (_carries("g/x", "a", required=False), _carries("g/y", "a"), "'g/x' and 'g/y' fill"),
+        (Field("x", "info", ("a",), ("a",)), SCORE, "'x' and 'x' fill the key"),
+        (_carries("g/x", "episode"), SCORE, r"'g/x' fills \('episode',\), but every data set"),
+        (_carries("g/x", "next"), SCORE, "'g/x' fills .*but every data set"),
+        (_carries("g/", "done"), SCORE, "'g/' fills .*but every data set"),
+        (_carries("g/x", "a", shift=-1), SCORE, "row 0 would take record -1 of the field 'g/x'"),
+        (Field("e", "truncated", shift=-1), SCORE, "row 0 would take record -1 of the field 'e'"),
+    ],
+)
+def test_keys_that_meet_are_an_error_at_declaration(one, other, said):
+    others = [other] if other is SCORE else [SCORE, other]
+    with pytest.raises(ValueError, match=f"layout 'arm': .*{said}"):
+        _layout(STATE, one, *others)
+
+
+def test_one_of_two_optional_fields_may_take_a_key(tmp_path):
+    path = _write(tmp_path / "a.h5", new=np.arange(5.0) + 1)
+    pair = [_carries(name, "a", required=False) for name in ("old", "new")]
+    rows = convert(path, _layout(STATE, SCORE, *pair), tmp_path / "data")[:]
+    np.testing.assert_array_equal(rows["a"][:5], np.arange(5.0) + 1)
+
+
+def test_keys_of_groups_that_meet_name_both_datasets(tmp_path):
+    path = _write(tmp_path / "a.h5", **{"g/x": np.arange(5.0), "h/x/y": np.arange(5.0)})
+    groups = [_carries(name, "a") for name in ("g/", "h/")]
+    said = r"'g/x' fills the column \('a', 'x'\), and 'h/x/y' the column .* below it.*V10"
+    with pytest.raises(CorpusError, match=said):
+        convert(path, _layout(STATE, SCORE, *groups), tmp_path / "data")
 
 
 def test_a_field_that_could_get_nothing_is_an_error_at_declaration():

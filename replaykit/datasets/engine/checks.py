@@ -27,22 +27,29 @@ _SHORT_ROWS: Final = 32
 class StretchChecks:
     """What is seen of the episodes of one stretch, a block of one leaf at a time.
 
+    Args:
+        stretch: the episodes.
+        judge: decides what becomes of those that break a rule.
+        outcomes: by the position of a field of ends in the layout, ``k`` where row ``t`` takes its
+            record ``t + k``.
+
     Attributes:
         reward: the sum of the rewards of each episode.
-        ends: by field of ends, the first record at which it is set in each episode (`NEVER`
-            where it is not), and whether it is set at the last one.
+        ends: by that position, the first record at which it is set in each episode (`NEVER` where
+            it is not), and whether it is set at the one that the last row takes.
     """
 
-    def __init__(self, stretch: Stretch, judge: Judge) -> None:
+    def __init__(self, stretch: Stretch, judge: Judge, outcomes: Mapping[int, int]) -> None:
         count = len(stretch.at)
+        self._outcomes = outcomes
         self.reward = np.zeros(count)
-        self.ends: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
+        self.ends: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
         self._digests = [hashlib.sha256() for _ in range(count)]
         self._stretch = stretch
         self._at = stretch.at
         self._judge = judge
-        self._clock: npt.NDArray[Any] | None = None
-        self._frames: dict[str, Frames] = {}
+        self._clocks: dict[int, npt.NDArray[Any]] = {}
+        self._frames: dict[int, Frames] = {}
 
     def take(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs | None
@@ -70,22 +77,22 @@ class StretchChecks:
         elif leaf.role == "time":
             self._require_progress(leaf, start, block)
 
-    def ends_of(self, episode: int, wanted: Mapping[str, int]) -> dict[str, Ends]:
+    def finals(self, field: int) -> npt.NDArray[np.int64]:
+        """Returns the record of a field of ends that the last row of each episode takes."""
+        return self._at.bases + self._at.rows - 1 + self._outcomes[field]
+
+    def ends_of(self, episode: int) -> dict[int, Ends]:
         """Returns where fields of ends were set in an episode, after all of them were taken.
 
         Args:
             episode: counted from the first of the stretch.
-            wanted: the offsets of the outcomes by field.
         """
-        records, rows = int(self._at.records[episode]), int(self._at.rows[episode])
         found = {}
-        for name, (first, last) in self.ends.items():
-            # The record that the last row takes is the last one, unless that row was dropped.
-            if rows + wanted[name] != records:
-                continue
-            at = int(first[episode])
-            first_set = None if at == NEVER else at - int(self._at.bases[episode])
-            found[name] = Ends(records, first_set, bool(last[episode]))
+        for field, (first, last) in self.ends.items():
+            base, at = int(self._at.bases[episode]), int(first[episode])
+            records = int(self.finals(field)[episode]) - base + 1
+            first_set = None if at == NEVER else at - base
+            found[field] = Ends(records, first_set, bool(last[episode]))
         return found
 
     def digests(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -106,7 +113,7 @@ class StretchChecks:
             digest.update(content[begin:end])
 
     def _look(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
-        frames = self._frames.setdefault(leaf.path, Frames(leaf.path, self._judge.notes))
+        frames = self._frames.setdefault(leaf.field, Frames(leaf.path, self._judge.notes))
         stop = start + len(block)
         first = int(np.searchsorted(self._at.stops + leaf.extra, start, "right"))
         last = int(np.searchsorted(self._at.bases, stop, "left"))
@@ -171,25 +178,25 @@ class StretchChecks:
             self._judge.fail(self._stretch.first + i, place, what, rule)
 
     def _note_ends(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
-        if leaf.path not in self.ends:
+        if leaf.field not in self.ends:
             count = len(self._at.bases)
-            self.ends[leaf.path] = (np.full(count, NEVER), np.zeros(count, np.bool_))
-        first, last = self.ends[leaf.path]
+            self.ends[leaf.field] = (np.full(count, NEVER), np.zeros(count, np.bool_))
+        first, last = self.ends[leaf.field]
         records = start + np.flatnonzero(block.reshape(len(block)))
-        episodes = np.searchsorted(self._at.stops, records, "right")
+        episodes = np.searchsorted(self._at.stops + leaf.extra, records, "right")
         known = episodes < len(self._at.stops)
         records, episodes = records[known], episodes[known]
         inside = records >= self._at.bases[episodes]
         records, episodes = records[inside], episodes[inside]
         np.minimum.at(first, episodes, records)
-        last[episodes[records == self._at.stops[episodes] - 1]] = True
+        last[episodes[records == self.finals(leaf.field)[episodes]]] = True
 
     def _require_progress(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
         if block.dtype.kind not in "iuf" or not block.size:
             return
-        known = 0 if self._clock is None else 1
-        times = block if self._clock is None else np.concatenate([self._clock, block])
-        self._clock = block[-1:]
+        before = self._clocks.get(leaf.field, block[:0])
+        known, times = len(before), np.concatenate([before, block])
+        self._clocks[leaf.field] = block[-1:]
         if len(times) < 2:
             return
         grows = (times[1:] > times[:-1]).reshape(len(times) - 1, -1).all(axis=1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.checks import NEVER, StretchChecks
+from replaykit.datasets.engine.checks import StretchChecks
 from replaykit.datasets.engine.layout import Flags, Layout
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.stretch import Stretch
@@ -27,15 +27,18 @@ class EndFlags:
     Args:
         layout: the one that the files resolved to.
         notes: takes what the layout finds odd.
+
+    Attributes:
+        outcomes: by the position of a field of ends, ``k`` where row ``t`` takes its record
+            ``t + k``.
     """
 
     def __init__(self, layout: Layout, notes: Notes) -> None:
         self._layout = layout
         self._notes = notes
-        self._outcomes = {
-            entry.name: layout.alignment.outcome + entry.shift
-            for entry in layout.fields
-            if entry.is_end
+        self._names = layout.end_names
+        self.outcomes = {
+            at: layout.fields[at].end_offset(layout.alignment) for at in layout.end_names
         }
         # What a layout says of its own is asked of it one episode after another.
         self.is_own = type(layout).flags is not Layout.flags
@@ -80,7 +83,7 @@ class EndFlags:
         if self._layout.is_open and not episode.is_open:
             # The step at which it terminated is not a row.
             facts = replace(facts, terminated=None)
-        ends = checks.ends_of(i, self._outcomes)
+        ends = {self._names[at]: found for at, found in checks.ends_of(i).items()}
         flags = self._layout.flags(ends, last, facts, place, self._notes)
         if not (flags.terminated or flags.truncated):
             raise place.error("the episode does not end at its last row", "V31")
@@ -98,15 +101,11 @@ class EndFlags:
             "truncated": np.zeros(len(at.bases), np.bool_),
         }
         refused = np.zeros(len(at.bases), np.bool_)
-        for entry in layout.fields:
-            if entry.name not in checks.ends:
-                continue
-            first, last = checks.ends[entry.name]
-            # The record that the last row takes is the last one, unless that row was dropped.
-            known = at.rows + self._outcomes[entry.name] == at.records
+        for field, (first, last) in checks.ends.items():
+            entry = layout.fields[field]
             if not entry.held:
-                refused |= known & (first != NEVER) & (first < at.stops - 1)
-            said[entry.role] |= known & last
+                refused |= first < checks.finals(field)
+            said[entry.role] |= last
         found["terminated"][:] = said["terminated"] & ~refused
         found["truncated"][:] = (said["truncated"] | ~said["terminated"]) & ~refused
         found["done"][:] = ~refused

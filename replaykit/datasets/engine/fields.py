@@ -219,24 +219,34 @@ class Field:
             return self.more
         return alignment.extra if self.describes == "state" else 0
 
+    def end_offset(self, alignment: Alignment) -> int:
+        """Returns ``k`` where row ``t`` takes record ``t + k`` to tell whether it is an end.
+
+        Of states that is the one that the row arrives at.
+        """
+        return self._offset(alignment) + (self.describes == "state")
+
+    def _offset(self, alignment: Alignment) -> int:
+        first = {
+            "state": 0,
+            "action": alignment.action,
+            "outcome": alignment.outcome,
+            "successor": alignment.action,
+        }
+        return first[self.describes] + self.shift
+
     def targets(self, alignment: Alignment, path: str) -> tuple[Target, ...]:
         """Returns the columns that one dataset of the field fills."""
         rest: Key = ()
         if isinstance(self.source, str) and path != self.source:
             above = len(self.source.rstrip("/"))
             rest = tuple(path[above + (above > 0) :].split("/"))
-        kind, shift = self.describes, self.shift
-        first = {
-            "state": 0,
-            "action": alignment.action,
-            "outcome": alignment.outcome,
-            "successor": alignment.action,
-        }[kind]
+        kind, first = self.describes, self._offset(alignment)
         later = 1 if kind == "state" else 0
         found = []
         if self.before is not None:
-            found.append(Target((*self.before, *rest), first + shift))
+            found.append(Target((*self.before, *rest), first))
         if self.after is not None:
             is_after = kind in ("state", "successor")
-            found.append(Target((*self.after, *rest), first + shift + later, is_after))
+            found.append(Target((*self.after, *rest), first + later, is_after))
         return tuple(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from replaykit.datasets.engine.decoding import Decoder
 from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.own_keys import key_problems
 from replaykit.datasets.engine.places import Notes, Place
 
 __all__ = [
@@ -85,9 +86,9 @@ class Ends:
     """What a field of ends says of an episode, in two words: it may have millions of records.
 
     Attributes:
-        records: how many records the episode has.
+        records: how many records the episode has, up to the one that its last row takes.
         first: the first record at which it is set, if any.
-        last: whether it is set at the last record.
+        last: whether it is set at the one that the last row takes.
     """
 
     records: int
@@ -200,10 +201,14 @@ class Layout:
     chunks: str = ""
 
     def __post_init__(self) -> None:
-        """Checks that every field can take something.
+        """Checks that every field can take something, and has keys of its own.
+
+        Two fields that are not required may have one key: not more than one of them is there then.
 
         Raises:
-            ValueError: all that a field stands for is taken by one before it.
+            ValueError: all that a field stands for is taken by one before it; two fields fill one
+                key, or one a key below that of the other; a field fills a key that every data set
+                has; or its first row takes a record before the first one.
         """
         for at, entry in enumerate(self.fields):
             for before in self.fields[:at]:
@@ -213,6 +218,18 @@ class Layout:
                         f"{before.name!r} before it takes all datasets of that group; put "
                         f"{entry.name!r} first"
                     )
+        for problem in (*key_problems(self.fields), *self._record_problems()):
+            raise ValueError(f"layout {self.name!r}: {problem}")
+
+    def _record_problems(self) -> Iterator[str]:
+        for entry in self.fields:
+            offsets = [each.offset for each in entry.targets(self.alignment, entry.sources[0])]
+            offsets += [entry.end_offset(self.alignment)] if entry.is_end else []
+            if offsets and min(offsets) < 0:
+                yield (
+                    f"row 0 would take record {min(offsets)} of the field {entry.name!r} by its "
+                    f"shift of {entry.shift}; expected record 0 or a later one: give a larger shift"
+                )
 
     # -- what follows from the declaration ------------------------------------------------------
 
@@ -226,16 +243,30 @@ class Layout:
         """Whether the last step is recorded but for the state that it led to."""
         return self._lost(is_after=True) == self._lost(is_after=False) + 1
 
+    @cached_property
+    def end_names(self) -> dict[int, str]:
+        """What `flags` calls the fields of ends, by their positions."""
+        names: dict[int, str] = {}
+        for at, entry in enumerate(self.fields):
+            if entry.is_end:
+                names[at] = f"{entry.name}#{at}" if entry.name in names.values() else entry.name
+        return names
+
     def _lost(self, *, is_after: bool) -> int:
-        return max(
-            (
-                target.offset - entry.extra(self.alignment)
+        found = [
+            target.offset - entry.extra(self.alignment)
+            for entry in self.fields
+            for target in entry.targets(self.alignment, entry.sources[0])
+            if (target.is_after and entry.describes == "state") == is_after
+        ]
+        if not is_after:
+            # A row exists where it is known whether it is an end.
+            found += [
+                entry.end_offset(self.alignment) - entry.extra(self.alignment)
                 for entry in self.fields
-                for target in entry.targets(self.alignment, entry.sources[0])
-                if (target.is_after and entry.describes == "state") == is_after
-            ),
-            default=0,
-        )
+                if entry.is_end
+            ]
+        return max(found, default=0)
 
     def declaration(self) -> dict[str, Any]:
         """Returns the rules as JSON values, for the manifest."""
@@ -323,8 +354,8 @@ class Layout:
         """Returns why an episode ended; one flag at least is set.
 
         Args:
-            ends: where the fields of ends are set, by source; those whose last record belongs to
-                the last row.
+            ends: where the fields of ends are set, by source. Where several take one source, the
+                first has its name, and the one at position ``n`` of the fields ``"source#n"``.
             last: the last record ``[1, ...]`` of every required field.
             facts: of the episode.
             place: the episode, for messages.
@@ -334,8 +365,8 @@ class Layout:
             CorpusError: the records break a rule of the corpus.
         """
         set_here = {"terminated": bool(facts.terminated), "truncated": False}
-        for entry in self.fields:
-            found = ends.get(entry.name)
+        for position, name in self.end_names.items():
+            entry, found = self.fields[position], ends.get(name)
             if found is None:
                 continue
             final = found.records - 1

@@ -35,20 +35,24 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
 
     Raises:
         TypeError: torch has no dtype for a leaf.
-        CorpusError: two fields fill one column.
+        CorpusError: two fields fill one column, or one a column below that of the other.
     """
     specs: dict[Key, ColumnSpec] = {}
+    sources: dict[Key, str] = {}
 
-    def add(key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def add(
+        key: Key, shape: tuple[int, ...], dtype: torch.dtype, source: str = "the engine"
+    ) -> None:
         if key in specs:
             raise CorpusError(
-                f"layout {plan.layout.name!r}: two of its fields fill the column {key} [V10]"
+                f"layout {plan.layout.name!r}: two of its fields fill the column {key}: "
+                f"{sources[key]} and {source} [V10]"
             )
-        specs[key] = ColumnSpec(key, shape, dtype)
+        specs[key], sources[key] = ColumnSpec(key, shape, dtype), source
 
     for leaf in plan.leaves:
         for target in leaf.targets:
-            add(target.key, leaf.shape, torch_dtype(leaf.stored))
+            add(target.key, leaf.shape, torch_dtype(leaf.stored), repr(leaf.path))
     for key in presence(plan):
         add(key, (), torch.bool)
     for name in DEFAULT_DONE_KEYS:
@@ -58,6 +62,13 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
         add(OBSERVED_KEY, (1,), torch.bool)
     for name in ("episode", "seed"):
         add((name,), (), torch.int64)
+    for key in specs:
+        above = next((key[:size] for size in range(1, len(key)) if key[:size] in specs), None)
+        if above is not None:
+            raise CorpusError(
+                f"layout {plan.layout.name!r}: {sources[above]} fills the column {above}, and "
+                f"{sources[key]} the column {key} below it; give one of them another key [V10]"
+            )
     return list(specs.values())
 
 

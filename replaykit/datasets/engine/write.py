@@ -162,7 +162,7 @@ class _StretchWriter:
         self._writer = writer
         self._stretch = stretch
         self._reader = StretchReader(file, stretch, writer._block_bytes, self._give_up)
-        self._checks = StretchChecks(stretch, writer._judge)
+        self._checks = StretchChecks(stretch, writer._judge, writer._flags.outcomes)
         self._storing = Storing(stretch, writer._columns, writer.statistics, writer._judge)
         self._known_runs: dict[tuple[int, bool, int], Runs] = {}
 

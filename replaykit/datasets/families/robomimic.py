@@ -160,6 +160,7 @@ class RobosuiteLayout(Layout):
             Field("/", "info", before=("info",), required=False),
         )
         object.__setattr__(self, "fields", fields)
+        super().__post_init__()
 
     def resolve(self, file: H5File, place: Place) -> Layout:
         """Refuses files that look alike, and those without the actions that are asked for."""
