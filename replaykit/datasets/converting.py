@@ -20,7 +20,14 @@ from replaykit.datasets.http_cache import WebFile
 from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.planning import room_needed_at
-from replaykit.datasets.sources import Sources, names_of, require_plain, sha256_of
+from replaykit.datasets.sources import (
+    SUFFIXES,
+    Sources,
+    h5_below,
+    names_of,
+    require_plain,
+    sha256_of,
+)
 from replaykit.errors import CorpusError
 
 __all__ = [
@@ -34,7 +41,6 @@ __all__ = [
     "paths_of",
 ]
 
-_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 _WEB: Final = ("http://", "https://")
 
 Files = (
@@ -69,8 +75,9 @@ def convert(
     Args:
         files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
             ``.hdf``), as paths or ``file://`` URLs; or ``http://`` and ``https://`` URLs, which are
-            fetched as by `download`. A mapping gives the SHA-256 of each, or None. The order of
-            rows is that of the paths.
+            fetched as by `download`. Links to files are followed, those in such a directory too,
+            and links to directories in it are not. A mapping gives the SHA-256 of each, or None.
+            The order of rows is that of the paths.
         layout: how the files are laid out; see `Layout`. What its parts are must show in their
             ``repr``, as it does for dataclasses.
         dest: directory of the data set.
@@ -83,8 +90,8 @@ def convert(
     Raises:
         CorpusError: a file breaks a rule of its layout, or is not the one of its SHA-256; names
             file, episode, key and rule. It is a ValueError.
-        ValueError: the policies name a key or dtype that no file has; a file is a pipe or a
-            device, or has a name that is not UTF-8.
+        ValueError: the policies name a key or dtype that no file has; a file is a pipe, a device
+            or a socket, also in a directory that is searched; or its name is not UTF-8.
         FileNotFoundError: a file is not there, or a directory holds none.
         DownloadError, PermissionError: as `download` does.
         OSError: a file cannot be read, or there is no room; names the file. Before a download:
@@ -267,9 +274,9 @@ def _paths(files: Files) -> list[Path]:
         if not path.is_dir():
             paths.append(path)
             continue
-        found = [each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()]
+        found = h5_below(path)
         if not found:
-            raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(_SUFFIXES)}")
+            raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(SUFFIXES)}")
         paths.extend(found)
     return paths
 

@@ -8,13 +8,24 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.signature import check_signature
 from replaykit.errors import CorpusError
 
-__all__ = ["SourceFile", "Sources", "names_of", "require_plain", "sha256_of"]
+__all__ = [
+    "SUFFIXES",
+    "SourceFile",
+    "Sources",
+    "h5_below",
+    "names_of",
+    "require_plain",
+    "sha256_of",
+]
+
+SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
+"""How the names of H5 files end that are looked for in a folder."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +146,31 @@ def names_of(paths: Iterable[str | Path]) -> list[tuple[Path, str]]:
 
 
 def require_plain(path: Path) -> None:
-    """Checks that a path is no pipe, device or socket: who opens one may wait for ever.
+    """Checks that a path is no pipe, device or socket: opening one may wait for ever.
 
     Raises:
-        ValueError: it is one. A path that is not there is for others to tell of.
+        ValueError: it is one, or a link to one. A path that is not there is no error here.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path}: expected a file, got a pipe, a device or a socket")
+        raise ValueError(
+            f"{path}: expected a file, got a pipe, a device or a socket, which is not opened: "
+            "remove it, or name the files one by one"
+        )
+
+
+def h5_below(folder: Path) -> list[Path]:
+    """Returns the H5 files below a folder that a user names, by their suffixes.
+
+    Links to files are followed, since folders of downloads and of selections are made of them.
+    Links to folders are not, which may lead in circles.
+
+    Raises:
+        ValueError: a path with such a suffix is a pipe, a device or a socket.
+    """
+    found = [each for each in folder.rglob("*") if each.suffix in SUFFIXES]
+    for each in found:
+        require_plain(each)
+    return [each for each in found if each.is_file()]
 
 
 def sha256_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Final
 from replaykit.checkpoint import FORMAT as CHECKPOINT
 from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.manifest import FORMAT as CORPUS
+from replaykit.datasets.sources import h5_below, require_plain
 from replaykit.inspection.checkpoint import opened_checkpoint
 from replaykit.inspection.corpus import corpus_facts
 from replaykit.inspection.facts import Facts
@@ -22,14 +23,14 @@ __all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened"]
 
 MOST_BYTES: Final = 64 << 20
 """Bytes of a key that statistics look at, where they are not known already."""
-_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 
 
 def kind_of(path: Path) -> str:
     """Returns ``corpus``, ``checkpoint``, ``buffer``, ``H5 file`` or ``H5 folder``.
 
     Raises:
-        FileNotFoundError: there is nothing. ValueError: a folder holds none of these.
+        FileNotFoundError: there is nothing. ValueError: a folder holds none of these; or the path,
+            or an H5 file in the folder, is a pipe, a device or a socket.
 
     Example:
         >>> from pathlib import Path
@@ -40,6 +41,7 @@ def kind_of(path: Path) -> str:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there")
+    require_plain(path)
     if path.is_file():
         return "H5 file"
     said = _format(path / "manifest.json")
@@ -68,11 +70,17 @@ def _format(manifest: Path) -> str | None:
 
 
 def h5_files(path: Path) -> list[Path]:
-    """Returns the H5 files of a folder, by natural order, or the file itself."""
+    """Returns the H5 files of a folder, by natural order, or the file itself.
+
+    Links to files in the folder are followed, as by `convert`.
+
+    Raises:
+        ValueError: one is a pipe, a device or a socket.
+    """
+    require_plain(path)
     if path.is_file():
         return [path]
-    found = [each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()]
-    return sorted(found, key=lambda each: natural_key(str(each)))
+    return sorted(h5_below(path), key=lambda each: natural_key(str(each)))
 
 
 @contextmanager
