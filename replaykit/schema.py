@@ -1,12 +1,12 @@
 """The fixed layout of a record: what later data must look like, and why it does not.
 
-The first write fixes the keys, the feature shapes and the dtypes. Nothing is cast, broadcast,
-filled in or left out afterwards.
+The first write fixes the keys, the feature shapes and the dtypes. Tensors and arrays are never
+cast, broadcast, filled in or left out afterwards. Numbers take the dtype of their column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -275,7 +275,7 @@ def take_apart(
         single: ``data`` has no time dimension; one of size 1 is added.
         time_dim: dimension of the data that is time; it is exchanged with dimension 0.
         optional: paths that are left out where the schema has none of them.
-        schema: the storage's schema, if there is one already.
+        schema: the storage's schema, if there is one already. Numbers take its dtypes.
 
     Flags (``done``, ``terminated``, ``truncated``, at the root and under ``next``) of a
     TensorDict given without a trailing dimension get one. The reserved keys ``index`` and
@@ -287,19 +287,29 @@ def take_apart(
             that differ in layout.
     """
     drop = frozenset(path for path in optional if schema is not None and path not in schema.leaves)
+    stored: Mapping[Path, Leaf] = {} if schema is None else schema.leaves
     if isinstance(data, list) and not single and ndim:
-        return _stack(
-            [
-                take_apart(
-                    row, ndim, single=True, time_dim=time_dim, optional=optional, schema=schema
-                )
-                for row in data
-            ]
-        )
+        rows: list[Rows] = []
+        for row in data:
+            rows.append(_taken_apart(row, ndim, True, time_dim, drop, stored))
+            if schema is None:  # numbers take the dtypes of the first row
+                stored = dict(leaf_paths(rows[0].root))
+        return _stack(rows)
+    return _taken_apart(data, ndim, single, time_dim, drop, stored)
+
+
+def _taken_apart(
+    data: Any,
+    ndim: int,
+    single: bool,
+    time_dim: int,
+    drop: frozenset[Path],
+    stored: Mapping[Path, Leaf],
+) -> Rows:
     if time_dim:
         data = _exchange(data, time_dim, single)
         single = False
-    rules = Rules(drop)
+    rules = Rules(drop, stored=stored)
     if is_tensordict(data):
         rules = Rules(drop | _RESERVED_PATHS, FLAG_KEYS, data.batch_dims)
     root, leaves = flatten(data, ndim - single, rules)

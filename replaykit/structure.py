@@ -36,6 +36,7 @@ __all__ = [
     "Node",
     "Path",
     "Rules",
+    "as_stored",
     "build",
     "flatten",
     "from_json",
@@ -116,11 +117,13 @@ class Rules:
 
     ``drop`` names paths to leave out, with everything below them. ``columns`` names leaves that
     get a trailing dimension of size 1 when they come with just ``column_ndim`` dimensions.
+    ``stored`` has the leaves of a schema: numbers take the dtype of theirs, as `as_stored` says.
     """
 
     drop: frozenset[Path] = frozenset()
     columns: frozenset[Path] = frozenset()
     column_ndim: int = 0
+    stored: Mapping[Path, Leaf] = field(default_factory=dict)
 
 
 def flatten(
@@ -189,6 +192,8 @@ def _flatten(
     if isinstance(data, Mapping):
         items, kind = list(data.items()), "mapping"
     elif (numbers := from_numbers(data, path)) is not None:
+        if path in rules.stored:
+            numbers = as_stored(numbers, rules.stored[path].dtype)
         return _flatten(numbers, ndim, path, leaves, rules)
     elif isinstance(data, (tuple, list)):
         items, kind = list(enumerate(data)), "sequence"
@@ -303,6 +308,31 @@ def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
             f"key {_at(path)}: expected numbers of one shape that torch can hold ({error})"
         ) from None
     return from_numpy(array, path)
+
+
+def as_stored(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in the dtype of their column, if it can hold numbers of their kind.
+
+    A column of floats takes ints and floats. A column of ints takes ints in its range. A column of
+    bools takes bools only. Numbers that do not fit are returned as they are.
+
+    Example:
+        >>> import torch
+        >>> from replaykit.structure import as_stored
+        >>> as_stored(torch.tensor(-100), torch.float32)
+        tensor(-100.)
+        >>> as_stored(torch.tensor(300), torch.uint8).dtype
+        torch.int64
+    """
+    own = numbers.dtype
+    if own == dtype or torch.bool in (own, dtype) or own.is_complex:
+        return numbers
+    if dtype.is_floating_point or dtype.is_complex:
+        return numbers.to(dtype)
+    if own.is_floating_point:
+        return numbers
+    cast = numbers.to(dtype)
+    return cast if torch.equal(cast.to(own), numbers) else numbers
 
 
 _NUMBERS = (bool, int, float, complex, np.generic)

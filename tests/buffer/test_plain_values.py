@@ -127,8 +127,8 @@ def test_steps_of_all_lanes_may_be_lists() -> None:
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        ({"reward": 1, "x": 1.0}, "key 'reward': expected float32 .., got int64"),
-        ({"reward": np.float64(1), "x": 1.0}, "key 'reward': expected float32 .., got float64"),
+        ({"reward": True, "x": 1.0}, "key 'reward': expected float32 .., got bool"),
+        ({"reward": np.ones(()), "x": 1.0}, "key 'reward': expected float32 .., got float64"),
         ({"reward": 1.0}, "key 'x': expected float32 .., got nothing"),
         ({"reward": 1.0, "x": [1.0]}, r"key 'x': expected float32 \[\], got float32 \[1\]"),
         ({"reward": [1.0, [2.0]], "x": 1.0}, "key 'reward': expected numbers of one shape"),
@@ -136,7 +136,7 @@ def test_steps_of_all_lanes_may_be_lists() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(later: Any, message: str) -> None:
-    """Nothing is cast: the first write fixes the dtypes, as for tensors."""
+    """The first write fixes the dtypes; arrays are not cast, and bools are no numbers."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.add({"reward": 0.5, "x": 1.0})
     with pytest.raises(SchemaError, match=message):
@@ -145,6 +145,42 @@ def test_what_does_not_fit_is_refused_by_name(later: Any, message: str) -> None:
         rb.extend([{"reward": 0.5, "x": 1.0}, later])
     assert (len(rb), rb.write_count, rb.storage.ledger.cursor) == (1, 1, 1)
     assert {key: column.tolist() for key, column in rb[:].items()} == {"reward": [0.5], "x": [1.0]}
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize("reward", [-100, np.float64(-100), np.int8(-100), np.float32(-100)])
+def test_numbers_take_the_dtype_of_their_column(storage: Any, reward: Any) -> None:
+    """LunarLander gives a float for most steps, and an int when it crashes."""
+    rb = ReplayBuffer(storage=storage(10))
+    rb.add({"reward": 0.5, "done": False})
+    rb.add({"reward": reward, "done": True})
+    rb.extend([{"reward": reward, "done": True}, {"reward": 2.5, "done": False}])
+    rb.extend([{"reward": 0.25, "done": False}, {"reward": reward, "done": True}])
+    found = rb[:]["reward"]
+    assert found.tolist() == [0.5, -100, -100, 2.5, 0.25, -100]
+    if storage is LazyTensorStorage:
+        assert found.dtype == torch.float32
+
+
+def test_a_first_list_of_rows_has_the_dtypes_of_its_first_row() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend([{"reward": 0.5}, {"reward": -100}])
+    assert torch.equal(rb[:]["reward"], torch.tensor([0.5, -100.0]))
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [(np.uint8(1), 300), (np.uint8(1), -1), (1, 1.0), (True, 1), (1, True), (1.0, 1j)],
+    ids=str,
+)
+def test_numbers_that_their_column_cannot_hold_are_refused(first: Any, later: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.add({"a": first})
+    with pytest.raises(SchemaError, match="key 'a': expected"):
+        rb.add({"a": later})
+    with pytest.raises(SchemaError, match="key 'a': expected"):
+        rb.extend([{"a": first}, {"a": later}])
+    assert len(rb) == 1
 
 
 @pytest.mark.parametrize("value", ["text", None, object(), np.str_("a"), {1, 2}, [1, "a"], b"x"])
