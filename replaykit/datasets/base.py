@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.converting import (
     Files,
     digest_of,
@@ -37,13 +38,12 @@ from replaykit.datasets.selection import Episodes, chosen_episodes
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.split import SPLIT_FORM, ensure_split
 from replaykit.keywords import checked_keywords, refuse_unknown
-from replaykit.samplers import Sampler
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
 __all__ = ["BaseDatasetExperienceReplay"]
 
 
-class BaseDatasetExperienceReplay(CorpusExperienceReplay):
+class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
     """A ReplayBuffer over a published corpus.
 
     A corpus class says which data sets there are, where their files are and how they lie in them:
@@ -117,7 +117,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay):
         *,
         root: str | Path | None = None,
         download: bool | str = True,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
 from replaykit.datasets.engine.finding import natural_key
@@ -147,7 +148,13 @@ def convert(
     return CorpusExperienceReplay(published)
 
 
-def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> CorpusExperienceReplay:
+def open(
+    dest: str | Path,
+    batch_size: int | None = None,
+    *,
+    sampler: SamplerT | Callable[[], SamplerT] | None = None,
+    **kwargs: Any,
+) -> CorpusExperienceReplay[SamplerT]:
     """Opens a data set that was converted before; see `CorpusExperienceReplay`.
 
     Example:
@@ -156,7 +163,7 @@ def open(dest: str | Path, batch_size: int | None = None, **kwargs: Any) -> Corp
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: ...
     """
-    return CorpusExperienceReplay(dest, batch_size, **kwargs)
+    return CorpusExperienceReplay(dest, batch_size, sampler=sampler, **kwargs)
 
 
 def local_sources(

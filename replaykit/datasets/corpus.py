@@ -11,18 +11,19 @@ import torch
 from tensordict import TensorDict
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.mapped import MappedStorage
 from replaykit.datasets.opened import Published
 from replaykit.datasets.preprocess import preprocess_rows
 from replaykit.datasets.publish import open_published
 from replaykit.datasets.selection import Episodes, chosen_episodes
-from replaykit.storages import TensorStorage
-from replaykit.writers import ImmutableDatasetWriter
+from replaykit.storages import Storage, TensorStorage
+from replaykit.writers import ImmutableDatasetWriter, Writer
 
 __all__ = ["CorpusExperienceReplay"]
 
 
-class CorpusExperienceReplay(ReplayBuffer):
+class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]):
     """A ReplayBuffer over a published data set: its rows as transitions, its episodes as a table.
 
     Args:
@@ -35,8 +36,9 @@ class CorpusExperienceReplay(ReplayBuffer):
             behind an ``@``, as in ``"0%:80%@7"``.
         episodes: only these: positions in the episode table, a slice of it, or a function that
             gets the table and returns bool ``[E]``. With ``split``: those of both.
-        kwargs: other keywords of ReplayBuffer, such as ``sampler``, ``transform``,
-            ``generator``; not ``storage``.
+        sampler: which rows come next, or a function that makes it; ``RandomSampler()``.
+        kwargs: other keywords of ReplayBuffer, such as ``transform``, ``generator``; not
+            ``storage``.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
@@ -62,6 +64,7 @@ class CorpusExperienceReplay(ReplayBuffer):
         *,
         split: str | None = None,
         episodes: Episodes | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("writer", ImmutableDatasetWriter())
@@ -70,7 +73,7 @@ class CorpusExperienceReplay(ReplayBuffer):
             published = path if isinstance(path, Published) else open_published(path)
             return MappedStorage(published, chosen_episodes(published, split, episodes))
 
-        super().__init__(storage=mapped, batch_size=batch_size, **kwargs)
+        super().__init__(storage=mapped, sampler=sampler, batch_size=batch_size, **kwargs)
 
     @property
     def published(self) -> Published:

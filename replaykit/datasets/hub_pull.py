@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.checksum import crc32_of_file
 from replaykit.datasets.corpus import CorpusExperienceReplay
 from replaykit.datasets.hub import HubFile, HubListing, fetch, list_files
@@ -40,8 +41,9 @@ def pull(
     token: str | None = None,
     progress: bool | Callable[[Progress], object] = False,
     retry: Retry = Retry(),  # noqa: B008 - frozen
+    sampler: SamplerT | Callable[[], SamplerT] | None = None,
     **kwargs: Any,
-) -> CorpusExperienceReplay:
+) -> CorpusExperienceReplay[SamplerT]:
     """Opens a data set of a Hub repository, and fetches it first where it is not there.
 
     The revision is resolved to a commit, every file is fetched at that commit and verified against
@@ -60,7 +62,8 @@ def pull(
         token: for repositories that are not public; by default the client's own.
         progress: True for a bar on stderr, or a function that is called with a `Progress`.
         retry: how long to go on with a server that fails.
-        kwargs: other arguments of `CorpusExperienceReplay`, such as ``sampler`` or ``split``.
+        sampler: which rows come next; ``RandomSampler()``.
+        kwargs: other arguments of `CorpusExperienceReplay`, such as ``split``.
 
     Raises:
         FileNotFoundError: no such repository or revision, or no data set in it; or offline mode,
@@ -96,7 +99,7 @@ def pull(
 
     published = ensure_published(folder / commit, build)
     _remember(folder, wanted, published.path.name)
-    return CorpusExperienceReplay(published.path, batch_size, **kwargs)
+    return CorpusExperienceReplay(published.path, batch_size, sampler=sampler, **kwargs)
 
 
 def _receive(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.nearest import meant, nearest
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 
-class _OwnFiles(BaseDatasetExperienceReplay):
+class _OwnFiles(BaseDatasetExperienceReplay[SamplerT]):
     """A corpus of which not everything can be fetched: any id may name files of one's own."""
 
     any_id = True
@@ -71,7 +73,7 @@ class _D4RLIds:
         return d4rl_ids()
 
 
-class D4RLExperienceReplay(_OwnFiles):
+class D4RLExperienceReplay(_OwnFiles[SamplerT]):
     """Transitions of D4RL files of any release.
 
     Files are fetched over plain HTTP from their authors, or from the folder that the environment's
@@ -125,7 +127,7 @@ class D4RLExperienceReplay(_OwnFiles):
         return None if file is None else WebFiles((file,))
 
 
-class IsaacLabExperienceReplay(_OwnFiles):
+class IsaacLabExperienceReplay(_OwnFiles[SamplerT]):
     """Transitions of demonstrations that Isaac Lab has recorded, given with ``source``.
 
     See `IsaacLabLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
@@ -141,7 +143,7 @@ class IsaacLabExperienceReplay(_OwnFiles):
     layout = ISAACLAB
 
 
-class AlohaExperienceReplay(_OwnFiles):
+class AlohaExperienceReplay(_OwnFiles[SamplerT]):
     """Transitions of episodes of ALOHA and ACT, one file each, given with ``source``.
 
     See `AlohaLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
@@ -157,7 +159,7 @@ class AlohaExperienceReplay(_OwnFiles):
     layout = ALOHA
 
 
-class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
+class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of robomimic's simulated demonstrations, and of robosuite's raw ones.
 
     Ids are ``task/kind/name``; those named ``demo`` hold simulator states only. ``split`` takes
@@ -190,7 +192,7 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay):
         return robomimic_remote(dataset_id)
 
 
-class LiberoExperienceReplay(BaseDatasetExperienceReplay):
+class LiberoExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of LIBERO's demonstrations, a suite of tasks an id.
 
     See `LiberoLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Liu
@@ -217,7 +219,7 @@ class LiberoExperienceReplay(BaseDatasetExperienceReplay):
         return HubFiles(cls.repository, dataset_id, "_demo.hdf5")
 
 
-class MinariExperienceReplay(BaseDatasetExperienceReplay):
+class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of Minari's data sets in HDF5 storage.
 
     Ids are Minari's, such as ``D4RL/door/human-v2``: the first part names the repository below
@@ -262,7 +264,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         return HubFiles(f"{cls.owner}/{namespace}", rest, ".hdf5", beside=("/metadata.json",))
 
 
-class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
+class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of ManiSkill's demonstrations, with what the JSON file beside them says.
 
     Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``; those listed are by
@@ -301,7 +303,7 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay):
         return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", beside=(".json",))
 
 
-class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of V-D4RL: pixels of 84 by 84, in shards that an episode may cross.
 
     Ids are folders of the repository; those that are listed are the main tasks, and others, such as
@@ -357,7 +359,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         return HubFiles(cls.repository, dataset_id, ".hdf5", natural=True)
 
 
-_FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
+_FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay[Any]]]] = {
     family.corpus: family
     for family in (
         RobosetExperienceReplay,
@@ -373,12 +375,19 @@ _FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay]]] = {
 }
 
 
-def load_dataset(name: str, batch_size: int, **kwargs: Any) -> BaseDatasetExperienceReplay:
+def load_dataset(
+    name: str,
+    batch_size: int,
+    *,
+    sampler: SamplerT | Callable[[], SamplerT] | None = None,
+    **kwargs: Any,
+) -> BaseDatasetExperienceReplay[SamplerT]:
     """Constructs a data set by one name: ``family:id``.
 
     Args:
         name: such as ``"robomimic:lift/ph/low_dim"``.
-        batch_size, kwargs: as for the class of the family, such as ``policies`` and ``workers``.
+        batch_size, sampler, kwargs: as for the class of the family, such as ``policies`` and
+            ``workers``.
 
     Raises:
         ValueError: a family that there is not, or what the class raises.
@@ -390,7 +399,7 @@ def load_dataset(name: str, batch_size: int, **kwargs: Any) -> BaseDatasetExperi
         ValueError: expected name as family:id with one of the families ['aloha', 'd4rl', ...
     """
     family, dataset_id = _family(name)
-    return family(dataset_id, batch_size, **kwargs)
+    return family(dataset_id, batch_size, sampler=sampler, **kwargs)
 
 
 def plan(name: str, *, root: str | Path | None = None) -> DownloadPlan:
@@ -417,7 +426,7 @@ def plan(name: str, *, root: str | Path | None = None) -> DownloadPlan:
     return family.plan(dataset_id, root=root)
 
 
-def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay], str]:
+def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay[Any]], str]:
     family, colon, dataset_id = name.partition(":")
     if not colon or family not in _FAMILIES:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
+from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.converting import local_paths
 from replaykit.datasets.engine.layout import Layout
@@ -32,7 +33,7 @@ _BY_TASK = (
 )
 
 
-class RobosetExperienceReplay(BaseDatasetExperienceReplay):
+class RobosetExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of the simulated RoboSet tasks, and of recordings of real robots.
 
     The files of a data set are fetched from the Hub repository ``jdvakil/RoboSet_Sim`` at one
