@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,7 +18,7 @@ from replaykit.buffer.sampling import Sampling
 __all__ = ["BufferLoader", "Loading", "LoadingElsewhere"]
 
 
-class BufferLoader(DataLoader):
+class BufferLoader(DataLoader[DataT]):
     """A ``DataLoader`` over a buffer that counts what it has delivered; made by ``rb.dataloader``.
 
     Every iteration is another epoch: another pass, or other streams. One iteration at a time. Where
@@ -65,7 +65,7 @@ class BufferLoader(DataLoader):
         self._resumed = False
         self._turn: object = None
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[DataT]:  # type: ignore[override]
         if self.step and not self._resumed:
             self.epoch, self.step = self.epoch + 1, 0
         self._resumed = False
@@ -145,7 +145,7 @@ class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
         persistent_workers: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
-    ) -> BufferLoader:
+    ) -> BufferLoader[DataT]:
         """Returns a ``DataLoader`` of batches that worker processes draw, read and transform.
 
         See `BufferDataset` for what they draw and which rows they can read, and
@@ -198,7 +198,7 @@ class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
         )
 
 
-class LoadingElsewhere(Elsewhere):
+class LoadingElsewhere(Elsewhere, Generic[DataT]):
     """``dataloader`` of a handle."""
 
     def dataloader(
@@ -217,7 +217,7 @@ class LoadingElsewhere(Elsewhere):
         persistent_workers: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
-    ) -> BufferLoader:
+    ) -> BufferLoader[DataT]:
         """Returns a ``DataLoader`` whose worker processes ask for batches, each with a seed and a
         handle of its own. They are made where the rows are: without workers, and with
         ``client(prefetch=n)``, less processes wait for them.

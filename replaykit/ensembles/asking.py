@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replaykit.buffer.elsewhere import Piece
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.random_states import random_state, set_random_state
 from replaykit.ensembles.core import EnsembleCore
 from replaykit.ensembles.drawn import EnsembleDrawn, Part
@@ -23,7 +24,7 @@ from replaykit.pace import checked_timeout
 __all__ = ["Asking", "lost"]
 
 
-class Asking(EnsembleCore):
+class Asking(EnsembleCore[DataT]):
     """What an ensemble asks of members elsewhere, and when it waits for them.
 
     Who is chosen is asked for rows while the lock is held, which does not wait; the answers are

@@ -11,6 +11,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.core import as_chain
 from replaykit.buffer.elsewhere import Elsewhere
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.ensembles.elsewhere import Member, as_given, as_member
 from replaykit.ensembles.pairs import naming_member
@@ -24,7 +25,7 @@ from replaykit.transforms import Compose
 __all__ = ["EnsembleCore"]
 
 
-class EnsembleCore(ReplayBuffer):
+class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterEnsemble]):
     """Composes members. What they are made of is theirs alone: nothing of it is copied here.
 
     Locks: that of the StorageEnsemble guards what is the ensemble's own (the choice of members, the
@@ -39,7 +40,7 @@ class EnsembleCore(ReplayBuffer):
     @checked_keywords
     def __init__(
         self,
-        *rbs: ReplayBuffer | Elsewhere,
+        *rbs: ReplayBuffer[DataT] | Elsewhere,
         storages: StorageEnsemble | None = None,
         samplers: SamplerEnsemble | None = None,
         writers: WriterEnsemble | None = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from replaykit._compat import TensorDict
 from replaykit.buffer.drawing import Lent, show
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.random_states import random_state, set_random_state
 from replaykit.ensembles.asking import Asking, lost
 from replaykit.ensembles.batches import Places, flat_rows, length_of, select, sliced, stacked
@@ -28,9 +29,45 @@ from replaykit.transfer import pin, to_device
 __all__ = ["EnsembleDrawing"]
 
 
-class EnsembleDrawing(Asking):
+class EnsembleDrawing(Asking[DataT]):
     """``sample``, ``can_sample``, iteration, prefetch."""
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[DataT, TensorDict]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[DataT, TensorDict]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT | tuple[DataT, TensorDict]: ...
     def sample(
         self,
         batch_size: int | None = None,
@@ -82,7 +119,7 @@ class EnsembleDrawing(Asking):
             >>> bool((batch["x"] == rows).all())
             True
         """
-        found = super().sample(batch_size, return_info, include_info, timeout=timeout)
+        found: Any = super().sample(batch_size, return_info, include_info, timeout=timeout)
         if not return_info:
             return found
         data, info = found

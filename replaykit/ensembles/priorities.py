@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from replaykit._compat import TensorDict, as_tensor, is_tensordict, lookup
+from replaykit.buffer.generic import DataT
 from replaykit.ensembles.core import EnsembleCore
 from replaykit.ensembles.elsewhere import Member
 from replaykit.ensembles.pairs import naming_member
@@ -34,7 +35,7 @@ class Routed(NamedTuple):
     key: Key
 
 
-class EnsemblePriorities(EnsembleCore):
+class EnsemblePriorities(EnsembleCore[DataT]):
     """``update_priority``, ``update_tensordict_priority``."""
 
     def update_tensordict_priority(self, data: Any) -> None:

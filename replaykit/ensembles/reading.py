@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any, overload
 
 import torch
+from typing_extensions import Self
 
 from replaykit._compat import is_tensordict
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.generic import DataT
 from replaykit.ensembles.batches import Places, length_of, select, stacked
 from replaykit.ensembles.choosing import chosen
 from replaykit.ensembles.core import EnsembleCore
@@ -17,9 +22,21 @@ from replaykit.structure import map_leaves
 __all__ = ["EnsembleReading"]
 
 
-class EnsembleReading(EnsembleCore):
+class EnsembleReading(EnsembleCore[DataT]):
     """``ensemble[...]``."""
 
+    @overload  # type: ignore[override]
+    def __getitem__(self, index: int) -> ReplayBuffer[DataT]: ...
+    @overload
+    def __getitem__(self, index: tuple[Any, str]) -> Any: ...
+    @overload
+    def __getitem__(self, index: tuple[Any, Any]) -> DataT: ...
+    @overload
+    def __getitem__(
+        self, index: slice | EllipsisType | Sequence[int] | Sequence[bool] | torch.Tensor
+    ) -> Self: ...
+    @overload
+    def __getitem__(self, index: Any) -> Any: ...
     def __getitem__(self, index: Any) -> Any:
         """Returns a member, an ensemble of several, or rows of members.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from replaykit.buffer.generic import DataT
 from replaykit.ensembles.priorities import EnsemblePriorities
 from replaykit.ensembles.reading import EnsembleReading
 from replaykit.ensembles.saving import EnsembleSaving
@@ -11,7 +12,9 @@ __all__ = ["ReplayBufferEnsemble"]
 
 
 @named_after
-class ReplayBufferEnsemble(EnsembleReading, EnsemblePriorities, EnsembleSaving):
+class ReplayBufferEnsemble(
+    EnsembleReading[DataT], EnsemblePriorities[DataT], EnsembleSaving[DataT]
+):
     """Several buffers sampled as one: data sets, online buffers, ensembles, in any mixture.
 
     A batch of B rows has K parts of ``B // K`` rows, each of one member, and batch size

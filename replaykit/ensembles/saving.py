@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.buffer.state import continue_draws, generator_state, saved_generator
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
@@ -49,7 +50,7 @@ __all__ = ["EnsembleSaving"]
 _OWN = "ensemble"
 
 
-class EnsembleSaving(EnsembleDrawing):
+class EnsembleSaving(EnsembleDrawing[DataT]):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, pickling."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:

@@ -6,8 +6,9 @@ import functools
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
+from replaykit.buffer.generic import DataT
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
@@ -23,7 +24,7 @@ __all__ = ["RayReplayBufferClient"]
 
 
 @named_after
-class RayReplayBufferClient(Loaded):
+class RayReplayBufferClient(Loaded[DataT]):
     """A buffer in a Ray actor, to be used like the buffer itself: the same methods, arguments,
     results and errors.
 
@@ -168,8 +169,53 @@ class RayReplayBufferClient(Loaded):
     def _write_alone(self, name: str, data: Any, keywords: Mapping[str, Any]) -> Any:
         return self._submit(name, (data,), keywords)
 
+    # -- reading ------------------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
+    @overload
+    def __getitem__(self, index: Any) -> DataT: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._invoke("__getitem__", (index,), {})
+
     # -- sampling -----------------------------------------------------------------------------
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
     def sample(
         self,
         batch_size: int | None = None,
@@ -228,7 +274,7 @@ class RayReplayBufferClient(Loaded):
     def _request_ahead(self, count: int) -> list[Reply]:
         return _replies(self._method(f"sample_{count}", "sampling", count).remote(), count)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[DataT]:
         """Yields batches until the sampler has run out, by ``next``.
 
         Raises:
@@ -241,7 +287,7 @@ class RayReplayBufferClient(Loaded):
             )
         return iter(self.next, None)
 
-    def next(self) -> Any:
+    def next(self) -> DataT | None:
         """Returns the next batch of the buffer's own iteration, which all handles share; None at
         its end, then starts over. With ``prefetch`` further ones of the same pass are under way."""
         self._outbox.send()

@@ -213,9 +213,6 @@ class Forwarding:
     def __len__(self) -> int:
         return int(self._invoke("__len__", (), {}))
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._invoke("__getitem__", (index,), {})
-
     def __setitem__(self, index: Any, value: Any) -> None:
         self._invoke("__setitem__", (index, value), {})
 

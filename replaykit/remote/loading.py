@@ -11,6 +11,7 @@ import torch
 from replaykit._ray import Carried
 from replaykit.buffer.core import checked_batch_size
 from replaykit.buffer.elsewhere import Asked, MemberFacts
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.loading import LoadingElsewhere
 from replaykit.remote.forwarding import Forwarding
 from replaykit.remote.replies import RemoteResult, Reply, fetch
@@ -20,7 +21,7 @@ __all__ = ["Loaded"]
 _SEEDS = 2**62
 
 
-class Loaded(Forwarding, LoadingElsewhere):
+class Loaded(Forwarding, LoadingElsewhere[DataT]):
     """``dataloader``, and what `BufferDataset` asks for."""
 
     def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
@@ -82,7 +83,7 @@ class Loaded(Forwarding, LoadingElsewhere):
         self._before(name)
         return self._method(name, None).remote(*args)
 
-    def _handed_on(self) -> Loaded:
+    def _handed_on(self) -> Loaded[DataT]:
         from replaykit.remote.client import RayReplayBufferClient
 
         return RayReplayBufferClient(

@@ -8,8 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from typing_extensions import Self
+
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.generic import DataT
 from replaykit.errors import ActorLost
 from replaykit.remote.client import RayReplayBufferClient
 from replaykit.remote.host import Host
@@ -31,7 +34,7 @@ _WAITING_SAMPLERS = 64
 """Samples that may wait for rows at one time, where the buffer has a rate limiter."""
 
 
-class RayReplayBuffer(RayReplayBufferClient):
+class RayReplayBuffer(RayReplayBufferClient[DataT]):
     """Starts a buffer in a Ray actor, and owns the actor.
 
     Has every method and property of the buffer, and those of `RayReplayBufferClient`; ``client()``
@@ -102,7 +105,7 @@ class RayReplayBuffer(RayReplayBufferClient):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayReplayBuffer stays where it is; hand out its client()")
 
-    def __enter__(self) -> RayReplayBuffer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,7 +113,7 @@ class RayReplayBuffer(RayReplayBufferClient):
 
     def client(
         self, *, prefetch: int = 0, write_rows: int = 0, write_seconds: float = 0.05
-    ) -> RayReplayBufferClient:
+    ) -> RayReplayBufferClient[DataT]:
         """Returns a handle that can be pickled, and does not end the actor.
 
         Args:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 
+from replaykit.buffer.generic import DataT
 from replaykit.keywords import named_after
 from replaykit.remote.client import checked_count
 from replaykit.sharding.facts import ShardLoss
@@ -23,7 +24,7 @@ __all__ = ["ShardedClient"]
 
 
 @named_after
-class ShardedClient(Loaded):
+class ShardedClient(Loaded[DataT]):
     """A handle of a sharded buffer, with all of its methods but those that end it.
 
     Made by ``ShardedReplayBuffer.client()``; it can be pickled and sent to other processes. Each
@@ -191,6 +192,10 @@ class ShardedClient(Loaded):
 
     # -- reading ------------------------------------------------------------------------------
 
+    @overload
+    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
+    @overload
+    def __getitem__(self, index: Any) -> DataT: ...
     def __getitem__(self, index: Any) -> Any:
         """Returns rows by index, transformed: an int, a list, or int64 ``[K]``.
 
@@ -315,7 +320,7 @@ class ShardedClient(Loaded):
         *,
         on_loss: Callable[[ShardLoss], None] | None = None,
         prefetch: int = 0,
-    ) -> ShardedClient:
+    ) -> ShardedClient[DataT]:
         """Returns another handle, which can be pickled where the shards are elsewhere.
 
         Args:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from replaykit.buffer.core import checked_batch_size
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.pacing import checked_limiter
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import checked_keywords
@@ -31,7 +33,7 @@ _SETTLING_S = 10.0
 """How long writes that a rate limiter holds up are waited for at the end."""
 
 
-class ShardedReplayBuffer(ShardedClient):
+class ShardedReplayBuffer(ShardedClient[DataT]):
     """One buffer whose rows lie in several processes or machines.
 
     A batch is one of a single buffer with all the rows: the same probabilities, the same weights.
@@ -214,7 +216,7 @@ class ShardedReplayBuffer(ShardedClient):
 
     shutdown = close
 
-    def __enter__(self) -> ShardedReplayBuffer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from replaykit._ray import Carried
 from replaykit.buffer.elsewhere import Asked, MemberFacts, Piece, Standing
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.loading import LoadingElsewhere
 from replaykit.sharding.draws import Draws, Pending
 from replaykit.sharding.membership import Members
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Loaded"]
 
 
-class Loaded(Sampled, LoadingElsewhere):
+class Loaded(Sampled[DataT], LoadingElsewhere[DataT]):
     """``dataloader``, and what `BufferDataset` asks for."""
 
     def __init__(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Literal, overload
 
 import torch
 
 from replaykit.buffer.core import checked_batch_size
+from replaykit.buffer.generic import DataT
 from replaykit.buffer.sampling import told_to_merge
 from replaykit.pace import RateLimiter
 from replaykit.sharding.ahead import Ahead, ShardedResult
@@ -22,7 +23,7 @@ from replaykit.sharding.tickets import Ticket
 __all__ = ["Sampled", "check_generator"]
 
 
-class Sampled(Streamed):
+class Sampled(Streamed, Generic[DataT]):
     """``sample``, ``sample_async``, ``can_sample``, iteration, and the generator."""
 
     def __init__(
@@ -68,6 +69,42 @@ class Sampled(Streamed):
         self._ahead.drop()
         self._generator = generator
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
     def sample(
         self,
         batch_size: int | None = None,
@@ -227,7 +264,7 @@ class Sampled(Streamed):
             )
         return self.batch_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[DataT]:
         """Yields batches for ever, and waits for a rate limiter without end.
 
         Raises:
@@ -240,11 +277,11 @@ class Sampled(Streamed):
             )
         return self._batches()
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[DataT]:
         while True:
             yield self.sample()
 
-    def next(self) -> Any:
+    def next(self) -> DataT:
         """Returns the next batch of an iteration, which has no end: draws are with replacement."""
         return self.sample()
 
@@ -252,7 +289,7 @@ class Sampled(Streamed):
 class _Sooner:
     """A batch that is asked for when somebody wants it, if not before. Thread-safe."""
 
-    def __init__(self, client: Sampled, size: int) -> None:
+    def __init__(self, client: Sampled[Any], size: int) -> None:
         self._client, self._size = client, size
         self._lock = threading.Lock()
         self._pending: Pending | None = None

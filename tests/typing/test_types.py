@@ -18,7 +18,10 @@ PROGRAM = Path(__file__).with_name("program.py")
 WRONG = """
 import torch
 from typing_extensions import assert_type
-from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import (
+    D4RLExperienceReplay, LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, ReplayBuffer,
+    ReplayBufferEnsemble, ShardedReplayBuffer, SliceSampler, datasets
+)
 
 rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 0.7, 0.5))
 assert_type(rb.sample(), torch.Tensor)  # error
@@ -30,6 +33,21 @@ data, info, more = rb.sample(return_info=True)  # error
 rb.sampler.slice_len  # error
 rb.storage.scratch_dir  # error
 ReplayBuffer(sampler=3)  # error
+D4RLExperienceReplay("x", 3, sampler=SliceSampler(slice_len=4)).sampler.alpha  # error
+D4RLExperienceReplay("x", 3, sampler=3)  # error
+datasets.open("x", sampler=SliceSampler(slice_len=4)).sampler.alpha  # error
+for batch in rb.dataloader(3):
+    assert_type(batch, torch.Tensor)  # error
+ensemble = ReplayBufferEnsemble(rb, rb)
+assert_type(ensemble.sample(), torch.Tensor)  # error
+assert_type(ensemble[:, 0], torch.Tensor)  # error
+ensemble[0].slice_len  # error
+shards = ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10))
+assert_type(shards.sample(), torch.Tensor)  # error
+assert_type(shards[...], torch.Tensor)  # error
+actor = RayReplayBuffer(storage=lambda: LazyTensorStorage(10))
+assert_type(actor.sample(), torch.Tensor)  # error
+assert_type(actor[0], torch.Tensor)  # error
 """
 
 STUB = """
