@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
+from replaykit.inspection.words import counted
 
 __all__ = ["inspect", "validate"]
 
@@ -145,7 +146,7 @@ def number(value: Any) -> str:
 def _tell_episodes(console: Any, episodes: Any, most: int) -> None:
     summary = episodes.summary()
     ends = ", ".join(f"{count:,} {end}" for end, count in summary["ends"].items())
-    console.print(Text.assemble((f"{summary['count']:,} episodes", "bold"), f": {ends}"))
+    console.print(Text.assemble((counted(summary["count"], "episode"), "bold"), f": {ends}"))
     spreads = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "min", "median", "mean", "max", "sum"):
         spreads.add_column(name, justify="left" if not name else "right")

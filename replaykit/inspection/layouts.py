@@ -23,6 +23,7 @@ from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
 from replaykit.inspection.facts import LayoutGuess
+from replaykit.inspection.words import counted
 
 __all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
 
@@ -160,7 +161,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     where = f"{first} ... {last}" if episodes > 1 else first
     records = sum(span.records for span in plan.spans)
     found = [
-        f"{episodes} episode{'s' * (episodes != 1)} where it says they are: {where}",
+        f"{counted(episodes, 'episode')} where it says they are: {where}",
         f"{records} records of {plan.layout.clock!r} make {plan.rows} rows",
     ]
     by_role: dict[str, list[str]] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from replaykit._version import __version__
 from replaykit.inspection.facts import Facts, KeyFacts
 from replaykit.inspection.style import variables
+from replaykit.inspection.words import counted
 
 if TYPE_CHECKING:
     from replaykit.inspection.page import Plot, Strip
@@ -163,7 +164,8 @@ def _cards(facts: Facts) -> str:
     if facts.episodes is not None and len(facts.episodes):
         summary = facts.episodes.summary()
         lengths, returns = summary["lengths"], summary["returns"]
-        cards.append((f"{summary['count']:,}", "episodes"))
+        number, noun = counted(summary["count"], "episode").split()
+        cards.append((number, noun))
         cards.append((_number(lengths.median), f"rows, median ({_number(lengths.min)} to "
                       f"{_number(lengths.max)})"))  # fmt: skip
         if returns is not None:

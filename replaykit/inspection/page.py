@@ -25,6 +25,7 @@ from replaykit.inspection.plots import (
 )
 from replaykit.inspection.strips import strip
 from replaykit.inspection.table import Column, Table, blocks, evenly
+from replaykit.inspection.words import counted
 
 __all__ = ["Plot", "Strip", "make_page", "write_page"]
 
@@ -147,7 +148,7 @@ def _of_episodes(episodes: EpisodeFacts) -> Iterator[Plot]:
             svg_url(lines(at, values[at], label, ends), width=4.6, height=2.9),
         )  # fmt: skip
         yield Plot(
-            f"{title}s", f"of {len(episodes):,} episodes",
+            f"{title}s", f"of {counted(len(episodes), 'episode')}",
             svg_url(histogram(values, label), width=4.6, height=2.9),
         )  # fmt: skip
 
@@ -188,7 +189,7 @@ def _values(column: Column, *, flat: bool = True) -> tuple[Array, str]:
 def _of(looked_at: int, total: int, noun: str) -> str:
     if looked_at < total:
         return f"{looked_at:,} of {total:,} {noun}s, taken evenly"
-    return f"all {total:,} {noun}{'s' * (total != 1)}"
+    return f"all {counted(total, noun)}"
 
 
 def _floats(table: Table) -> list[str]:

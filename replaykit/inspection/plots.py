@@ -94,7 +94,10 @@ def _bars(axes: Any, values: Array, most: int) -> None:
     elif high - low < _MOST_BARS and np.array_equal(whole, np.round(whole)):
         axes.bar(whole, times, width=0.8, color=_FILL)
         axes.set_xlim(low - 1, high + 1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        if len(whole) <= _MOST_TICKS and 10 * np.diff(whole).min() >= high - low:
+            axes.set_xticks(whole)  # a tick for each of few values, far enough from one another
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
     else:
         # Of few values each is a narrow bar: wide ones would join into one block.
         few = len(whole) <= _MOST_TICKS

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from replaykit.datasets.engine.report import duplicates
 from replaykit.datasets.opened import Published
 from replaykit.inspection.finding import Finding
+from replaykit.inspection.words import counted
 from replaykit.ted import Key
 
 __all__ = ["ted_findings"]
@@ -93,7 +94,13 @@ def _episodes(table: _Table) -> list[Finding]:
     if table.rows != room if is_flat else (lengths > table.batch[1]).any():
         text = f"its episodes have {table.rows} rows, the columns {room} [V32]"
         return [Finding(check, False, text)]
-    return [Finding(check, True, f"{len(lengths):,} episodes cover {table.rows:,} rows")]
+    return [
+        Finding(
+            check,
+            True,
+            f"{counted(len(lengths), 'episode')} of {counted(table.rows, 'row')} together",
+        )
+    ]
 
 
 def _flags(table: _Table, advance: Advance) -> list[Finding]:
@@ -281,5 +288,5 @@ def _twice(published: Published) -> list[Finding]:
     if not pairs:
         return [Finding("duplicates", True, "no episode is there twice")]
     listed = ", ".join(f"{later} as {first}" for later, first in pairs[:_MOST_NAMED])
-    text = f"{len(pairs)} episodes have the content of an earlier one: {listed} [V36]"
+    text = f"{counted(len(pairs), 'episode')} with the content of an earlier one: {listed} [V36]"
     return [Finding("duplicates", False, text, is_warning=True)]

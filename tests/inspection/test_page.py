@@ -152,6 +152,35 @@ def test_few_episodes_have_a_tick_each():
     assert figure.axes[0].get_xticks().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        (range(4), [0, 1, 2, 3]),
+        ([0, 2, 3], [0, 2, 3]),
+        ([0, 10, 20], [0, 10, 20]),
+        (range(7), [0, 2, 4, 6]),
+    ],
+)
+def test_few_numbers_have_a_tick_each(values, ticks):
+    """Of more than four, small plots have room for a part."""
+    column, shown = np.array(values).repeat(5)[:, None], {}
+    for name, draw in {
+        "wide": histogram(column[:, 0], "action"),
+        "small": small_histograms(column, ["action"]),
+    }.items():
+        figure = Figure()
+        draw(figure)
+        shown[name] = figure.axes[0].get_xticks().tolist()
+    assert shown == {"wide": list(values), "small": ticks}
+
+
+def test_one_episode_is_one_in_words(tmp_path, write_d4rl):
+    with opened(write_d4rl(tmp_path / "a.hdf5", 10, (9,))) as (facts, table):
+        text = make_page(facts, table)
+    assert "<b>1</b><span>episode</span>" in text
+    assert "1 episodes" not in text
+
+
 def test_names_of_a_file_are_text(tmp_path):
     name = "<script>alert(1)</script>"
     with h5py.File(tmp_path / "a&b<i>.h5", "w") as file:
