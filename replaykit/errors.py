@@ -15,7 +15,9 @@ __all__ = [
     "CorpusError",
     "DownloadError",
     "EmptyDistributionError",
+    "NoEpisodeColumns",
     "NotEnoughData",
+    "PriorityCountError",
     "RateLimiterTimeout",
     "SchemaError",
     "StaleAddress",
@@ -33,6 +35,17 @@ class SchemaError(ValueError):
 
 class EmptyDistributionError(ValueError):
     """No weight is positive, so there is nothing that could be drawn."""
+
+
+class NoEpisodeColumns(KeyError, RuntimeError):
+    """Nothing that is stored tells where episodes end; TorchRL raises one or the other kind."""
+
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)  # a KeyError would put quotes around the sentence
+
+
+class PriorityCountError(ValueError, RuntimeError):
+    """There is neither one priority for all rows nor one for each; TorchRL has a RuntimeError."""
 
 
 class BufferFull(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,25 @@ import torch
 from tensordict import TensorDict
 
 import replaykit
+from replaykit.errors import NoEpisodeColumns
+from tests.torchrl_programs.plain_trees import PlainMin, PlainSum
 
 MODULES = (
     "torchrl.data",
     "torchrl.data.replay_buffers",
     "torchrl.data.replay_buffers.samplers",
     "torchrl.data.replay_buffers.writers",
+    "torchrl.data.replay_buffers.scheduler",
 )
+
+
+@pytest.fixture(autouse=True)
+def plain_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRL's trees may not load with this torch."""
+    prioritized = pytest.importorskip("torchrl.data.replay_buffers.samplers.prioritized")
+    for size in (32, 64):
+        monkeypatch.setattr(prioritized, f"SumSegmentTreeFp{size}", PlainSum, raising=False)
+        monkeypatch.setattr(prioritized, f"MinSegmentTreeFp{size}", PlainMin, raising=False)
 
 
 class Peer:
@@ -45,6 +58,37 @@ def filled(m: Any, **keywords: Any) -> Any:
     return buffer
 
 
+def _sliced_list(m: Any) -> Any:
+    buffer = made(m, storage=m.ListStorage(20), sampler=m.SliceSampler(slice_len=2))
+    buffer.extend(rows(10))
+    return buffer.sample()
+
+
+def _without_ends(m: Any) -> Any:
+    buffer = made(m, sampler=m.SliceSampler(slice_len=2))
+    buffer.extend(rows(10).exclude("next"))
+    return buffer
+
+
+def _on_cuda(m: Any) -> Any:
+    if m is not replaykit and not torch.cuda.is_available():
+        raise ValueError("Memory map device other than CPU isn't supported")  # asks for its number
+    return m.LazyMemmapStorage(10, device="cuda")
+
+
+def _with_priorities(m: Any) -> Any:
+    buffer = m.TensorDictPrioritizedReplayBuffer(
+        alpha=0.7, beta=0.5, storage=m.LazyTensorStorage(20)
+    )
+    buffer.extend(rows(20))
+    return buffer
+
+
+PATCH = {
+    "index": torch.tensor([0]),
+    "generation": torch.tensor([0]),
+    "patch": {"x": torch.tensor([7])},
+}
 ENDS = torch.ones(3, dtype=torch.bool)
 STATIC = {"slice_len": 1, "cache_values": True}
 
@@ -63,7 +107,46 @@ CASES: dict[str, Callable[[Any], Any]] = {
     r"transform and transform_factory are mutually exclusive": (
         lambda m: made(m, transform=lambda x: x, transform_factory=lambda: lambda x: x)
     ),
-    r"Either num_slices or slice_len must be not None, and not both": lambda m: m.SliceSampler(),
+    r"must be not None, and not both\. Got num_slices=None and slice_len=None\.": (
+        lambda m: m.SliceSampler()
+    ),
+    r"must be not None, and not both\. Got num_slices=2 and slice_len=3\.": (
+        lambda m: m.SliceSampler(num_slices=2, slice_len=3)
+    ),
+    r"Could not get a tensordict out of the storage, which is required for SliceSampler to "
+    r"compute the trajectories.": lambda m: _sliced_list(m),
+    r"Cannot share prefetched replay buffers.*prefetch=0.*shared=False": (
+        lambda m: made(m, prefetch=1, shared=True)
+    ),
+    r"are not supported by": lambda m: m.TensorStorage({"a": torch.zeros(3)}).state_dict(),
+    r"Memory map device other than CPU": lambda m: _on_cuda(m),
+    r"priority should be a number or an iterable of the same length as index": (
+        lambda m: _with_priorities(m).update_priority(torch.arange(4), torch.ones(3))
+    ),
+    r"None of the end_keys .* could be found in the storage": (
+        lambda m: filled(m, sampler=m.SliceSampler(slice_len=2, end_keys=["q", "r"])).sample()
+    ),
+    r"ReplayBuffer only accepts TensorDictBase subclasses": lambda m: made(m).extend(3),
+    r"TensorDictPrioritizedReplayBuffer only accepts TensorDictBase subclasses": (
+        lambda m: _with_priorities(m).extend(None)
+    ),
+    r"Conditional updates are not supported by ListStorage with RoundRobinWriter": (
+        lambda m: m.ReplayBuffer(
+            storage=m.ListStorage(5), writer=m.RoundRobinWriter(track_generations=True)
+        ).update_if_present(**PATCH)
+    ),
+    r"Conditional updates are not supported by LazyTensorStorage with": (
+        lambda m: filled(m, writer=m.RoundRobinWriter()).update_if_present(**PATCH)
+    ),
+    r"Conditional updates require an initialized storage": (
+        lambda m: made(m, writer=m.RoundRobinWriter(track_generations=True)).update_if_present(
+            **PATCH
+        )
+    ),
+    r"transform must be either a Transform instance or a callable": (
+        lambda m: made(m, transform=3)
+    ),
+    r"does not have an attribute nothing": lambda m: m.LinearScheduler(made(m), "nothing", 1.0, 9),
     r"The batch-size must be divisible by the slice length, got batch_size=6 and slice_len=4": (
         lambda m: filled(m, sampler=m.SliceSampler(slice_len=4)).sample()
     ),
@@ -143,6 +226,36 @@ def test_an_error_has_the_phrase_of_torchrl(module: Any, phrase: str) -> None:
         with pytest.raises(Exception, match=phrase) as peer:
             CASES[phrase](Peer())
         assert isinstance(caught.value, type(peer.value))  # one `except` fits both
+
+
+@pytest.mark.parametrize("given", [{}, {"end_keys": ["q"]}, {"traj_key": "q", "end_key": "r"}])
+def test_columns_without_ends_are_an_error_of_either_kind(given: dict[str, Any]) -> None:
+    """TorchRL has a RuntimeError or a KeyError, by how ends are told."""
+    rb = made(replaykit, sampler=replaykit.SliceSampler(slice_len=2, **given))
+    rb.extend(rows(10).exclude("next"))
+    for kind in (KeyError, RuntimeError, NoEpisodeColumns):
+        with pytest.raises(kind, match=r"got (the columns )?'x'") as caught:
+            rb.sample()
+    assert str(caught.value)[0] not in "\"'"
+    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage"):
+        _without_ends(Peer()).sample()
+
+
+def test_the_first_batch_given_as_a_row_is_told_in_the_words_of_torchrl() -> None:
+    words = r"Using `add\(\)` with a TensorDict that has batch_size"
+    for module in (Peer(), replaykit):
+        for storage in (module.ListStorage(10), module.LazyTensorStorage(10)):
+            rb = module.ReplayBuffer(storage=storage, batch_size=3)
+            with pytest.warns(UserWarning, match=words):
+                rb.add(rows(3))
+            assert len(rb) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.add(rows(3))  # said once
+        replaykit.ReplayBuffer(storage=replaykit.LazyStackStorage(10)).add(rows(3))
+        lanes = replaykit.ReplayBuffer(storage=replaykit.LazyTensorStorage(10, ndim=2))
+        lanes.add(rows(2))
+        replaykit.ReplayBuffer(storage=replaykit.LazyTensorStorage(10)).add(rows(3)[0])
 
 
 @pytest.mark.parametrize(

@@ -283,8 +283,8 @@ def test_share_refuses_what_cannot_be_shared_and_changes_nothing() -> None:
     stored.extend(numbered(0, 4))
     ahead = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, prefetch=2)
     for rb, what in (
-        (stored, "without rows"),
-        (ahead, "without prefetch"),
+        (stored, "never written to"),
+        (ahead, "prefetch=0"),
         (ReplayBuffer(storage=ListStorage(10)), "LazyTensorStorage"),
     ):
         with pytest.raises(ValueError, match=what):

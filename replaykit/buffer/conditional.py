@@ -16,6 +16,7 @@ from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.carrying import carried
 from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
+from replaykit.writers import Writer
 
 __all__ = [
     "Conditional",
@@ -122,7 +123,7 @@ class Conditional(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             ([False, True], [1.0, 5.0])
         """
         with self._locked() as storage:
-            columns = _patchable(storage, tracked=self._writer.tracks_generations)
+            columns = _patchable(storage, self._writer)
             handles, generation = checked_handles(storage.ndim, index, generation)
             checked = checked_patch(
                 columns.leaf,
@@ -179,18 +180,25 @@ def patched(
     return live, rejected
 
 
-def check_tracked(tracked: bool) -> None:
-    """RuntimeError unless the writer tracks generations."""
+def check_tracked(tracked: bool, of: str = "this buffer") -> None:
+    """RuntimeError unless the writer tracks generations; ``of`` names storage and writer."""
     if not tracked:
-        raise RuntimeError("update_if_present needs a writer with track_generations=True")
+        raise RuntimeError(
+            f"Conditional updates are not supported by {of}: the writer tracks no generations; "
+            "update_if_present needs a writer with track_generations=True"
+        )
 
 
-def _patchable(storage: Storage, *, tracked: bool) -> TensorStorage:
-    check_tracked(tracked)
+def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
+    of = f"{type(storage).__name__} with {type(writer).__name__}"
+    check_tracked(writer.tracks_generations, of)
     if not isinstance(storage, TensorStorage):
-        raise RuntimeError(f"a {type(storage).__name__} has no columns to patch")
+        raise RuntimeError(
+            f"Conditional updates are not supported by {of}: the storage has no columns to patch; "
+            "use a tensor or memmap storage"
+        )
     if not len(storage):
-        raise RuntimeError("nothing is stored")
+        raise RuntimeError("Conditional updates require an initialized storage: nothing is stored")
     return storage
 
 

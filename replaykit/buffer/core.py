@@ -22,6 +22,7 @@ from replaykit.keywords import Replaced, checked_keywords
 from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
+from replaykit.storages.saving import check_no_checkpointer
 from replaykit.ted import unravel
 from replaykit.transfer import Staging, device_named
 from replaykit.transforms import Compose
@@ -61,6 +62,9 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
             "needs none",
         ),
     }
+
+    _reads_index = False
+    """Whether ``rb[...]`` carries ``index``, and transforms see it, as in samples."""
 
     @checked_keywords
     def __init__(
@@ -295,6 +299,26 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
             raise RuntimeError(f"dim_extend is {self.dim_extend} and cannot be changed later")
 
     @property
+    def priority_key(self) -> Any:
+        """Where written data and learners put priorities, as it was given."""
+        key = self._priority_key
+        return key if len(key) > 1 else key[0]
+
+    @property
+    def service_backend(self) -> str:
+        """``"direct"``: the buffer is in the process that made it."""
+        return "direct"
+
+    @property
+    def checkpointer(self) -> None:
+        """None: a buffer saves itself, in one format. TypeError for any other value."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
+
+    @property
     def write_count(self) -> int:
         """Rows written so far through this buffer (elements, for storages with lanes)."""
         self._ready()
@@ -321,8 +345,8 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         ``insert_blocked_s`` and ``sample_blocked_s`` the seconds that calls have waited for it, all
         of them together (of all processes that share the buffer).
 
-        Works before initialisation and changes nothing; capacity is 0 as long as a function is yet
-        to make the storage. Cost: O(1).
+        Works before initialisation and changes nothing; capacity and utilization are left out as
+        long as a function is yet to make the storage. Cost: O(1).
 
         Example:
             >>> import torch
@@ -335,7 +359,7 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         if not self._initialized:
             given = self._makers[0]
             # Of a storage that is yet to be made it is not known.
-            capacity = given.max_size if isinstance(given, Storage) else 0
+            capacity = given.max_size if isinstance(given, Storage) else None
             size = len(given) if isinstance(given, Storage) else 0
             count = 0
         else:
@@ -343,13 +367,13 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
             capacity = self._storage.max_size
         queue = self._queue()
         queued = 0 if queue is None else len(queue)
+        room = {} if capacity is None else {"capacity": capacity, "utilization": size / capacity}
         return {
             "size": size,
             "write_count": count,
             "prefetch_queue_size": queued,
             "initialized": self._initialized,
-            "capacity": capacity,
-            "utilization": size / capacity if capacity else 0.0,
+            **room,
             **self._pace_stats(),
         }
 

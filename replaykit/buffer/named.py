@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from replaykit.buffer.generic import DataT, PrioritizedT, StorageT, WriterT
-from replaykit.buffer.replay import ReplayBuffer
+from replaykit.buffer.replay import ReplayBuffer, rows_by_name
 from replaykit.keywords import Replaced, checked_keywords
 from replaykit.samplers import PrioritizedSampler
 
@@ -155,3 +155,34 @@ class TensorDictPrioritizedReplayBuffer(
             writer=writer,
             **kwargs,
         )
+
+    def extend(
+        self,
+        data: Any = None,
+        *,
+        tensordicts: Any = None,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Stores a batch, as ``ReplayBuffer.extend``.
+
+        Args:
+            data: TensorDicts, or what ``ReplayBuffer.extend`` stores as they are stored.
+            tensordicts: TorchRL's name for ``data``.
+            update_priority, timeout: as ``ReplayBuffer.extend``.
+
+        Raises:
+            TypeError: both names. ValueError: something without rows. Else as
+                ``ReplayBuffer.extend``.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+            >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5,
+            ...                                        storage=LazyTensorStorage(10))
+            >>> rb.extend(tensordicts=TensorDict({"x": torch.zeros(3)}, [3]))
+            tensor([0, 1, 2])
+        """
+        rows = rows_by_name(type(self).__name__, data, tensordicts)
+        return super().extend(rows, update_priority=update_priority, timeout=timeout)

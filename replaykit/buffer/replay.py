@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from replaykit._ray import actor_class
 from replaykit.buffer.components import Components
 from replaykit.buffer.conditional import Conditional
@@ -16,7 +18,7 @@ from replaykit.buffer.saving import Saving
 from replaykit.buffer.streams import Streams
 from replaykit.keywords import named_after
 
-__all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
+__all__ = ["ReplayBuffer", "TensorDictReplayBuffer", "rows_by_name"]
 
 
 @named_after
@@ -129,3 +131,51 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
         super().__init__(
             storage=storage, sampler=sampler, writer=writer, priority_key=priority_key, **kwargs
         )
+
+    def extend(
+        self,
+        data: Any = None,
+        *,
+        tensordicts: Any = None,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Stores a batch, as ``ReplayBuffer.extend``.
+
+        Args:
+            data: TensorDicts, or what ``ReplayBuffer.extend`` stores as they are stored.
+            tensordicts: TorchRL's name for ``data``.
+            update_priority, timeout: as ``ReplayBuffer.extend``.
+
+        Raises:
+            TypeError: both names. ValueError: something without rows. Else as
+                ``ReplayBuffer.extend``.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, TensorDictReplayBuffer
+            >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+            >>> rb.extend(tensordicts=TensorDict({"x": torch.zeros(3)}, [3]))
+            tensor([0, 1, 2])
+        """
+        rows = rows_by_name(type(self).__name__, data, tensordicts)
+        return super().extend(rows, update_priority=update_priority, timeout=timeout)
+
+
+def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
+    """Returns the rows that a buffer of TensorDicts was given, under either name.
+
+    Raises:
+        TypeError: both names. ValueError: something without rows.
+    """
+    if tensordicts is not None:
+        if data is not None:
+            raise TypeError("expected data or tensordicts, got both: they are one argument")
+        data = tensordicts
+    if data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
+        raise ValueError(
+            f"{name} only accepts TensorDictBase subclasses, and dicts, lists, tensors and "
+            f"tensorclasses that are stored alike; expected rows, got {data!r:.80}"
+        )
+    return data

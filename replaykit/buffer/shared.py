@@ -15,8 +15,8 @@ def check_not_ahead(depth: int) -> None:
     """Raises ValueError where batches would be prepared ahead by a shared buffer."""
     if depth:
         raise ValueError(
-            f"expected shared=True without prefetch, got {depth}: what is drawn ahead may be "
-            "overwritten by other processes"
+            "Cannot share prefetched replay buffers: expected prefetch=0 or shared=False, got "
+            f"prefetch={depth}; other processes may overwrite what is drawn ahead"
         )
 
 

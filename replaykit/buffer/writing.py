@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
+from replaykit._compat import TensorDictBase
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.pacing import rows_given, rows_of, rows_stored
 from replaykit.buffer.priorities import written_priorities
 from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket
+from replaykit.storages import LazyStackStorage, Storage
 from replaykit.writers.base import single_index
 
 __all__ = ["Writing"]
@@ -40,6 +43,9 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             TypeError: something that the storage cannot hold.
             RateLimiterTimeout: as ``extend``; a TimeoutError.
 
+        A UserWarning says it where the first row is a TensorDict with batch dimensions, which is a
+        batch by mistake more often than not; a LazyStackStorage is made for such rows.
+
         Nothing has changed if it raises. Cost: O(1).
 
         Example:
@@ -50,6 +56,8 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             (0, 1, 0)
         """
         single = not len(self.transform)
+        if not self._writer.write_count:
+            _warn_of_batch(data, self._storage)
         if not single:
             # Transforms see a batch of one row, as they do in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
@@ -263,3 +271,17 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             CheckpointError: what the sampler is to go on from contradicts itself.
         """
         self._sampler.about_to_write()
+
+
+def _warn_of_batch(data: Any, storage: Storage) -> None:
+    """Says that a row has batch dimensions, where neither lanes nor the storage explain them."""
+    if not isinstance(data, TensorDictBase) or not data.batch_dims:
+        return
+    if storage.ndim > 1 or isinstance(storage, LazyStackStorage):
+        return
+    warnings.warn(
+        f"Using `add()` with a TensorDict that has batch_size={list(data.batch_size)} stores it as "
+        "one row; extend() stores a batch of rows",
+        UserWarning,
+        stacklevel=3,
+    )

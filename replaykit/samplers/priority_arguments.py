@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
+from replaykit.errors import PriorityCountError
 from replaykit.samplers.priority_law import PriorityLaw
 from replaykit.storages import Storage
 from replaykit.storages.indexing import check_range, ravel
@@ -136,7 +137,8 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
     """Returns one priority for each of ``count`` elements, ``[count]``, detached.
 
     Raises:
-        ValueError: not one number for all, ``[count]`` or ``[count, 1]``, or complex numbers.
+        ValueError: not one number for all, ``[count]`` or ``[count, 1]`` (PriorityCountError), or
+            complex numbers.
         Whether they can be set is not looked at.
     """
     plain = type(priority) is torch.Tensor and not priority.requires_grad
@@ -152,8 +154,9 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
     if priority.ndim == 0:
         return priority.repeat(count)
     if priority.shape[0] != count or priority.numel() != count:
-        raise ValueError(
-            f"expected one number, or a priority for each of the {count} index entries, got shape "
+        raise PriorityCountError(
+            "priority should be a number or an iterable of the same length as index: expected one "
+            f"number, or a priority for each of the {count} index entries, got shape "
             f"{list(priority.shape)}"
         )
     return priority.reshape(-1)

@@ -98,7 +98,8 @@ class ParameterScheduler(Uncompiled, ABC):
             return float(found)
         except AttributeError:
             raise ValueError(
-                f"expected an attribute of {type(sampler).__name__}, got {self.param_name!r}"
+                f"Provided class {type(sampler).__name__} does not have an attribute "
+                f"{self.param_name}; expected an attribute that it has, got {self.param_name!r}"
             ) from None
         except (TypeError, ValueError):
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
 from replaykit.episodes.static import StaticEpisodes
+from replaykit.errors import NoEpisodeColumns
 from replaykit.samplers.windows import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
@@ -36,9 +37,9 @@ class SliceSize:
 
     def __init__(self, num_slices: int | None, slice_len: int | None) -> None:
         if (num_slices is None) == (slice_len is None):
-            got = "neither" if num_slices is None else "both"
             raise TypeError(
-                f"Either num_slices or slice_len must be not None, and not both; got {got}"
+                "Either num_slices or slice_len must be not None, and not both. Got "
+                f"num_slices={num_slices} and slice_len={slice_len}."
             )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
             if value is None:
@@ -173,22 +174,33 @@ class Boundaries:
 
         Raises:
             RuntimeError: records that are no TensorDicts, or no longer those that ends were given
-                for. KeyError: columns that were asked for are not stored.
+                for. NoEpisodeColumns: columns that were asked for are not stored.
         """
         schema = storage.schema
-        if schema is None or schema is not self._schema:
-            schema = _require_tensordicts(storage).require().schema
-            self._used = self.rule if self._ends is not None else self._rule_for(schema)
-            self._schema = schema
-            self.rejoin(storage)
-        columns = cast(ColumnStorage, storage)
-        if self._ends is not None:
-            return self._static(columns)
-        index = columns.episodes if self._plain else columns.indexes.of(self._used)
-        if index is not self._index:
-            self._used.bind(columns.require().schema)  # the storage's own is not as strict
-            self._index = index
+        try:
+            if schema is None or schema is not self._schema:
+                schema = _require_tensordicts(storage).require().schema
+                self._used = self.rule if self._ends is not None else self._rule_for(schema)
+                self._schema = schema
+                self.rejoin(storage)
+            columns = cast(ColumnStorage, storage)
+            if self._ends is not None:
+                return self._static(columns)
+            index = columns.episodes if self._plain else columns.indexes.of(self._used)
+            if index is not self._index:
+                self._used.bind(schema)  # the storage's own is not as strict
+                self._index = index
+        except KeyError as error:
+            raise NoEpisodeColumns(self._found_none(error.args[0], schema)) from None
         return index
+
+    def _found_none(self, text: str, schema: Schema | None) -> str:
+        """What is wrong with the columns, in words that programs for TorchRL look for."""
+        keys = self.end_keys
+        stored = () if schema is None else schema.leaves
+        if keys is None or any(path in stored for path in self.rule.flags or ()):
+            return text
+        return f"None of the end_keys {keys} could be found in the storage: {text}"
 
     def _rule_for(self, schema: Schema) -> BoundaryRule:
         """The rule, without the ids that the data lacks, where its flags tell where episodes end;
@@ -254,8 +266,9 @@ def _state(storage: Storage) -> tuple[int, int]:
 def _require_tensordicts(storage: Storage) -> ColumnStorage:
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
-            "Could not get a tensordict out of the storage: slices need TensorDicts in a tensor or "
-            f"memmap storage, got a {type(storage).__name__}"
+            "Could not get a tensordict out of the storage, which is required for SliceSampler to "
+            "compute the trajectories: expected TensorDicts in a tensor or memmap storage, got a "
+            f"{type(storage).__name__}"
         )
     root = storage.require().schema.root
     if not isinstance(root, Branch) or root.kind != "tensordict":

@@ -237,10 +237,10 @@ class ListStorage(Storage):
         if isinstance(first, torch.Tensor) or is_tensordict(first) or is_tensorclass(first):
             try:
                 return torch.stack(rows)
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"the rows differ and cannot be stacked ({error}); use LazyStackStorage, or "
-                    "give the buffer a collate_fn"
+                    f"the rows differ and cannot be stacked ({_difference(rows) or error}); use "
+                    "LazyStackStorage for TensorDicts, or give the buffer a collate_fn"
                 ) from None
         try:
             numbers = from_numbers(rows)
@@ -334,6 +334,17 @@ class ListStorage(Storage):
         with self.lock:
             state = super().__getstate__()
             return {**state, "_items": list(self._items)}
+
+
+def _difference(rows: Sequence[Any]) -> str:
+    """How rows differ that are to be stacked; empty where their kinds and shapes are the same."""
+    kinds = sorted({type(row).__name__ for row in rows})
+    if len(kinds) > 1:
+        return f"expected one kind of rows, got {' and '.join(kinds)}"
+    shapes = sorted({tuple(row.shape) for row in rows})
+    if len(shapes) > 1:
+        return f"expected one shape of rows, got {' and '.join(str(list(s)) for s in shapes[:3])}"
+    return ""
 
 
 def _with_key(row: Any, path: Path, value: torch.Tensor) -> Any:

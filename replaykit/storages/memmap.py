@@ -132,17 +132,25 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: bool | None = None,
     ) -> None:
         if auto_cleanup is not None and bool(auto_cleanup) != (scratch_dir is None):
+            how = (
+                "leave scratch_dir out, for files that go with the storage, or auto_cleanup"
+                if auto_cleanup
+                else "give a scratch_dir, where files stay; files without one always go with the "
+                "storage"
+            )
             raise ValueError(
-                "expected auto_cleanup=True without scratch_dir, for files that go with the "
-                "storage, or auto_cleanup=False with one, for files that stay; got "
-                f"auto_cleanup={auto_cleanup!r} and scratch_dir={scratch_dir!r}"
+                "expected auto_cleanup=True without scratch_dir or auto_cleanup=False with one, "
+                f"got auto_cleanup={auto_cleanup!r} and scratch_dir={scratch_dir!r}; {how}"
             )
         if recover and scratch_dir is None:
             raise ValueError("recover=True needs a scratch_dir, where the rows are found again")
         if durable and not recover:
             raise ValueError("durable=True is for rows that are recovered: it needs recover=True")
         if as_device(device).type != "cpu":
-            raise ValueError(f"expected device cpu for memory-mapped files, got {device}")
+            raise ValueError(
+                "Memory map device other than CPU isn't supported: expected device cpu for "
+                f"memory-mapped files, got {device}; ReplayBuffer(device=) moves samples"
+            )
         super().__init__(
             max_size,
             ndim=ndim,

@@ -160,7 +160,11 @@ class RestorableStorage(ColumnStorage):
             content = self.content()
             root = self.schema.root if self.schema else None
             if isinstance(root, Branch) and root.kind in ("mapping", "sequence"):
-                raise TypeError("state_dict takes TensorDicts and tensors; use dumps for pytrees")
+                raise TypeError(
+                    f"Objects of type {root.cls.__name__} are not supported by "
+                    f"{type(self).__name__}.state_dict: expected TensorDicts or tensors; use "
+                    "dumps(path), which saves any records"
+                )
             stored = None
             if self._columns is not None:
                 leaves = self._columns.view(content.rows)

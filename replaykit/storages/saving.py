@@ -18,7 +18,7 @@ from replaykit.storages.saved import content_after_load, content_to_save
 if TYPE_CHECKING:
     from replaykit.storages.base import Storage
 
-__all__ = ["Hook", "SavedRows", "warn_left_out"]
+__all__ = ["Hook", "SavedRows", "check_no_checkpointer", "warn_left_out"]
 
 Hook = Callable[..., Any]
 
@@ -41,12 +41,7 @@ class SavedRows:
 
     @checkpointer.setter
     def checkpointer(self, value: object) -> None:
-        if value is not None:
-            raise TypeError(
-                f"expected no checkpointer, got a {type(value).__name__}: dumps and loads have one "
-                "format; map rows with register_save_hook and register_load_hook, and read "
-                "TorchRL's directories with replaykit.checkpoint.read_torchrl"
-            )
+        check_no_checkpointer(value)
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a function that maps the content before ``dumps`` writes it.
@@ -142,3 +137,13 @@ def _checked_hook(hook: Hook) -> Hook:
     if not callable(hook):
         raise TypeError(f"expected a callable hook, got {type(hook).__name__}")
     return hook
+
+
+def check_no_checkpointer(value: object) -> None:
+    """Raises TypeError for what TorchRL's storages and buffers are told to save themselves with."""
+    if value is not None:
+        raise TypeError(
+            f"expected no checkpointer, got a {type(value).__name__}: dumps and loads have one "
+            "format; map rows with register_save_hook and register_load_hook, and read "
+            "TorchRL's directories with replaykit.checkpoint.read_torchrl"
+        )

@@ -238,6 +238,16 @@ class LazyTensorStorage(TensorStorage):
         self.on_mismatch = checked_mismatch(on_mismatch)
         ColumnStorage.__init__(self, max_size, device=device, ndim=ndim, lane_key=lane_key)
 
+    @property
+    def shared_init(self) -> bool:
+        """False: of processes that share rows, the first that writes makes the columns."""
+        return False
+
+    @property
+    def consolidated(self) -> bool:
+        """False: there is no such mode, and the small columns of a row lie in one piece anyway."""
+        return False
+
     def share(self) -> None:
         """Has other processes that get this storage write and read the same rows; called by the
         buffer, before anything is stored.
@@ -254,8 +264,11 @@ class LazyTensorStorage(TensorStorage):
         if self.recovery is not None and self.recovery.shared:
             raise ValueError(f"expected a {name} that no other buffer shares for shared=True")
         if self._columns is not None or self.ledger.next_position:
+            got = f"{len(self)} rows" if len(self) else "one that was emptied"
             raise ValueError(
-                f"expected a {name} without rows for shared=True, got {len(self)} rows"
+                f"expected a {name} that was never written to for shared=True, got {got}: keys "
+                "and memory of the first write stay, and processes cannot share them; make a new "
+                "buffer with shared=True"
             )
         if self.dedup_next:
             raise ValueError(f"expected shared=True without dedup_next, got {self.dedup_next!r}")

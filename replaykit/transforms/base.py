@@ -320,6 +320,6 @@ def _check_transform(transform: Any) -> None:
         callable(transform) or hasattr(transform, "forward") or hasattr(transform, "inv")
     ):
         raise RuntimeError(
-            "expected a callable, or an object with forward or inv, as transform, got "
-            f"{transform!r}"
+            "transform must be either a Transform instance or a callable; expected a callable, or "
+            f"an object with forward or inv, got {transform!r}"
         )

@@ -47,8 +47,6 @@ def test_delayed_components_are_made_at_first_use():
         "write_count": 0,
         "prefetch_queue_size": 0,
         "initialized": False,
-        "capacity": 0,
-        "utilization": 0.0,
     }
     assert (buffer.initialized, made) == (False, [])
     buffer.extend(torch.arange(2))

@@ -23,8 +23,8 @@ Make = Callable[..., ReplayBuffer]
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, TypeError, "num_slices or slice_len .*; got neither"),
-        ({"num_slices": 2, "slice_len": 3}, TypeError, "num_slices or slice_len .*; got both"),
+        ({}, TypeError, "num_slices or slice_len .* Got num_slices=None"),
+        ({"num_slices": 2, "slice_len": 3}, TypeError, "num_slices or .* Got num_slices=2"),
         ({"slice_len": 0}, ValueError, "slice_len of at least 1, got 0"),
         ({"num_slices": -1}, ValueError, "num_slices of at least 1, got -1"),
         ({"slice_len": 2.5}, TypeError, "slice_len as an int, got 2.5"),
