@@ -39,6 +39,7 @@ class Lent:
         noted: whether it is noted how transforms draw, since the draw may be kept.
         kept: a draw made before, to be read if its rows are still there.
         generations: whether it knows them in any case, or as for the buffer's own.
+        numbered: whether transforms see ``index`` in the rows, as in the buffer's own.
     """
 
     generator: torch.Generator | None = None
@@ -46,6 +47,7 @@ class Lent:
     noted: bool = False
     kept: Drawn | None = None
     generations: bool = True
+    numbered: bool = False
 
 
 _LENT = -1
@@ -276,6 +278,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             drawn.sampler = self._sampler
         chain = self._chain
         drawn.fresh = held and not len(chain)
+        drawn.numbered = self._reads_index and (lent is None or lent.numbered)
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # Nobody looks at the rows before the first transform does.

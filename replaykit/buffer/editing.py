@@ -14,6 +14,7 @@ from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tenso
 from replaykit.buffer.around import apply_all, fetch_all
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
+from replaykit.buffer.merging import is_ragged, with_each
 from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, unravel_index
@@ -25,9 +26,6 @@ __all__ = ["Editing", "column_of", "is_key"]
 
 class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``rb[...]``, ``set_``, ``set_at_``, ``update_``, reading and writing in physical order."""
-
-    _reads_index = False
-    """Whether ``rb[...]`` carries ``index``."""
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -57,11 +55,7 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         rows = self._rows_at(index, cells)
         if not cells or not is_tensordict(rows):
             return rows
-        found, ndim = cells[0], self._storage.ndim
-        shape = found.shape if ndim == 1 else found.shape[:-1]
-        if rows.batch_size[: len(shape)] != shape:  # a transform, or a collate_fn
-            return rows
-        return rows.copy().set("index", _for_each(found, rows.batch_size, len(shape)))
+        return _numbered(rows, cells[0], self._storage)
 
     def _cells_at(self, index: Any, storage: Storage) -> torch.Tensor:
         """The ``index`` of rows that an index selects, in their shape. The lock is held."""
@@ -91,10 +85,12 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             rows = collate(rows)
         if not len(self._chain):
             return rows
-        if prepared is None:
-            return self._chain.forward(_own(rows))
-        chain, found, shape = prepared
         rows = _own(rows)
+        if cells and is_tensordict(rows):
+            rows = _numbered(rows, cells[0], storage)
+        if prepared is None:
+            return self._chain.forward(rows)
+        chain, found, shape = prepared
         if len(shape) == 1 or rows.batch_size != shape:
             return apply_all(chain, rows, found)
         # Transforms see rows, not the grid in which they are asked for.
@@ -350,6 +346,18 @@ def column_of(rows: Any, key: Any) -> Any:
     return value
 
 
+def _numbered(rows: Any, cells: torch.Tensor, storage: Storage) -> Any:
+    """A TensorDict of stored rows with their index, if it still has the shape of that."""
+    shape = cells.shape if storage.ndim == 1 else cells.shape[:-1]
+    if is_ragged(rows) and len(shape) == 1:
+        dim = storage.stack_dim % rows.batch_dims
+        fits = rows.batch_size[dim] == shape[0] and rows.stack_dim == dim
+        return with_each(rows, {"index": cells}) if fits else rows
+    if rows.batch_size[: len(shape)] != shape:  # a transform, or a collate_fn
+        return rows
+    return rows.copy().set("index", _for_each(cells, rows.batch_size, len(shape)))
+
+
 def _for_each(cells: torch.Tensor, batch: torch.Size, dims: int) -> torch.Tensor:
     """The index of rows, expanded to the batch dimensions that each of them has."""
     inner = batch[dims:]
@@ -387,7 +395,14 @@ def _count(data: Any) -> int:
     """Number of rows of data: of its first tensor, if it is a mapping of them."""
     while isinstance(data, (dict, tuple)) and len(data):
         data = next(iter(data.values())) if isinstance(data, dict) else data[0]
-    return data.shape[0] if hasattr(data, "shape") else len(data)
+    if getattr(data, "shape", None):
+        return int(data.shape[0])
+    if not hasattr(data, "__len__") or hasattr(data, "shape"):
+        given = "one row" if hasattr(data, "shape") else repr(data)
+        raise TypeError(
+            f"expected a batch of rows to write, got {given}; rb[index] = row replaces one row"
+        )
+    return len(data)
 
 
 def _own(rows: Any) -> Any:

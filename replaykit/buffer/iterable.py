@@ -295,7 +295,9 @@ class _Draws:
     def read(self, drawn: Drawn, seed: int) -> Any:
         """The batch of a draw."""
         buffer = self.buffer
-        lent = Lent(self._transforms.manual_seed(seed), kept=drawn, generations=False)
+        lent = Lent(
+            self._transforms.manual_seed(seed), kept=drawn, generations=False, numbered=True
+        )
         with buffer._locked() as storage:
             found = buffer._drawn(storage, drawn.size, lent)
         return buffer._delivered(found, None)[0]

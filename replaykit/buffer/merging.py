@@ -6,10 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import lazy_stack
 
-from replaykit._compat import TensorDict, fields_of, is_tensordict, put_all
+from replaykit._compat import (
+    LazyStackedTensorDict,
+    TensorDict,
+    fields_of,
+    is_tensordict,
+    put_all,
+)
 
-__all__ = ["check_told", "merged", "shaped", "with_markers", "with_masks"]
+__all__ = [
+    "check_told",
+    "is_ragged",
+    "merged",
+    "shaped",
+    "with_each",
+    "with_markers",
+    "with_masks",
+]
 
 _MASKS = ("validity_mask", ("collector", "mask"))
 _READ: dict[Any, torch.dtype] = {
@@ -57,10 +72,34 @@ def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) ->
             "so that index and info no longer belong to them; call sample(return_info=True), "
             "which gives them beside the data"
         )
-    for key, value in info.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows:
-            data.set(key, _over_rows(value, data.batch_size, dim))
+    found = {
+        key: value
+        for key, value in info.items()
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
+    }
+    if is_ragged(data) and data.stack_dim == dim:
+        return with_each(data, found)
+    for key, value in found.items():
+        data.set(key, _over_rows(value, data.batch_size, dim))
     return data
+
+
+def is_ragged(data: Any) -> bool:
+    """Whether rows are stacked whose batch sizes differ, so that no tensor spans the stack."""
+    return isinstance(data, LazyStackedTensorDict) and -1 in data.batch_size
+
+
+def with_each(data: LazyStackedTensorDict, values: Mapping[Any, torch.Tensor]) -> Any:
+    """Returns a stack of copies of the rows, with a value for each.
+
+    Args:
+        values: ``[B, ...]`` by key, for the rows along ``data.stack_dim``.
+    """
+    rows = [row.copy() for row in data.tensordicts]
+    for key, value in values.items():
+        for row, part in zip(rows, value, strict=True):
+            row.set(key, part.expand(*row.batch_size, *part.shape).clone())
+    return lazy_stack(rows, data.stack_dim)
 
 
 def shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:

@@ -54,7 +54,8 @@ class Drawn:
     generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
     rows were read for this draw alone, and go to who asked for them as they are. ``arrival``: the
     batch is on its way to a device. ``late``: the batch is made of the rows when it is delivered.
-    ``begun``: to be waited for before anybody looks at the rows.
+    ``begun``: to be waited for before anybody looks at the rows. ``numbered``: transforms see
+    ``index`` in the rows.
     """
 
     index: torch.Tensor
@@ -74,6 +75,7 @@ class Drawn:
     arrival: Arrival | None = None
     late: bool = False
     begun: Any = None
+    numbered: bool = False
 
     def kept(self) -> Drawn:
         """The draw alone, to be delivered later."""

@@ -246,6 +246,8 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             drawn.arrival.order()  # in the thread that will use it
         if merge:
             data = merged(data, info, drawn.stack_dim, needed=needed)
+        elif drawn.numbered and len(self._chain) and is_tensordict(data):
+            data = data.exclude("index")
         rows = drawn.index.shape[0]
         shape = None if drawn.sampler is None else drawn.sampler.shape_of(rows)
         if shape is not None and is_tensordict(data):
@@ -283,6 +285,8 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """Collate and transform rows; ``info`` loses the markers that transforms change."""
         if drawn.collate is not None:
             data = drawn.collate(data)
+        if drawn.numbered and len(self._chain):
+            data = merged(data, {"index": drawn.index}, drawn.stack_dim, needed=False)
         marked = len(info) > 1
         if marked and len(self._chain):
             data = with_masks(data, info)

@@ -155,7 +155,7 @@ class Host:
     @_answering
     def draw(self, size: int, seed: int) -> Message:
         """Returns a batch drawn with a seed; the buffer's own draws are left alone."""
-        lent = Lent(torch.Generator().manual_seed(seed))
+        lent = Lent(torch.Generator().manual_seed(seed), numbered=True)
 
         def made() -> Message:
             return pack(self._buffer._delivered(self._buffer._draw(size, lent), None)[0])

@@ -71,13 +71,25 @@ class LazyStackStorage(ListStorage):
     def get(self, index: Any) -> Any:
         """Returns the row at an int, a lazy stack at anything else; an empty list for no rows."""
         rows = super().get(index)
-        return lazy_stack(rows, self._dim(rows)) if isinstance(rows, list) and rows else rows
+        return self._stacked(rows) if isinstance(rows, list) and rows else rows
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         """Returns a lazy stack of copies."""
         with self.lock:
             rows = ListStorage.get(self, index)
-        return lazy_stack([copy_item(row) for row in rows], self._dim(rows))
+        return self._stacked([copy_item(row) for row in rows])
+
+    def _stacked(self, rows: list[Any]) -> Any:
+        """Rows as one lazy stack; ValueError where they cannot be."""
+        try:
+            return lazy_stack(rows, self._dim(rows))
+        except RuntimeError as error:
+            found = sorted({tuple(row.batch_size) for row in rows})
+            raise ValueError(
+                "expected rows with as many batch dimensions each, got batch sizes "
+                f"{' and '.join(str(list(size)) for size in found[:3])}; use a ListStorage with a "
+                "collate_fn for rows that cannot be stacked"
+            ) from error
 
     def collate(self, rows: Any) -> Any:
         """Returns the lazy stack as it is."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from replaykit._compat import LazyStackedTensorDict, TensorDict, as_tensor
+from replaykit._compat import LazyStackedTensorDict, TensorDict, as_tensor, is_tensordict
 from replaykit.structure import Path, build
 from replaykit.ted import FLAG_KEYS, Key, format_key, unravel
 from replaykit.trajectories.layout import MASK_KEY, padded, take_items
@@ -30,7 +30,8 @@ def pad_collate(
 
     Args:
         items: TensorDicts ``[n_i]``, ``n_i >= 1``, all with the same keys, feature shapes, dtypes
-            and device; or a lazy stack of them, as a LazyStackStorage gives.
+            and device; or a stack of them: a lazy one, as a LazyStackStorage gives, or a
+            TensorDict ``[B, n]``, as trajectories of one length make.
         pad_value: what stands behind the end of a trajectory. A number counts for every key but
             bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``), which
             are padded with ``False`` (0). A dict gives a number per key, 0 for those not in it.
@@ -86,8 +87,7 @@ def pad_collate(
     no_padding = pad_to is multiple_of is None and not isinstance(pad_value, Mapping)
     if jagged and not (no_padding and pad_value == 0):
         raise ValueError('layout="jagged" pads nothing: no pad_value, pad_to or multiple_of')
-    if isinstance(items, LazyStackedTensorDict):
-        items = items.unbind(items.stack_dim)
+    items = _unstacked(items)
     node, tables, lengths = take_items(items, _LENGTHS if jagged else MASK_KEY, shortest=1)
     if not jagged:
         width = _width(lengths, pad_to, multiple_of)
@@ -108,6 +108,15 @@ def pad_collate(
         return batch.set(_LENGTHS, counts)
     batch, _ = padded(node, rows, counts, width, pads, device)
     return batch
+
+
+def _unstacked(items: Any) -> Any:
+    """The trajectories of a stack; anything else as it is."""
+    if isinstance(items, LazyStackedTensorDict):
+        return items.unbind(items.stack_dim)
+    if is_tensordict(items) and items.batch_dims == 2:
+        return items.unbind(0)
+    return items
 
 
 def _length_argument(name: str, value: Any) -> int | None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+import replaykit
 from replaykit import (
     ConsumingSampler,
     LazyMemmapStorage,
@@ -471,7 +472,7 @@ def test_rows_of_lanes_and_of_transforms_carry_their_index():
     assert made[1:3]["index"].tolist() == [1, 2]
     shorter = _named(False, LazyTensorStorage(8), transform=lambda rows: rows[:1])
     shorter.extend(_rows(8))
-    assert shorter[:].get("index", None) is None
+    assert shorter[:]["index"].tolist() == [0]  # it goes with its row
     whole = _named(False, LazyTensorStorage(4))
     whole.extend(_rows(12).view(3, 4))
     assert whole[:]["index"].tolist() == [[n] * 4 for n in range(3)]
@@ -486,3 +487,125 @@ def test_it_is_the_index_of_torchrl():
         buffer.extend(_rows(6, 5))
     for at in (slice(None), slice(2, 6), 3, [1, 4]):
         assert torch.equal(mine[at]["index"], theirs[at]["index"])
+
+
+# -- rows of several lengths, what transforms see, attributes --------------------------------------
+
+
+def _trajectories(*lengths: int) -> list[TensorDict]:
+    return [TensorDict({"x": torch.arange(n)}, [n]) for n in lengths]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("transform", [None, lambda rows: rows])
+def test_rows_of_several_lengths_are_sampled_as_a_lazy_stack(cls: Any, transform: Any) -> None:
+    rb = cls(storage=LazyStackStorage(5), batch_size=4, transform=transform)
+    for row in _trajectories(2, 3, 4):
+        rb.add(row)
+    for batch in (rb.sample(), rb.sample(2), rb[:], rb[[0, 2]], next(iter(rb))):
+        for row in batch.unbind(0):
+            assert row["x"].tolist() == list(range(len(row)))
+            if "index" in row:
+                assert row["index"].tolist() == [len(row) - 2] * len(row)
+    assert "index" in rb.sample().unbind(0)[0]
+    assert ("index" in rb[:].unbind(0)[0]) == (cls is not ReplayBuffer)
+    assert "index" not in rb.storage[0]
+    rb.add(_trajectories(2)[0].unsqueeze(0))
+    with pytest.raises(ValueError, match=r"as many batch dimensions.*\[1, 2\]"):
+        rb[:]
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 3, 4)])
+@pytest.mark.parametrize("storage", ["ListStorage", "LazyStackStorage"])
+def test_pad_collate_takes_what_a_list_hands_out(storage: str, lengths: tuple[int, ...]) -> None:
+    rb = ReplayBuffer(storage=getattr(replaykit, storage)(5), batch_size=4, collate_fn=pad_collate)
+    rb.extend(_trajectories(*lengths))
+    assert rb.sample()["mask"].shape[0] == 4
+    assert rb[:]["mask"].sum(1).tolist() == list(lengths)
+    plain = ReplayBuffer(storage=getattr(replaykit, storage)(5), batch_size=4)
+    plain.extend(_trajectories(*lengths))
+    if storage == "LazyStackStorage" or lengths == (3, 3, 3):
+        assert pad_collate(plain[:])["mask"].sum(1).tolist() == list(lengths)
+        assert pad_collate(plain.sample())["mask"].shape[0] == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", ["TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer"])
+def test_transforms_of_buffers_of_tensordicts_see_the_index(name: str, prefetch: int) -> None:
+    law = {"alpha": 0.7, "beta": 0.5} if "Prioritized" in name else {}
+    table = torch.arange(20) * 10
+    rb = getattr(replaykit, name)(
+        storage=LazyTensorStorage(20),
+        batch_size=4,
+        prefetch=prefetch,
+        transform=lambda rows: rows.set("looked", table[rows["index"]]),
+        **law,
+    )
+    rb.extend(TensorDict({"x": torch.arange(20)}, [20]))
+    loader = rb.dataloader(4, steps=2) if not law else ()
+    for batch in (rb.sample(), rb.sample(7), rb[:], rb[3:5], rb[2], *loader):
+        assert torch.equal(batch["looked"], batch["x"] * 10)
+        assert torch.equal(batch["index"], batch["x"])
+    with pytest.warns(DeprecationWarning, match="include_info"):
+        assert "index" not in rb.sample(include_info=False)
+    lanes = getattr(replaykit, name)(
+        storage=LazyTensorStorage(20, ndim=2),
+        batch_size=4,
+        transform=lambda rows: rows.set("looked", rows["index"].sum(-1)),
+        **law,
+    )
+    lanes.extend(TensorDict({"x": torch.arange(20).view(2, 10)}, [2, 10]))
+    for batch in (lanes.sample(), lanes[:], lanes[1, 3]):
+        assert torch.equal(batch["looked"], batch["x"] // 10 + batch["x"] % 10)
+
+
+def test_arguments_can_be_read_and_named_as_in_torchrl() -> None:
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(9), priority_key="p")
+    assert (rb.priority_key, rb.service_backend, rb.checkpointer) == ("p", "direct", None)
+    assert ReplayBuffer(priority_key=("a", "b")).priority_key == ("a", "b")
+    assert (rb.storage.shared_init, rb.storage.consolidated) == (False, False)
+    rows = TensorDict({"x": torch.arange(3)}, [3])
+    assert rb.extend(tensordicts=rows).tolist() == [0, 1, 2]
+    assert rb.extend(data=rows).tolist() == [3, 4, 5]
+    with pytest.raises(TypeError, match="one argument"):
+        rb.extend(rows, tensordicts=rows)
+    for part in (rb, rb.storage):
+        part.checkpointer = None
+        with pytest.raises(TypeError, match="read_torchrl"):
+            part.checkpointer = "other"  # type: ignore[assignment]
+
+
+def test_the_capacity_of_a_storage_that_is_yet_to_be_made_is_left_out() -> None:
+    rb = ReplayBuffer(storage=lambda: LazyTensorStorage(7), delayed_init=True)
+    assert not {"capacity", "utilization"} & rb.stats().keys()
+    assert not rb.initialized
+    rb.extend(torch.zeros(2))
+    assert (rb.stats()["capacity"], rb.stats()["size"]) == (7, 2)
+
+
+def test_what_is_no_batch_is_told_in_a_sentence() -> None:
+    tensors = ReplayBuffer(storage=LazyTensorStorage(5))
+    tensors.extend(torch.zeros(3))
+    objects = ReplayBuffer(storage=ListStorage(5), batch_size=2)
+    objects.extend([torch.zeros(2), TensorDict({"x": torch.zeros(2)}, [2])])
+    for rb in (tensors, objects):
+        for given in (3, 2.5, torch.zeros(())):
+            with pytest.raises(TypeError, match=r"expected a batch of rows.*got"):
+                rb.write_all(given)
+    with pytest.raises(ValueError, match="one kind of rows, got Tensor and TensorDict"):
+        objects[:]
+    objects.write_all([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ValueError, match=r"one shape of rows, got \[2\] and \[3\]"):
+        objects[:]
+
+
+def test_what_was_emptied_is_not_shared_for_the_reason_that_is_told(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=LazyMemmapStorage(32))
+    rb.extend(torch.zeros(1))
+    rb.empty()
+    with pytest.raises(ValueError, match=r"never written to.*emptied.*make a new buffer"):
+        rb.share(True)
+    with pytest.raises(ValueError, match="give a scratch_dir"):
+        LazyMemmapStorage(20, auto_cleanup=False)
+    with pytest.raises(ValueError, match="leave scratch_dir out"):
+        LazyMemmapStorage(20, auto_cleanup=True, scratch_dir=tmp_path)
