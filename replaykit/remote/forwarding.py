@@ -14,6 +14,7 @@ from replaykit._compat import is_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.remote.packing import ITSELF, Message, pack, unpack
 from replaykit.remote.replies import Reply, fetch, running_ray
+from replaykit.storages.saving import check_no_checkpointer
 from replaykit.transfer import to_device
 
 __all__ = ["Forwarding"]
@@ -203,6 +204,7 @@ class Forwarding:
 
     batch_size = _forwarded_property("batch_size")
     initialized = _forwarded_property("initialized")
+    priority_key = _forwarded_property("priority_key")
     sampler = _forwarded_property("sampler")
     shared = _forwarded_property("shared")
     storage = _forwarded_property("storage")
@@ -215,6 +217,20 @@ class Forwarding:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._invoke("__setitem__", (index, value), {})
+
+    @property
+    def service_backend(self) -> str:
+        """``"ray"``: the buffer is in an actor."""
+        return "ray"
+
+    @property
+    def checkpointer(self) -> None:
+        """None: a buffer saves itself, in one format. TypeError for any other value."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
 
     @property
     def dim_extend(self) -> int:

@@ -104,7 +104,7 @@ class ShardedClient(Loaded[DataT]):
         found = self._members.ask_all("stats")
         losses = self.losses
         total = {
-            name: sum(one[name] for one in found.values())
+            name: sum(one.get(name, 0) for one in found.values())
             for name in ("size", "write_count", "capacity")
         }
         return {
