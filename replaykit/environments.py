@@ -133,7 +133,7 @@ class VectorSteps:
 
     Raises:
         ValueError: a mode that does not exist, or none in the metadata; a ``first_lane`` that is
-            not an int of at least 0.
+            not an int of at least 0; a space whose values are not batched, such as Sequence.
 
     Example:
         >>> import gymnasium
@@ -166,6 +166,12 @@ class VectorSteps:
             raise TypeError(
                 f"expected a vector environment, which has num_envs, got {type(envs).__name__}; "
                 "rows of one environment are made by replaykit.transition()"
+            )
+        for name in ("observation", "action"):
+            _check_batched(
+                getattr(envs, f"single_{name}_space", None),
+                getattr(envs, f"{name}_space", None),
+                (name,),
             )
         self.envs = envs
         self.autoreset = _mode_of(envs) if autoreset is None else _checked_mode(autoreset)
@@ -264,6 +270,25 @@ class VectorSteps:
     def __repr__(self) -> str:
         count = len(self.ended)
         return f"{type(self).__name__}(num_envs={count}, autoreset={self.autoreset!r})"
+
+
+def _check_batched(single: Any, batched: Any, path: Path) -> None:
+    """Refuse a space whose values a vector environment gives one by one, in a tuple.
+
+    Those of one environment would be taken for those of several.
+    """
+    parts = getattr(batched, "spaces", None)
+    if single is None or parts is None:
+        return
+    if not isinstance(single, type(batched)):
+        raise ValueError(
+            f"expected spaces whose values have one shape, got {type(single).__name__} at key "
+            f"{format_key(path)}: its values have no batches; step the environments one by one, "
+            "and see 'Values that vary in shape' in docs/environments.md"
+        )
+    names = parts if isinstance(parts, Mapping) else range(len(parts))
+    for name in names:
+        _check_batched(single.spaces[name], parts[name], (*path, name))
 
 
 _MODES = ("next_step", "same_step", "disabled")

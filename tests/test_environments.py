@@ -462,6 +462,30 @@ def test_single_transitions_make_episodes() -> None:
     assert all(len(e.rows()["observation"][:, 1].unique()) == 1 for e in rb.episodes)
 
 
+@pytest.mark.parametrize("kind", ["Graph", "OneOf", "Sequence", "Text"])
+@pytest.mark.parametrize("place", ["alone", "nested", "action"])
+def test_spaces_without_batches_are_refused_by_name(kind: str, place: str) -> None:
+    """With two environments, values [2] of one would pass for a batch of both."""
+    box = gymnasium.spaces.Box(0, 1, (2,))
+    space = {
+        "Graph": gymnasium.spaces.Graph(box, None),
+        "OneOf": gymnasium.spaces.OneOf([box, gymnasium.spaces.Discrete(2)]),
+        "Sequence": gymnasium.spaces.Sequence(box),
+        "Text": gymnasium.spaces.Text(4),
+    }[kind]
+    inside = gymnasium.spaces.Tuple([box, gymnasium.spaces.Dict({"x": box, "y": space})])
+    is_action = place == "action"
+
+    class Still(gymnasium.Env[Any, Any]):
+        observation_space = box if is_action else {"alone": space, "nested": inside}[place]
+        action_space = space if is_action else gymnasium.spaces.Discrete(2)
+
+    envs = gymnasium.vector.SyncVectorEnv([Still, Still])
+    key = {"alone": "'observation'", "nested": r"\('observation', 1, 'y'\)", "action": "'action'"}
+    with pytest.raises(ValueError, match=rf"one shape, got {kind} at key {key[place]}: "):
+        VectorSteps(envs)
+
+
 def test_one_environment_is_no_vector_environment() -> None:
     with pytest.raises(TypeError, match=r"vector environment.*transition"):
         VectorSteps(gymnasium.make("CartPole-v1"))
