@@ -11,6 +11,7 @@ import pytest
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.engine.report import lines_of
 from replaykit.datasets.families import ROBOMIMIC
+from replaykit.errors import CorpusError
 from replaykit.inspection import opened
 
 SPLITS = [f"{share}_percent{part}" for share in range(10) for part in ("", "_train", "_valid")]
@@ -32,6 +33,22 @@ def demos(tmp_path):
                 demo[f"other_{other:02}"] = np.zeros(5)
         for name in SPLITS:
             file[f"mask/{name}"] = np.array([b"demo_0", b"demo_77", b"demo_78"])
+    return path
+
+
+def write(path, demos=2, change=None):
+    """Writes demonstrations of five steps; ``change`` is given each group and its number."""
+    draw = np.random.default_rng(0)
+    path.parent.mkdir(exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for number in range(demos):
+            demo = file.create_group(f"data/demo_{number}")
+            states = draw.normal(size=(6, 3))
+            demo["actions"] = draw.normal(size=(5, 2))
+            demo["rewards"], demo["dones"] = np.zeros(5), np.arange(5) == 4
+            demo["obs/eef"], demo["next_obs/eef"] = states[:-1], states[1:]
+            if change is not None:
+                change(demo, number)
     return path
 
 
@@ -102,3 +119,120 @@ def test_a_report_of_an_earlier_version_has_no_names():
     notes = [{"rule": "V15", "text": text.format(n), "count": 1, "first": "f"} for n in "ab"]
     assert len(lines_of({"warnings": notes})) == 2
     assert lines_of({}) == []
+
+
+def test_datasets_that_are_left_out_of_one_episode_each_are_one_line(tmp_path):
+    def change(demo, number):
+        demo[f"odd{number}"] = np.zeros(5)
+
+    data, said = told(write(tmp_path / "a.h5", 20, change), tmp_path / "data")
+    assert said.count("it is no part of the layout") == 1
+    assert "left out: 20, first odd0: it is no part of the layout 'robomimic' (in a.h5: " in said
+    assert "also odd1 (data/demo_1), odd10 (data/demo_10), odd11 (data/demo_11) and 16 more" in said
+    report = data.published.manifest.report
+    assert {leaf["key"] for leaf in report["left_out"]} == {f"odd{k}" for k in range(20)}
+    assert all("(in a.h5: data/demo_" in leaf["why"] for leaf in report["left_out"])
+    # The manifest says the same to those that look at it later.
+    (line,) = lines_of(report)
+    assert said.endswith(line)
+
+
+def test_keys_that_are_missing_from_different_episodes_are_one_line(tmp_path):
+    def change(demo, number):
+        for key in range(15):
+            if number != key and (key or number != 19):
+                demo[f"obs/k{key}"] = demo[f"next_obs/k{key}"] = np.arange(5.0) + key
+
+    path = write(tmp_path / "a.h5", 20, change)
+    data, said = told(path, tmp_path / "data", missing="drop")
+    assert said.count("missing from") == 1
+    assert "30, first next_obs/k0: missing from 2 of 20 episodes, first a.h5: data/demo_0" in said
+    assert "; also next_obs/k1 (1, data/demo_1), next_obs/k10 (1, data/demo_10), " in said
+    left_out = data.published.manifest.report["left_out"]
+    assert len({leaf["why"] for leaf in left_out}) == 15
+
+
+def test_counts_that_files_say_wrongly_are_one_line(tmp_path):
+    for number in range(6):
+        path = write(tmp_path / "in" / f"{number}.h5")
+        with h5py.File(path, "r+") as file:
+            file["data"].attrs["total"] = 90 + number
+    data, said = told(tmp_path / "in", tmp_path / "data")
+    assert said.count("[V15]") == said.count("the attribute 'total' says 90 records") == 1
+    assert "(6 times, first in 0.h5: data; also 1.h5: data (91), 2.h5: data (92), " in said
+    assert len(data.published.manifest.report["warnings"]) == 6
+
+
+def test_episodes_that_say_another_length_are_one_line(tmp_path):
+    def change(demo, number):
+        demo.attrs["num_samples"] = 70 + number
+
+    path = write(tmp_path / "a.h5", 5, change)
+    _, said = told(path, tmp_path / "data", on_invalid="keep")
+    assert said.count("[V15]") == said.count("all records are kept") == 1
+    assert "(5 times, first in a.h5: data/demo_0/actions; also " in said
+    assert "data/demo_1/actions (71), " in said
+
+
+def test_files_that_are_skipped_are_named(tmp_path):
+    write(tmp_path / "in" / "0.h5")
+    for number in range(1, 7):
+        (tmp_path / "in" / f"{number}.h5").write_bytes(b"nope")
+    _, said = told(tmp_path / "in", tmp_path / "data", on_invalid="skip")
+    assert "skipped: 6, first 1.h5: the whole file: " in said
+    assert said.count("the whole file") == 1
+    assert said.endswith("; also 2.h5, 3.h5, 4.h5 and 2 more")
+
+
+def test_skipped_episodes_of_several_files_are_named_with_their_files(tmp_path):
+    def change(demo, number):
+        if not number:
+            demo["actions"][2] = np.nan
+
+    for name in ("a", "b", "c"):
+        write(tmp_path / "in" / f"{name}.h5", 2, change)
+    _, said = told(tmp_path / "in", tmp_path / "data", on_invalid="skip")
+    assert "; also b.h5: data/demo_0, c.h5: data/demo_0" in said
+
+
+def test_reasons_without_a_rule_are_of_one_kind_whichever_file_they_name():
+    def entry(file, why):
+        return {"file": file, "name": "the whole file", "why": why}
+
+    names = [f"{number}.h5" for number in range(3)]
+    denied = [entry(name, f"[Errno 13] Permission denied: '/in/{name}'") for name in names]
+    begun = [entry(n, f"it goes on in an episode that begins in x{n}, which is skipped")
+             for n in names]  # fmt: skip
+    lines = lines_of({"skipped": denied + begun})
+    assert len(lines) == 2
+    assert all(line.endswith("; also 1.h5, 2.h5") for line in lines)
+
+
+def test_an_error_that_no_episode_gives_a_row_says_each_reason_once(tmp_path):
+    def change(demo, number):
+        demo["rewards" if number % 2 else "actions"][number % 5] = np.nan
+
+    path = write(tmp_path / "a.h5", 9, change)
+    with pytest.raises(CorpusError) as caught:
+        told(path, tmp_path / "data", on_invalid="skip")
+    said = str(caught.value)
+    assert f"{path}: no episode gives a row (9 skipped): 5, first a.h5: data/demo_0: " in said
+    assert said.count("the action holds NaN") == said.count("[V20]") == 1
+    assert said.count("the reward holds NaN") == said.count("[V21]") == 1
+    assert "; also data/demo_2, data/demo_4, data/demo_6 and 1 more" in said
+    assert "the source is empty" not in said
+    assert said.endswith("[V38]")
+
+
+def test_a_source_is_called_empty_only_where_it_has_no_episode(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("data")
+    with pytest.raises(CorpusError, match=r"\(0 skipped\); the source is empty \[V38\]$"):
+        told(tmp_path / "a.h5", tmp_path / "data")
+    (tmp_path / "bad").mkdir()
+    for number in range(7):
+        (tmp_path / "bad" / f"{number}.h5").write_bytes(b"nope")
+    with pytest.raises(CorpusError, match=r"no episode gives a row.*\[V38\]$") as caught:
+        told(tmp_path / "bad", tmp_path / "data", on_invalid="skip")
+    assert "the source is empty" not in str(caught.value)
+    assert "4.h5 and 2 more: no episode gives a row (7 skipped)" in str(caught.value)

@@ -6,10 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from replaykit.errors import CorpusError
 
-__all__ = ["Note", "Notes", "Part", "Place", "path_below"]
+__all__ = ["WHOLE_FILE", "Note", "Notes", "Part", "Place", "path_below"]
+
+WHOLE_FILE: Final = "the whole file"
+"""Stands in the report for the name of an episode."""
 
 
 def path_below(group: str, path: str) -> str:

@@ -11,16 +11,22 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.places import Note, Notes
+from replaykit.datasets.engine.places import WHOLE_FILE, Note, Notes
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.sources import Sources
 
-__all__ = ["duplicates", "lines_of", "make_report", "summary", "warn_caller"]
+__all__ = ["duplicates", "lines_of", "make_report", "skipped_lines", "summary", "warn_caller"]
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _MOST_NAMES: Final = 3
 """Names that a line lists behind the first."""
 _RULE: Final = re.compile(r"\[V[0-9]+\]$")
+_VARYING: Final = re.compile(
+    r", first .*$| \(.*\)$|(?<=^it has ).* in one episode and .*$|(?<=^in ).+(?= it stays)"
+    r"|(?<=^the name )'.*'|(?<= begins in ).+(?=, which is skipped$)"
+    r"|(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?!\w)"
+)
+"""What texts of one kind differ in: places, forms and numbers. Manifests have texts alone."""
 
 
 def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
@@ -98,7 +104,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     """Return what a report says to people, one line for each kind of finding.
 
     A line has the first finding of its kind in full, how many there are, and the names of the next
-    ones; the report has all of them. Cost: O(findings).
+    ones with the words in which they differ; the report has all of them. Findings are of one kind
+    where their texts differ in places, forms and numbers alone, and skipped episodes where they
+    break one rule. Cost: O(findings).
 
     Args:
         report: of a manifest, of this version or an earlier one; entries may be missing.
@@ -109,17 +117,20 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         ['left out: a, b, c, d and 2 more: not known']
     """
     lines = []
-    for group in _kinds(report.get("left_out", []), lambda leaf: leaf["why"]):
-        keys = [leaf["key"] for leaf in group]
-        lines.append(f"left out: {_listed(keys, _MOST_NAMES + 1)}: {group[0]['why']}")
+    for group in _kinds(report.get("left_out", []), lambda leaf: _kind_of(leaf["why"])):
+        first, keys = group[0], [leaf["key"] for leaf in group]
+        if all(leaf["why"] == first["why"] for leaf in group):
+            lines.append(f"left out: {_listed(keys, _MOST_NAMES + 1)}: {first['why']}")
+            continue
+        others = [_detailed(leaf["key"], leaf["why"], first["why"]) for leaf in group[1:]]
+        lines.append(
+            f"left out: {len(group):,}, first {first['key']}: {first['why']}; also "
+            f"{_listed(others)}"
+        )
     for group in _kinds(report.get("removed", []), lambda entry: entry["why"]):
         entries = [_removed(entry) for entry in group]
         lines.append(f"removed: {group[0]['why']}: {_listed(entries, _MOST_NAMES + 1)}")
-    for group in _kinds(report.get("skipped", []), _rule_of):
-        first, others = group[0], [entry["name"] for entry in group[1:]]
-        count = f"{len(group):,}, first " if others else ""
-        also = f"; also {_listed(others)}" if others else ""
-        lines.append(f"skipped: {count}{first['file']}: {first['name']}: {first['why']}{also}")
+    lines.extend(f"skipped: {line}" for line in skipped_lines(report.get("skipped", [])))
     twice = report.get("duplicates", [])
     if twice:
         pairs = [f"{', '.join(each['episode'])} as {', '.join(each['same_as'])}" for each in twice]
@@ -128,13 +139,31 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             f"an earlier one: {_listed(pairs)} [V36]"
         )
     for group in _kinds(report.get("warnings", []), _kind):
-        first, names = group[0], [entry["name"] for entry in group[1:]]
+        first, names = group[0], [_named(entry, group[0]) for entry in group[1:]]
         count = sum(entry["count"] for entry in group)
         also = f"; also {_listed(names)}" if names else ""
         lines.append(
             f"{first['text']} ({count:,} time{'s' * (count != 1)}, first in {first['first']}"
             f"{also}) [{first['rule']}]"
         )
+    return lines
+
+
+def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
+    """Return what is said of episodes and files that are skipped, one line for each rule.
+
+    Args:
+        skipped: entries of a report: ``file``, ``name`` and ``why``.
+    """
+    lines = []
+    for group in _kinds(skipped, _rule_of):
+        first = group[0]
+        # Episodes of several files may have one name.
+        is_one = all(entry["file"] == first["file"] for entry in group)
+        others = [_skipped(entry, is_one) for entry in group[1:]]
+        count = f"{len(group):,}, first " if others else ""
+        also = f"; also {_listed(others)}" if others else ""
+        lines.append(f"{count}{first['file']}: {first['name']}: {first['why']}{also}")
     return lines
 
 
@@ -149,14 +178,44 @@ def _kinds(
 
 
 def _kind(entry: dict[str, Any]) -> object:
-    name = entry.get("name")
-    # Without a name the text says all, and no second finding has the same.
-    return entry["rule"], entry["text"].replace(name, "*", 1) if name else id(entry)
+    return entry["rule"], _kind_of(_unnamed(entry))
+
+
+def _kind_of(text: str) -> str:
+    """Return a text without what findings of one kind differ in."""
+    return _VARYING.sub("*", text)
+
+
+def _unnamed(entry: Mapping[str, Any]) -> str:
+    name, text = entry.get("name"), str(entry["text"])
+    return text.replace(name, "*", 1) if name else text
+
+
+def _named(entry: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return by what a warning is told from the first one of its kind."""
+    name = entry.get("name") or entry["first"]
+    return _detailed(name, _unnamed(entry), _unnamed(first))
+
+
+def _detailed(name: str, text: str, first: str) -> str:
+    """Return a name with the words in which its text differs from the first one of its kind."""
+    ours, theirs = text.split(), first.split()
+    if len(ours) != len(theirs):
+        return name
+    words = [word.strip("(),;:") for word, other in zip(ours, theirs, strict=True) if word != other]
+    return f"{name} ({', '.join(words)})" if words else name
 
 
 def _rule_of(entry: dict[str, Any]) -> str:
-    rule = _RULE.search(entry["why"])
-    return str(entry["why"]) if rule is None else rule[0]
+    why = str(entry["why"])
+    rule = _RULE.search(why)
+    return _kind_of(why.replace(entry["file"], "*")) if rule is None else rule[0]
+
+
+def _skipped(entry: Mapping[str, Any], is_one_file: bool) -> str:
+    if entry["name"] == WHOLE_FILE:
+        return str(entry["file"])
+    return str(entry["name"]) if is_one_file else f"{entry['file']}: {entry['name']}"
 
 
 def _removed(entry: Mapping[str, Any]) -> str:

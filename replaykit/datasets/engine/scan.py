@@ -24,10 +24,11 @@ from replaykit.datasets.engine.held import Held
 from replaykit.datasets.engine.joined import open_sources, units_of
 from replaykit.datasets.engine.layout import Facts, Layout
 from replaykit.datasets.engine.listing import NOT_LISTED, Listing, listings
-from replaykit.datasets.engine.places import Notes, Place, path_below
+from replaykit.datasets.engine.places import WHOLE_FILE, Notes, Place, path_below
 from replaykit.datasets.engine.plan import Plan, Skipped
 from replaykit.datasets.engine.planned import check_plan
 from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.report import skipped_lines
 from replaykit.datasets.engine.schema import SchemaUnion
 from replaykit.datasets.engine.specs import ALWAYS_KEYS
 from replaykit.datasets.sources import Sources
@@ -35,8 +36,8 @@ from replaykit.errors import CorpusError
 
 __all__ = ["Excluded", "scan"]
 
-WHOLE_FILE: Final = "the whole file"
-"""Stands in the report for the name of an episode."""
+_MOST_KINDS: Final = 5
+"""Reasons that an error lists."""
 _SMALL_BYTES: Final = 1 << 18
 _HELD_BLOCKS: Final = 2
 """Blocks of memory for values that are read while declarations are, of all files together."""
@@ -77,12 +78,7 @@ def scan(
             listed = [next(ahead) for _ in unit]
             state.unit(unit, sources, listed[0])
     if not len(state.episodes):
-        names = ", ".join(str(source.path) for source in sources.files[:5])
-        skipped = "; ".join(f"{entry.name}: {entry.why}" for entry in state.skipped[:5])
-        raise CorpusError(
-            f"{names}: no episode gives a row ({len(state.skipped)} skipped); the source is empty"
-            f"{f': {skipped}' if skipped else ''} [V38]"
-        )
+        raise state.without_a_row(sources)
     plan = state.plan()
     check_plan(plan, sources)
     return plan
@@ -108,6 +104,7 @@ class _Scan:
     listed: Listing = NOT_LISTED
     rows: int = 0
     records: int = 0
+    is_empty: bool = True
 
     def __post_init__(self) -> None:
         self.spans = Spans()
@@ -119,7 +116,27 @@ class _Scan:
         if self.policies.on_invalid != "skip" or not is_about_the_file(error):
             raise error
         self.failed.add(index)
+        self.is_empty = False
         self.skipped.append(Skipped(index, WHOLE_FILE, str(error)))
+
+    def without_a_row(self, sources: Sources) -> CorpusError:
+        """Returns the error that says why no episode gives a row (rule V38)."""
+        files = [str(source.path) for source in sources.files[:5]]
+        more = len(sources.files) - len(files)
+        names = ", ".join(files) + (f" and {more:,} more" if more else "")
+        skipped = [
+            {"file": sources.files[entry.file].name, "name": entry.name, "why": entry.why}
+            for entry in self.skipped
+        ]
+        lines = skipped_lines(skipped)
+        others = len(lines) - _MOST_KINDS
+        if others > 0:
+            lines[_MOST_KINDS:] = [f"and {others:,} more reason{'s' * (others != 1)}"]
+        empty = "; the source is empty" if self.is_empty else ""
+        reasons = f": {'. '.join(lines)}" if lines else ""
+        return CorpusError(
+            f"{names}: no episode gives a row ({len(skipped):,} skipped){empty}{reasons} [V38]"
+        )
 
     def unit(self, unit: tuple[int, ...], sources: Sources, listed: Listing) -> None:
         """Takes a file, or several that are read as one; ``listed`` is known of it already."""
@@ -178,6 +195,7 @@ class _Scan:
             self.numbering.append((index, found.numbering))
         for rule, text, at in found.odd:
             self.notes.add(rule, text, at)
+        self.is_empty = self.is_empty and not len(found.episodes)
         if found.episodes.has_twins:
             listed = sorted(found.episodes.numbers.tolist())
             raise place.error(f"two episodes have one number: {listed}", "V33")
