@@ -18,9 +18,9 @@ import pytest
 import replaykit
 
 _LOAD = """
-others = ("replaykit.datasets", "replaykit.remote", "replaykit.sharding")
-for name, module in replaykit._MODULES.items():
-    if module not in others:
+from replaykit import registry
+for name, entry in registry.exports("replaykit").items():
+    if entry.module.partition(".")[0] not in ("datasets", "remote", "sharding"):
         getattr(replaykit, name)
 """
 """What needs no more than torch and tensordict."""

@@ -175,7 +175,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     modules = {path.relative_to(source).as_posix() for path in source.glob("replaykit*/**/*.py")}
     assert len(modules) > 50
     tables = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.tsv")}
-    expected = modules | tables | {"replaykit/py.typed"}
+    stubs = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.pyi")}
+    assert "replaykit/__init__.pyi" in stubs
+    expected = modules | tables | stubs | {"replaykit/py.typed"}
     if wheel.has_core:
         expected |= {"replaykit/native/_core.pyi"}
     about = [name for name in wheel.names if ".dist-info/" in name]
@@ -190,7 +192,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
         "WHEEL",
         "entry_points.txt",
     ]
-    for name in modules | tables:
+    for name in modules | tables | stubs:
         assert (wheel.unpacked / name).read_bytes() == (source / name).read_bytes(), name
     (licence,) = wheel.unpacked.glob("*.dist-info/licenses/LICENSE")
     assert licence.read_bytes() == (source / "LICENSE").read_bytes()

@@ -72,7 +72,7 @@ def read_torchrl(
     Cost: one pass over the stored rows.
 
     Example:
-        >>> from replaykit.checkpoint import read_torchrl
+        >>> from replaykit import read_torchrl
         >>> rb = read_torchrl("tests/checkpoint/fixtures/torchrl_prioritized")
         >>> rb.storage.max_size, len(rb), rb.write_count, rb.sampler.alpha
         (10, 10, 13, 0.7)

@@ -13,11 +13,6 @@ Example:
     (3, {'left': tensor([0, 1, 2])})
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from replaykit.checkpoint.again import Base
 from replaykit.checkpoint.directory import Checkpoint
 from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
@@ -26,9 +21,7 @@ from replaykit.checkpoint.read_later import ReadLater, ReadOnce
 from replaykit.checkpoint.row_chunks import RowChunks
 from replaykit.checkpoint.saving import save_checkpoint, save_snapshot
 from replaykit.checkpoint.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from replaykit.buffer.torchrl import read_torchrl
+from replaykit.registry import getter
 
 __all__ = [
     "FORMAT",
@@ -42,15 +35,8 @@ __all__ = [
     "RowChunks",
     "Snapshot",
     "checkpoint_versions",
-    "read_torchrl",
     "save_checkpoint",
     "save_snapshot",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # A public name of this room for what stands above it, since it makes a buffer; nothing in the
-    # room uses it.
-    if name == "read_torchrl":
-        return importlib.import_module("replaykit.buffer.torchrl").read_torchrl
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = getter(__name__)

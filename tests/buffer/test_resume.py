@@ -29,6 +29,7 @@ from replaykit import (
     ReplayBuffer,
     ReturnToGo,
     Sampler,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     SchedulerList,
     Sequence,
@@ -238,7 +239,7 @@ def _quiet() -> Iterator[None]:
 def test_no_sampler_is_left_out() -> None:
     exported = {getattr(samplers, name) for name in samplers.__all__}
     classes = {one for one in exported if isinstance(one, type) and issubclass(one, Sampler)}
-    classes |= {samplers.SamplerEnsemble}
+    classes |= {SamplerEnsemble}
     here = {type(make()) for make in SAMPLERS.values()}
     assert {one.__name__ for one in classes - here} == ELSEWHERE
 

@@ -28,8 +28,8 @@ from replaykit import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
+    read_torchrl,
 )
-from replaykit.checkpoint import read_torchrl
 from replaykit.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"

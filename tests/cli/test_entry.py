@@ -40,7 +40,7 @@ def package(folder: Path, load: str) -> dict[str, str]:
     """Writes a package that stands for the real one, and begins as it does; returns the environment
     that has it."""
     (folder / "replaykit/cli").mkdir(parents=True)
-    for name in ("__init__.py", "__main__.py"):
+    for name in ("__init__.py", "__main__.py", "registry.py"):
         shutil.copy(ROOT / "replaykit" / name, folder / "replaykit" / name)
     (folder / "replaykit/_version.py").write_text("__version__ = '0'\n")
     (folder / "replaykit/buffer.py").write_text(load)  # the first to import torch

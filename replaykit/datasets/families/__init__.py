@@ -1,30 +1,5 @@
 """The corpus families: a declaration each, with what is truly its own."""
 
-from replaykit.datasets.families.aloha import ALOHA, AlohaLayout
-from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
-from replaykit.datasets.families.isaaclab import ISAACLAB
-from replaykit.datasets.families.libero import LIBERO
-from replaykit.datasets.families.maniskill import MANISKILL
-from replaykit.datasets.families.minari import MINARI
-from replaykit.datasets.families.robohive import ROBOHIVE, RoboHiveLayout
-from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
-from replaykit.datasets.families.roboset_real import ROBOSET_REAL
-from replaykit.datasets.families.vd4rl import VD4RL
+from replaykit.registry import room
 
-__all__ = [
-    "ALOHA",
-    "D4RL",
-    "ISAACLAB",
-    "LIBERO",
-    "MANISKILL",
-    "MINARI",
-    "ROBOHIVE",
-    "ROBOMIMIC",
-    "ROBOSET_REAL",
-    "ROBOSUITE",
-    "VD4RL",
-    "AlohaLayout",
-    "D4RLLayout",
-    "RoboHiveLayout",
-    "RobosuiteLayout",
-]
+__all__, __getattr__, __dir__ = room(__name__)

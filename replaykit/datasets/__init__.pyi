@@ -1,0 +1,87 @@
+# Written by `python -m tests.generated` from replaykit/registry.py.
+
+from replaykit.datasets.base import (
+    BaseDatasetExperienceReplay,
+)
+from replaykit.datasets.converting import (
+    convert,
+    open,
+)
+from replaykit.datasets.corpus import (
+    CorpusExperienceReplay,
+)
+from replaykit.datasets.engine.fields import (
+    ARRIVALS,
+    FINAL_STATE,
+    STATE_RECORDS,
+    STEPS,
+    Alignment,
+    Field,
+)
+from replaykit.datasets.engine.finding import (
+    Groups,
+    Segments,
+    WholeFile,
+)
+from replaykit.datasets.engine.layout import (
+    Layout,
+)
+from replaykit.datasets.engine.policies import (
+    Policies,
+)
+from replaykit.datasets.families.catalogue import (
+    AlohaExperienceReplay,
+    D4RLExperienceReplay,
+    IsaacLabExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    MinariExperienceReplay,
+    RobomimicExperienceReplay,
+    VD4RLExperienceReplay,
+    load_dataset,
+    plan,
+)
+from replaykit.datasets.families.roboset import (
+    RobosetExperienceReplay,
+)
+from replaykit.datasets.http_fetch import (
+    download,
+)
+from replaykit.datasets.hub_pull import (
+    pull,
+)
+from replaykit.datasets.hub_push import (
+    push,
+)
+
+__all__ = [
+    "ARRIVALS",
+    "FINAL_STATE",
+    "STATE_RECORDS",
+    "STEPS",
+    "Alignment",
+    "AlohaExperienceReplay",
+    "BaseDatasetExperienceReplay",
+    "CorpusExperienceReplay",
+    "D4RLExperienceReplay",
+    "Field",
+    "Groups",
+    "IsaacLabExperienceReplay",
+    "Layout",
+    "LiberoExperienceReplay",
+    "ManiSkillExperienceReplay",
+    "MinariExperienceReplay",
+    "Policies",
+    "RobomimicExperienceReplay",
+    "RobosetExperienceReplay",
+    "Segments",
+    "VD4RLExperienceReplay",
+    "WholeFile",
+    "convert",
+    "download",
+    "load_dataset",
+    "open",
+    "plan",
+    "pull",
+    "push",
+]

@@ -1,0 +1,304 @@
+"""List every public name: the kind of thing that it is, and the module that holds it.
+
+Everything else that lists names follows from `ENTRIES`: the exports of the packages, the corpus
+families and layouts, the shards' choice of a law, the type stubs and the tables in the docs. A new
+sampler, storage, writer, transform or corpus family is a file of its own and an entry here.
+``python -m tests.generated`` then writes the stubs and the tables.
+
+This module imports nothing of the package. No other module may name a module above its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "ENTRIES",
+    "MOVED",
+    "ROOMS",
+    "Entry",
+    "entry_of",
+    "exports",
+    "getter",
+    "load",
+    "of_kind",
+    "room",
+]
+
+
+class Entry(NamedTuple):
+    """One public name.
+
+    Attributes:
+        name: of the class, function or constant.
+        kind: what it is; names of one kind are one table in the docs.
+        module: the module that holds it, below ``replaykit``.
+        law: of a sampler that shards can use: how its draws divide among them. It is a key of
+            ``replaykit.sharding.laws.LAWS``.
+        single_rows: whether it is a sampler that draws single rows, any number at once. An ensemble
+            then asks a member once for all parts of a batch.
+    """
+
+    name: str
+    kind: str
+    module: str
+    law: str | None = None
+    single_rows: bool = False
+
+
+ENTRIES: Final[tuple[Entry, ...]] = (
+    Entry("__version__", "constant", "_version"),
+    Entry("DEFAULT_DONE_KEYS", "constant", "ted"),
+    # Buffers
+    Entry("ReplayBuffer", "buffer", "buffer"),
+    Entry("TensorDictReplayBuffer", "buffer", "buffer"),
+    Entry("PrioritizedReplayBuffer", "buffer", "buffer"),
+    Entry("TensorDictPrioritizedReplayBuffer", "buffer", "buffer"),
+    Entry("BufferDataset", "buffer part", "buffer"),
+    Entry("BufferLoader", "buffer part", "buffer"),
+    Entry("ConditionalUpdateResult", "buffer part", "buffer"),
+    Entry("Episode", "buffer part", "buffer"),
+    Entry("Episodes", "buffer part", "buffer"),
+    Entry("RateLimiter", "buffer part", "pace"),
+    Entry("read_torchrl", "function", "buffer.torchrl"),
+    # Storages
+    Entry("Storage", "base", "storages.base"),
+    Entry("ListStorage", "storage", "storages.lists"),
+    Entry("LazyStackStorage", "storage", "storages.lazy_stack"),
+    Entry("TensorStorage", "storage", "storages.tensors"),
+    Entry("LazyTensorStorage", "storage", "storages.tensors"),
+    Entry("LazyMemmapStorage", "storage", "storages.memmap"),
+    # Samplers
+    Entry("Sampler", "base", "samplers.base"),
+    Entry("RandomSampler", "sampler", "samplers.random", law="rows", single_rows=True),
+    Entry("SamplerWithoutReplacement", "sampler", "samplers.without_replacement", single_rows=True),
+    Entry("SliceSampler", "sampler", "samplers.slices", law="windows"),
+    Entry("SliceSamplerWithoutReplacement", "sampler", "samplers.slices_without_replacement"),
+    Entry(
+        "PrioritizedSampler",
+        "sampler",
+        "samplers.prioritized",
+        law="prioritized rows",
+        single_rows=True,
+    ),
+    Entry(
+        "PrioritizedSliceSampler",
+        "sampler",
+        "samplers.prioritized_slices",
+        law="prioritized windows",
+    ),
+    Entry("ConsumingSampler", "sampler", "samplers.consuming"),
+    Entry("StalenessAwareSampler", "sampler", "samplers.staleness"),
+    Entry("SampleUnit", "base", "samplers.units"),
+    Entry("Transition", "sample unit", "samplers.units"),
+    Entry("Sequence", "sample unit", "samplers.sequence"),
+    Entry("ParameterScheduler", "base", "samplers.schedulers"),
+    Entry("LambdaScheduler", "scheduler", "samplers.schedulers"),
+    Entry("LinearScheduler", "scheduler", "samplers.schedulers"),
+    Entry("StepScheduler", "scheduler", "samplers.schedulers"),
+    Entry("SchedulerList", "scheduler", "samplers.schedulers"),
+    # Writers
+    Entry("Writer", "base", "writers.base"),
+    Entry("RoundRobinWriter", "writer", "writers.round_robin"),
+    Entry("TensorDictRoundRobinWriter", "writer", "writers.round_robin"),
+    Entry("TensorDictMaxValueWriter", "writer", "writers.max_value"),
+    Entry("LaneWriter", "writer", "writers.lanes"),
+    Entry("ImmutableDatasetWriter", "writer", "writers.immutable"),
+    # Transforms
+    Entry("Transform", "base", "transforms.base"),
+    Entry("HistoryTransform", "base", "transforms.history"),
+    Entry("Around", "transform part", "transforms.history"),
+    Entry("Surroundings", "transform part", "transforms.history"),
+    Entry("FrameStream", "transform part", "transforms.frame_stream"),
+    Entry("Compose", "transform", "transforms.base"),
+    Entry("NStep", "transform", "transforms.n_step"),
+    Entry("NStepWriting", "transform", "transforms.n_step_writing"),
+    Entry("Bootstrap", "transform", "transforms.bootstrap"),
+    Entry("StackFrames", "transform", "transforms.stack_frames"),
+    Entry("PreviousStep", "transform", "transforms.previous_step"),
+    Entry("StepCount", "transform", "transforms.previous_step"),
+    Entry("HindsightGoal", "transform", "transforms.hindsight"),
+    Entry("ReturnToGo", "transform", "transforms.return_to_go"),
+    Entry("TrajectoryTransform", "transform", "transforms.trajectory"),
+    Entry("KeepRaw", "transform", "transforms.raw"),
+    Entry("RewardClip", "transform", "transforms.rewards"),
+    Entry("RewardScale", "transform", "transforms.rewards"),
+    Entry("RewardShift", "transform", "transforms.rewards"),
+    Entry("RewardMap", "transform", "transforms.rewards"),
+    Entry("ImageScale", "transform", "transforms.images"),
+    Entry("Cast", "transform", "transforms.cast"),
+    Entry("SelectTransform", "transform", "transforms.keys"),
+    Entry("ExcludeTransform", "transform", "transforms.keys"),
+    Entry("RenameTransform", "transform", "transforms.keys"),
+    Entry("CatTensors", "transform", "transforms.keys"),
+    # Several buffers, several processes
+    Entry("ReplayBufferEnsemble", "ensemble", "ensembles"),
+    Entry("StorageEnsemble", "ensemble", "ensembles"),
+    Entry("SamplerEnsemble", "ensemble", "ensembles"),
+    Entry("WriterEnsemble", "ensemble", "ensembles"),
+    Entry("RayReplayBuffer", "remote", "remote"),
+    Entry("RayReplayBufferClient", "remote", "remote"),
+    Entry("RemoteResult", "remote", "remote"),
+    Entry("DEFAULT_REMOTE_CLASS_CONFIG", "constant", "remote"),
+    Entry("ShardedReplayBuffer", "shards", "sharding"),
+    Entry("ShardedClient", "shards", "sharding"),
+    Entry("ShardedResult", "shards", "sharding"),
+    Entry("ShardLoss", "shards", "sharding"),
+    # Tools
+    Entry("VectorSteps", "environment", "environments"),
+    Entry("transition", "environment", "environments"),
+    Entry("SumSegmentTree", "segment tree", "priorities"),
+    Entry("MinSegmentTree", "segment tree", "priorities"),
+    Entry("MaxSegmentTree", "segment tree", "priorities"),
+    Entry("split_trajectories", "function", "trajectories"),
+    Entry("join_trajectories", "function", "trajectories"),
+    Entry("pad_collate", "function", "trajectories"),
+    Entry("to_device", "function", "transfer"),
+    # Corpora: a family is a class with ids; a layout says how its files are read
+    Entry("BaseDatasetExperienceReplay", "base", "datasets.base"),
+    Entry("CorpusExperienceReplay", "data set", "datasets.corpus"),
+    Entry("RobosetExperienceReplay", "family", "datasets.families.roboset"),
+    Entry("D4RLExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("MinariExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("RobomimicExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("LiberoExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("ManiSkillExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("VD4RLExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("IsaacLabExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("AlohaExperienceReplay", "family", "datasets.families.catalogue"),
+    Entry("ROBOHIVE", "layout", "datasets.families.robohive"),
+    Entry("ROBOSET_REAL", "layout", "datasets.families.roboset_real"),
+    Entry("D4RL", "layout", "datasets.families.d4rl"),
+    Entry("MINARI", "layout", "datasets.families.minari"),
+    Entry("ROBOMIMIC", "layout", "datasets.families.robomimic"),
+    Entry("ROBOSUITE", "layout", "datasets.families.robomimic"),
+    Entry("LIBERO", "layout", "datasets.families.libero"),
+    Entry("ISAACLAB", "layout", "datasets.families.isaaclab"),
+    Entry("MANISKILL", "layout", "datasets.families.maniskill"),
+    Entry("VD4RL", "layout", "datasets.families.vd4rl"),
+    Entry("ALOHA", "layout", "datasets.families.aloha"),
+    Entry("RoboHiveLayout", "layout class", "datasets.families.robohive"),
+    Entry("D4RLLayout", "layout class", "datasets.families.d4rl"),
+    Entry("RobosuiteLayout", "layout class", "datasets.families.robomimic"),
+    Entry("AlohaLayout", "layout class", "datasets.families.aloha"),
+    Entry("Layout", "conversion", "datasets.engine.layout"),
+    Entry("Alignment", "conversion", "datasets.engine.fields"),
+    Entry("STATE_RECORDS", "conversion", "datasets.engine.fields"),
+    Entry("FINAL_STATE", "conversion", "datasets.engine.fields"),
+    Entry("STEPS", "conversion", "datasets.engine.fields"),
+    Entry("ARRIVALS", "conversion", "datasets.engine.fields"),
+    Entry("Field", "conversion", "datasets.engine.fields"),
+    Entry("Groups", "conversion", "datasets.engine.finding"),
+    Entry("WholeFile", "conversion", "datasets.engine.finding"),
+    Entry("Segments", "conversion", "datasets.engine.finding"),
+    Entry("Policies", "conversion", "datasets.engine.policies"),
+    Entry("convert", "conversion", "datasets.converting"),
+    Entry("open", "conversion", "datasets.converting"),
+    Entry("download", "conversion", "datasets.http_fetch"),
+    Entry("load_dataset", "conversion", "datasets.families.catalogue"),
+    Entry("plan", "conversion", "datasets.families.catalogue"),
+    Entry("pull", "conversion", "datasets.hub_pull"),
+    Entry("push", "conversion", "datasets.hub_push"),
+)
+
+ROOMS: Final = (
+    "replaykit",
+    "replaykit.datasets",
+    "replaykit.datasets.families",
+    "replaykit.samplers",
+    "replaykit.storages",
+    "replaykit.transforms",
+    "replaykit.writers",
+)
+"""Packages whose public names follow from `ENTRIES` alone; each has a generated stub."""
+
+_BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
+
+_EXPORTED_BY: Final = {
+    "conversion": ("replaykit.datasets",),
+    "layout": ("replaykit.datasets.families",),
+    "layout class": ("replaykit.datasets.families",),
+}
+"""Packages that export the names of a kind; any other kind: the package itself and the room."""
+
+MOVED: Final = {
+    "replaykit.checkpoint.read_torchrl": "replaykit.read_torchrl",
+    "replaykit.samplers.SamplerEnsemble": "replaykit.SamplerEnsemble",
+    "replaykit.storages.StorageEnsemble": "replaykit.StorageEnsemble",
+    "replaykit.writers.WriterEnsemble": "replaykit.WriterEnsemble",
+}
+"""Old full names that still work for one release, with a DeprecationWarning, and the new ones."""
+
+
+def of_kind(kind: str) -> list[Entry]:
+    """Return the entries of one kind, in the order of the table."""
+    return [entry for entry in ENTRIES if entry.kind == kind]
+
+
+def exports(package: str) -> dict[str, Entry]:
+    """Return the entries that a package exports, by name."""
+    found = {}
+    for entry in ENTRIES:
+        room = f"replaykit.{entry.module.partition('.')[0]}"
+        if package in _EXPORTED_BY.get(entry.kind, ("replaykit", room)):
+            found[entry.name] = entry
+    return found
+
+
+def load(entry: Entry) -> Any:
+    """Import the module of an entry and return the value of its name."""
+    return getattr(importlib.import_module(f"replaykit.{entry.module}"), entry.name)
+
+
+def entry_of(kind: type) -> Entry | None:
+    """Return the entry of exactly this class; None for every other class, subclasses included."""
+    entry = _BY_NAME.get(kind.__name__)
+    if entry is None:
+        return None
+    module = sys.modules.get(f"replaykit.{entry.module}")
+    return entry if getattr(module, entry.name, None) is kind else None
+
+
+def room(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package."""
+    names = sorted(exports(package))
+    return names, getter(package), lambda: list(names)
+
+
+def getter(package: str) -> Callable[[str], Any]:
+    """Return ``__getattr__`` of a package.
+
+    It loads a name that the package exports, once. It also finds old names and modules.
+    """
+    names = exports(package)
+
+    def __getattr__(name: str) -> Any:
+        if name in names:
+            value = load(names[name])
+            setattr(sys.modules[package], name, value)
+            return value
+        full = f"{package}.{name}"
+        if full in MOVED:
+            return _moved(full)
+        if not name.startswith("_") and importlib.util.find_spec(full) is not None:
+            return importlib.import_module(full)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return __getattr__
+
+
+def _moved(full: str) -> Any:
+    """Return the value of an old name, with a warning at the code that asks for it."""
+    new = MOVED[full]
+    warnings.warn(
+        f"{full} is deprecated and works for one more release; use {new}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    module, _, name = new.rpartition(".")
+    return getattr(importlib.import_module(module), name)

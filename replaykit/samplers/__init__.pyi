@@ -1,0 +1,63 @@
+# Written by `python -m tests.generated` from replaykit/registry.py.
+
+from replaykit.samplers.base import (
+    Sampler,
+)
+from replaykit.samplers.consuming import (
+    ConsumingSampler,
+)
+from replaykit.samplers.prioritized import (
+    PrioritizedSampler,
+)
+from replaykit.samplers.prioritized_slices import (
+    PrioritizedSliceSampler,
+)
+from replaykit.samplers.random import (
+    RandomSampler,
+)
+from replaykit.samplers.schedulers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    SchedulerList,
+    StepScheduler,
+)
+from replaykit.samplers.sequence import (
+    Sequence,
+)
+from replaykit.samplers.slices import (
+    SliceSampler,
+)
+from replaykit.samplers.slices_without_replacement import (
+    SliceSamplerWithoutReplacement,
+)
+from replaykit.samplers.staleness import (
+    StalenessAwareSampler,
+)
+from replaykit.samplers.units import (
+    SampleUnit,
+    Transition,
+)
+from replaykit.samplers.without_replacement import (
+    SamplerWithoutReplacement,
+)
+
+__all__ = [
+    "ConsumingSampler",
+    "LambdaScheduler",
+    "LinearScheduler",
+    "ParameterScheduler",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RandomSampler",
+    "SampleUnit",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SchedulerList",
+    "Sequence",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
+    "StepScheduler",
+    "Transition",
+]
