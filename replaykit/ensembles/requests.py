@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from replaykit.samplers import (
-    PrioritizedSampler,
-    RandomSampler,
-    Sampler,
-    SamplerWithoutReplacement,
-    SampleUnit,
-    Transition,
-)
+from replaykit.registry import entry_of
+from replaykit.samplers import Sampler, SampleUnit, Transition
 
 __all__ = ["filled", "requests"]
 
 T = TypeVar("T")
-
-_SINGLE_ROWS = (RandomSampler, SamplerWithoutReplacement, PrioritizedSampler)
 
 
 def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -> list[int]:
@@ -28,7 +20,8 @@ def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -
     own, is asked for the rows of one part of the batch at a time: the length of windows may depend
     on it.
     """
-    single = type(sampler) in _SINGLE_ROWS and (unit is None or type(unit) is Transition)
+    entry = entry_of(type(sampler))
+    single = entry is not None and entry.single_rows and (unit is None or type(unit) is Transition)
     if single and not getattr(sampler, "drop_last", False):
         return [times * rows]
     return [rows] * times

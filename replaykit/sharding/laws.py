@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.drawing import Drawn, Lent
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
-from replaykit.samplers import (
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    Sampler,
-    SliceSampler,
-)
+from replaykit.registry import entry_of, of_kind
+from replaykit.samplers import Sampler
 from replaykit.samplers.eligible import index_for
 from replaykit.samplers.markers import MASK, SEQUENCE_ID
 from replaykit.samplers.measures import PerLane
@@ -31,7 +26,7 @@ from replaykit.samplers.slice_arguments import SliceSize
 from replaykit.sharding.facts import Terms
 from replaykit.storages import Storage
 
-__all__ = ["DrawLaw", "Measured", "law_of"]
+__all__ = ["LAWS", "DrawLaw", "Measured", "law_of"]
 
 
 class Measured(NamedTuple):
@@ -52,9 +47,21 @@ class DrawLaw(ABC):
     """
 
     prioritized = False
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Options of the sampler and the values with which its draws are independent."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
+
+    def check(self) -> None:
+        """Raise ValueError if the sampler has options with which its draws do not divide."""
+        for name, expected in self.options.items():
+            found = getattr(self.sampler, name)
+            if found != expected:
+                raise ValueError(
+                    f"expected {name}={expected!r} of a {type(self.sampler).__name__} for shards, "
+                    f"which know of one another only how likely they are, got {found!r}"
+                )
 
     def terms(self, batch_size: int | None) -> Terms | None:
         """What masses for batches of that size depend on; None where a size is needed to tell."""
@@ -90,6 +97,12 @@ class Uniform(DrawLaw):
 class Windows(DrawLaw):
     """Windows inside episodes: the mass is their number, or what else the measure counts."""
 
+    options: ClassVar = {"draw": "iid", "recent": None, "strict_lanes": False}
+
+    def check(self) -> None:
+        super().check()
+        _refuse_static(self.sampler)
+
     def terms(self, batch_size: int | None) -> Terms | None:
         size = self.sampler._slicing.size
         if size.slice_len:
@@ -120,6 +133,7 @@ class Proportional(DrawLaw):
     """By priority: the mass is the sum of ``v``."""
 
     prioritized = True
+    options: ClassVar = {"stratified": False, "max_priority_within_buffer": False}
 
     def terms(self, batch_size: int | None) -> Terms | None:
         return Terms(0, self.sampler.alpha)
@@ -157,6 +171,12 @@ class Proportional(DrawLaw):
 class ProportionalWindows(Proportional):
     """By priority of the row with which a window starts: the sum of ``v`` over such rows."""
 
+    options: ClassVar = {"draw": "iid", "stratified": False, "recent": None} | Proportional.options
+
+    def check(self) -> None:
+        super().check()
+        _refuse_static(self.sampler)
+
     def terms(self, batch_size: int | None) -> Terms | None:
         found = Windows.terms(self, batch_size)  # type: ignore[arg-type]
         return None if found is None else Terms(found.length, self.sampler.alpha)
@@ -192,6 +212,15 @@ def _smallest(table: Any) -> float:
     return float(table.smallest())
 
 
+LAWS: Final[dict[str, type[DrawLaw]]] = {
+    "rows": Uniform,
+    "windows": Windows,
+    "prioritized rows": Proportional,
+    "prioritized windows": ProportionalWindows,
+}
+"""The laws by the names that the registry has for them."""
+
+
 def law_of(sampler: Sampler) -> DrawLaw:
     """Returns the law of a sampler.
 
@@ -199,35 +228,16 @@ def law_of(sampler: Sampler) -> DrawLaw:
         ValueError: what it draws does not divide among shards: draws that are not independent, or
             a class whose law is not known here.
     """
-    kind = type(sampler)
-    if kind is RandomSampler:
-        return Uniform(sampler)
-    if kind is SliceSampler:
-        _refuse(sampler, {"draw": "iid", "recent": None, "strict_lanes": False})
-        _refuse_static(sampler)
-        return Windows(sampler)
-    if kind is PrioritizedSampler:
-        _refuse(sampler, {"stratified": False, "max_priority_within_buffer": False})
-        return Proportional(sampler)
-    if kind is PrioritizedSliceSampler:
-        plain = {"draw": "iid", "stratified": False, "recent": None}
-        _refuse(sampler, {**plain, "max_priority_within_buffer": False})
-        _refuse_static(sampler)
-        return ProportionalWindows(sampler)
-    raise ValueError(
-        "expected a RandomSampler, SliceSampler, PrioritizedSampler or PrioritizedSliceSampler for "
-        f"shards, whose draws are independent, got a {kind.__name__}"
-    )
-
-
-def _refuse(sampler: Any, plain: dict[str, Any]) -> None:
-    for name, expected in plain.items():
-        found = getattr(sampler, name)
-        if found != expected:
-            raise ValueError(
-                f"expected {name}={expected!r} of a {type(sampler).__name__} for shards, which "
-                f"know of one another only how likely they are, got {found!r}"
-            )
+    entry = entry_of(type(sampler))
+    if entry is None or entry.law is None:
+        *others, last = (each.name for each in of_kind("sampler") if each.law is not None)
+        raise ValueError(
+            f"expected a {', '.join(others)} or {last} for shards, whose draws are independent, "
+            f"got a {type(sampler).__name__}"
+        )
+    law = LAWS[entry.law](sampler)
+    law.check()
+    return law
 
 
 def _refuse_static(sampler: Any) -> None:
