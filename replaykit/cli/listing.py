@@ -30,18 +30,10 @@ Root = Annotated[
 
 
 def families() -> dict[str, Any]:
-    """Returns the classes of the corpus families by the name of the family."""
-    import replaykit.datasets as package
-    from replaykit.datasets import BaseDatasetExperienceReplay
+    """Return the classes of the corpus families by the name of the family."""
+    from replaykit.datasets.families import catalogue
 
-    found = (getattr(package, name) for name in package.__all__)
-    return {
-        thing.corpus: thing
-        for thing in found
-        if isinstance(thing, type)
-        and issubclass(thing, BaseDatasetExperienceReplay)
-        and hasattr(thing, "corpus")
-    }
+    return dict(sorted(catalogue.families().items()))
 
 
 def datasets(

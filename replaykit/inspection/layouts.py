@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from replaykit import registry
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.nearest import meant
@@ -43,8 +44,7 @@ def known_layouts() -> dict[str, Layout]:
         >>> "robomimic" in known_layouts()
         True
     """
-    families = importlib.import_module("replaykit.datasets.families")
-    found = [thing for thing in vars(families).values() if isinstance(thing, Layout)]
+    found: list[Layout] = [registry.load(entry) for entry in registry.of_kind("layout")]
     return {layout.name: layout for layout in sorted(found, key=lambda layout: layout.name)}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
+from replaykit import registry
 from replaykit.buffer.generic import SamplerT
 from replaykit.datasets.base import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
@@ -24,7 +26,6 @@ from replaykit.datasets.families.robomimic_files import (
     robomimic_ids,
     robomimic_remote,
 )
-from replaykit.datasets.families.roboset import RobosetExperienceReplay
 from replaykit.datasets.families.vd4rl import VD4RL
 from replaykit.datasets.http_sources import WebFiles
 from replaykit.datasets.hub_sources import HubFiles
@@ -41,6 +42,7 @@ __all__ = [
     "MinariExperienceReplay",
     "RobomimicExperienceReplay",
     "VD4RLExperienceReplay",
+    "families",
     "load_dataset",
     "plan",
 ]
@@ -359,20 +361,11 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
         return HubFiles(cls.repository, dataset_id, ".hdf5", natural=True)
 
 
-_FAMILIES: Final[dict[str, type[BaseDatasetExperienceReplay[Any]]]] = {
-    family.corpus: family
-    for family in (
-        RobosetExperienceReplay,
-        D4RLExperienceReplay,
-        MinariExperienceReplay,
-        RobomimicExperienceReplay,
-        LiberoExperienceReplay,
-        IsaacLabExperienceReplay,
-        ManiSkillExperienceReplay,
-        VD4RLExperienceReplay,
-        AlohaExperienceReplay,
-    )
-}
+@functools.cache
+def families() -> Mapping[str, type[BaseDatasetExperienceReplay[Any]]]:
+    """Return the classes of the corpus families by the name of the family."""
+    classes = (registry.load(entry) for entry in registry.of_kind("family"))
+    return {each.corpus: each for each in classes}
 
 
 def load_dataset(
@@ -428,12 +421,13 @@ def plan(name: str, *, root: str | Path | None = None) -> DownloadPlan:
 
 def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay[Any]], str]:
     family, colon, dataset_id = name.partition(":")
-    if not colon or family not in _FAMILIES:
+    known = families()
+    if not colon or family not in known:
         raise ValueError(
-            f"expected name as family:id with one of the families {sorted(_FAMILIES)}, got "
+            f"expected name as family:id with one of the families {sorted(known)}, got "
             f"{name!r}{_meant(name)}"
         )
-    return _FAMILIES[family], dataset_id
+    return known[family], dataset_id
 
 
 def _meant(name: str) -> str:
@@ -442,10 +436,10 @@ def _meant(name: str) -> str:
     if not colon:
         dataset_id = family
     else:
-        near = nearest(family, _FAMILIES)
+        near = nearest(family, families())
         if near:
             return meant(name, [f"{each}:{dataset_id}" for each in near])
     return meant(
         dataset_id,
-        [f"{each}:{id_}" for each, kind in _FAMILIES.items() for id_ in kind.available_datasets],
+        [f"{each}:{id_}" for each, kind in families().items() for id_ in kind.available_datasets],
     )

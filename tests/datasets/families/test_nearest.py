@@ -12,7 +12,7 @@ from replaykit.datasets import (
     load_dataset,
     plan,
 )
-from replaykit.datasets.families.catalogue import _FAMILIES
+from replaykit.datasets.families.catalogue import families
 from replaykit.inspection import layout_named
 from replaykit.testing import LoopbackHub
 
@@ -75,10 +75,10 @@ def test_nothing_is_suggested_for_what_looks_like_nothing():
 
 
 @pytest.mark.parametrize(
-    "family", sorted(name for name, kind in _FAMILIES.items() if kind.available_datasets)
+    "family", sorted(name for name, kind in families().items() if kind.available_datasets)
 )
 def test_every_family_names_its_nearest(tmp_path, family):
-    kind = _FAMILIES[family]
+    kind = families()[family]
     name = kind.available_datasets[0]
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         kind(name[:-1] + "~", 1, root=tmp_path, download=False)
