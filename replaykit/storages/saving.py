@@ -145,5 +145,5 @@ def check_no_checkpointer(value: object) -> None:
         raise TypeError(
             f"expected no checkpointer, got a {type(value).__name__}: dumps and loads have one "
             "format; map rows with register_save_hook and register_load_hook, and read "
-            "TorchRL's directories with replaykit.checkpoint.read_torchrl"
+            "TorchRL's directories with replaykit.read_torchrl"
         )
