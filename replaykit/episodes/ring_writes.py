@@ -15,8 +15,8 @@ from replaykit.episodes.seams import positions_from, seams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from replaykit.episodes.source import RowSource
     from replaykit.schema import Rows
-    from replaykit.storages.column_storage import ColumnStorage
     from replaykit.structure import Path
 
 __all__ = ["RingWrites"]
@@ -29,7 +29,7 @@ _EVICTED, _RESET = int(Head.EVICTED), int(Head.RESET)
 class RingWrites:
     """The half of `EpisodeIndex` that is told of rows; what it notes of them lies in ``_ring``."""
 
-    def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
+    def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
         self.rule = rule
         self.bound: BoundColumns = rule.bind(columns.schema)

@@ -10,14 +10,14 @@ from replaykit.episodes.codes import SEVERED
 from replaykit.episodes.marks import CutMarks
 
 if TYPE_CHECKING:
-    from replaykit.storages.ledger import Ledger
+    from replaykit.episodes.source import RowNumbers
 
 __all__ = ["between", "positions_from", "seams"]
 
 Array = np.ndarray[Any, Any]
 
 
-def positions_from(ledger: Ledger, slot: int) -> Array | None:
+def positions_from(ledger: RowNumbers, slot: int) -> Array | None:
     """Positions of the stored rows from a slot on, round the ring; None: each is one more than that
     of the row before."""
     table = ledger.tables()[0]

@@ -13,7 +13,7 @@ from replaykit.episodes.kernels import new_ring
 from replaykit.episodes.rule import BoundaryRule
 
 if TYPE_CHECKING:
-    from replaykit.storages.column_storage import ColumnStorage
+    from replaykit.episodes.source import RowSource
 
 __all__ = ["StaticEpisodes"]
 
@@ -29,7 +29,7 @@ class StaticEpisodes(EpisodeIndex):
     Cost: O(N).
     """
 
-    def __init__(self, storage: ColumnStorage, ends: torch.Tensor) -> None:
+    def __init__(self, storage: RowSource, ends: torch.Tensor) -> None:
         columns, ledger = storage.require(), storage.ledger
         self.rule = BoundaryRule(flags=(), ids=())
         self.bound = self.rule.bind(columns.schema)

@@ -16,8 +16,8 @@ from replaykit.episodes.streams import StreamEpisodes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from replaykit.episodes.source import RowSource
     from replaykit.schema import Rows
-    from replaykit.storages.column_storage import ColumnStorage
     from replaykit.structure import Path
 
 __all__ = ["StreamWrites"]
@@ -40,7 +40,7 @@ class StreamWrites(EpisodeIndex):
     Everything is kept in ``StreamEpisodes``; what is asked of it is for ``InterleavedIndex``.
     """
 
-    def __init__(self, storage: ColumnStorage, rule: BoundaryRule, *, before: int = 0) -> None:
+    def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
         assert storage.lane_key is not None
         self.rule = rule
