@@ -1,0 +1,35 @@
+"""The rooms of the package and their modules, as the tests of size, names and prose divide them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "replaykit"
+CORE = "csrc"
+COMMAND = "replaykit_command"
+
+APART = ("datasets/engine", "datasets/families")
+"""Folders inside a room that count as rooms."""
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a module: a folder or a module directly below the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    inner = "/".join(parts[:2])
+    return inner if inner in APART and len(parts) > 2 else parts[0]
+
+
+def modules() -> dict[str, list[Path]]:
+    """Return the modules of every room, sorted; the command's own package is a room too."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.setdefault(room_of(path), []).append(path)
+    found[COMMAND] = sorted((ROOT / COMMAND).rglob("*.py"))
+    return dict(sorted(found.items()))
+
+
+def core_files() -> list[Path]:
+    """Return the sources of the compiled core, sorted."""
+    folder = ROOT / CORE
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".cpp"))
