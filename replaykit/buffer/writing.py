@@ -14,7 +14,7 @@ from replaykit.buffer.pacing import rows_given, rows_of, rows_stored
 from replaykit.buffer.priorities import written_priorities
 from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket
-from replaykit.storages import LazyStackStorage, Storage
+from replaykit.storages import Storage
 from replaykit.writers.base import single_index
 
 __all__ = ["Writing"]
@@ -43,8 +43,8 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             TypeError: something that the storage cannot hold.
             RateLimiterTimeout: as ``extend``; a TimeoutError.
 
-        A UserWarning says it where the first row is a TensorDict with batch dimensions, which is a
-        batch by mistake more often than not; a LazyStackStorage is made for such rows.
+        A UserWarning is given if the first row is a TensorDict with batch dimensions, which is
+        usually a batch by mistake. Storages for rows of several shapes give no warning.
 
         Nothing has changed if it raises. Cost: O(1).
 
@@ -277,7 +277,7 @@ def _warn_of_batch(data: Any, storage: Storage) -> None:
     """Says that a row has batch dimensions, where neither lanes nor the storage explain them."""
     if not isinstance(data, TensorDictBase) or not data.batch_dims:
         return
-    if storage.ndim > 1 or isinstance(storage, LazyStackStorage):
+    if storage.ndim > 1 or getattr(storage, "rows_have_batches", False):
         return
     warnings.warn(
         f"Using `add()` with a TensorDict that has batch_size={list(data.batch_size)} stores it as "

@@ -38,6 +38,8 @@ class LazyStackStorage(ListStorage):
         [[1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
+    rows_have_batches = True  # `add` takes a row with batch dimensions without a warning
+
     @checked_keywords
     def __init__(
         self,
