@@ -1,4 +1,4 @@
-// How many windows an episode has: replaykit/episodes/law.py, which says what the numbers mean.
+// How many windows an episode has: replaykit/episodes/episode_laws.py, which says what the numbers mean.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What stored columns say of where episodes end: replaykit/episodes/rule.py, which has the same in
+// What stored columns say of where episodes end: replaykit/episodes/boundaries.py, which has the same in
 // torch. The caller has checked that the memory behind every address is there.
 #pragma once
 

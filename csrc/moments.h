@@ -1,6 +1,6 @@
 // Smallest, largest, mean and sum of squared distances from the mean, of a run of numbers in memory.
 //
-// The same bits on every processor, and in replaykit/native/lanes.py, which does the same steps in
+// The same bits on every processor, and in replaykit/native/fallback.py, which does the same steps in
 // NumPy: numbers are added up in 16 lanes, number i in lane i % 16, each from zero and from front to
 // back as float64; then the upper half of the lanes is added to the lower one until one is left.
 // Numbers of one byte are added up as integers, which is exact.

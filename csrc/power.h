@@ -1,5 +1,5 @@
 // x ** y by additions, multiplications and one division, in an order that is written down: the same
-// bits on every processor, in every place of an array, and in replaykit/native/powers.py, which does
+// bits on every processor, in every place of an array, and in replaykit/native/fallback.py, which does
 // the same steps in NumPy. Libraries' powers differ between machines, and between the body and the
 // tail of an array, and with them would the batches of a run that goes on elsewhere.
 //

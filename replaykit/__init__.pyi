@@ -14,14 +14,11 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from replaykit.buffer.torchrl import (
+from replaykit.buffer.torchrl_buffers import (
     read_torchrl,
 )
-from replaykit.datasets.base import (
+from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,
-)
-from replaykit.datasets.corpus import (
-    CorpusExperienceReplay,
 )
 from replaykit.datasets.families.catalogue import (
     AlohaExperienceReplay,
@@ -35,6 +32,9 @@ from replaykit.datasets.families.catalogue import (
 )
 from replaykit.datasets.families.roboset import (
     RobosetExperienceReplay,
+)
+from replaykit.datasets.published_buffer import (
+    CorpusExperienceReplay,
 )
 from replaykit.ensembles import (
     ReplayBufferEnsemble,
@@ -60,20 +60,17 @@ from replaykit.remote import (
     RayReplayBufferClient,
     RemoteResult,
 )
-from replaykit.samplers.base import (
-    Sampler,
-)
 from replaykit.samplers.consuming import (
     ConsumingSampler,
 )
 from replaykit.samplers.prioritized import (
     PrioritizedSampler,
-)
-from replaykit.samplers.prioritized_slices import (
     PrioritizedSliceSampler,
 )
-from replaykit.samplers.random import (
-    RandomSampler,
+from replaykit.samplers.sampler import (
+    Sampler,
+    SampleUnit,
+    Transition,
 )
 from replaykit.samplers.schedulers import (
     LambdaScheduler,
@@ -87,18 +84,13 @@ from replaykit.samplers.sequence import (
 )
 from replaykit.samplers.slices import (
     SliceSampler,
-)
-from replaykit.samplers.slices_without_replacement import (
     SliceSamplerWithoutReplacement,
 )
 from replaykit.samplers.staleness import (
     StalenessAwareSampler,
 )
-from replaykit.samplers.units import (
-    SampleUnit,
-    Transition,
-)
-from replaykit.samplers.without_replacement import (
+from replaykit.samplers.uniform import (
+    RandomSampler,
     SamplerWithoutReplacement,
 )
 from replaykit.sharding import (
@@ -107,17 +99,15 @@ from replaykit.sharding import (
     ShardedResult,
     ShardLoss,
 )
-from replaykit.storages.base import (
-    Storage,
-)
-from replaykit.storages.lazy_stack import (
-    LazyStackStorage,
-)
 from replaykit.storages.lists import (
+    LazyStackStorage,
     ListStorage,
 )
 from replaykit.storages.memmap import (
     LazyMemmapStorage,
+)
+from replaykit.storages.storage import (
+    Storage,
 )
 from replaykit.storages.tensors import (
     LazyTensorStorage,
@@ -134,18 +124,12 @@ from replaykit.trajectories import (
 from replaykit.transfer import (
     to_device,
 )
-from replaykit.transforms.base import (
-    Compose,
-    Transform,
-)
-from replaykit.transforms.bootstrap import (
+from replaykit.transforms.discounting import (
     Bootstrap,
 )
-from replaykit.transforms.cast import (
-    Cast,
-)
-from replaykit.transforms.frame_stream import (
+from replaykit.transforms.frames import (
     FrameStream,
+    StackFrames,
 )
 from replaykit.transforms.hindsight import (
     HindsightGoal,
@@ -155,48 +139,38 @@ from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
 )
-from replaykit.transforms.images import (
-    ImageScale,
-)
 from replaykit.transforms.keys import (
     CatTensors,
     ExcludeTransform,
+    KeepRaw,
     RenameTransform,
     SelectTransform,
 )
 from replaykit.transforms.n_step import (
     NStep,
-)
-from replaykit.transforms.n_step_writing import (
     NStepWriting,
 )
 from replaykit.transforms.previous_step import (
     PreviousStep,
     StepCount,
 )
-from replaykit.transforms.raw import (
-    KeepRaw,
-)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
-from replaykit.transforms.rewards import (
+from replaykit.transforms.trajectory_edits import (
+    TrajectoryTransform,
+)
+from replaykit.transforms.transform import (
+    Compose,
+    Transform,
+)
+from replaykit.transforms.value_transforms import (
+    Cast,
+    ImageScale,
     RewardClip,
     RewardMap,
     RewardScale,
     RewardShift,
-)
-from replaykit.transforms.stack_frames import (
-    StackFrames,
-)
-from replaykit.transforms.trajectory import (
-    TrajectoryTransform,
-)
-from replaykit.writers.base import (
-    Writer,
-)
-from replaykit.writers.immutable import (
-    ImmutableDatasetWriter,
 )
 from replaykit.writers.lanes import (
     LaneWriter,
@@ -204,9 +178,13 @@ from replaykit.writers.lanes import (
 from replaykit.writers.max_value import (
     TensorDictMaxValueWriter,
 )
-from replaykit.writers.round_robin import (
+from replaykit.writers.ring_writers import (
+    ImmutableDatasetWriter,
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
+)
+from replaykit.writers.writer import (
+    Writer,
 )
 
 __all__ = [

@@ -1,14 +1,10 @@
-"""Containers of tensors as a tree plus a flat table of leaves, and back.
-
-A storage keeps columns; users write and read TensorDicts, tensorclasses, tensors and pytrees.
-``flatten`` takes one apart once per write, ``build`` puts one together once per read; neither
-touches the values.
-"""
+"""Take containers of tensors apart into a tree and leaves, and build them again."""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +33,17 @@ __all__ = [
     "Path",
     "Rules",
     "as_stored",
+    "assembler",
     "build",
+    "contiguous",
     "flatten",
     "from_json",
     "from_numbers",
     "from_numpy",
     "leaf_paths",
     "map_leaves",
+    "map_tensors",
+    "raw_bytes",
 ]
 
 Path = tuple[Any, ...]
@@ -470,3 +470,110 @@ def _class_of(kind: str, name: object) -> type:
             "import the module that defines it first"
         )
     return target
+
+
+def assembler(
+    root: Node, paths: Sequence[Path]
+) -> Callable[[Sequence[torch.Tensor], torch.Size, torch.device | None], Any]:
+    """Returns a function that does what ``build`` does, with leaves in the order of ``paths``.
+
+    What does not depend on the leaves is worked out here, once.
+    """
+    places = {path: place for place, path in enumerate(paths)}
+    if isinstance(root, Leaf):
+        return lambda leaves, batch, device: leaves[0]
+    if not _plain(root):
+        return lambda leaves, batch, device: build(
+            root, dict(zip(paths, leaves, strict=True)), batch, device
+        )
+    template = _template(root, (), places)
+
+    def assemble(
+        leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device | None
+    ) -> Any:
+        return _filled(template, leaves, batch, device)
+
+    return assemble
+
+
+_Template = tuple[torch.Size, list[tuple[str, int, Any]]]
+"""A TensorDict: its own batch dimensions, and its children: name, place of a leaf, or template."""
+
+
+def _plain(node: Node) -> bool:
+    """Whether a tree is of TensorDicts alone."""
+    if isinstance(node, Leaf):
+        return True
+    return node.kind == "tensordict" and all(_plain(child) for _, child in node.children)
+
+
+def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> _Template:
+    children: list[tuple[str, int, Any]] = []
+    for part, child in node.children:
+        inner = (*path, part)
+        if isinstance(child, Leaf):
+            children.append((part, places[inner], None))
+        else:
+            children.append((part, -1, _template(child, inner, places)))
+    return node.extra, children
+
+
+def _filled(
+    template: _Template,
+    leaves: Sequence[torch.Tensor],
+    batch: torch.Size,
+    device: torch.device | None,
+) -> TensorDict:
+    extra, children = template
+    fields: dict[str, Any] = {}
+    for part, place, child in children:
+        fields[part] = leaves[place] if child is None else _filled(child, leaves, batch, device)
+    return new_tensordict(fields, batch + extra if extra else batch, device)
+
+
+def contiguous(data: Any) -> Any:
+    """Returns the container with every tensor in one piece; tensors that are so already stay.
+
+    Sparse tensors, which have no strides, stay as well.
+    """
+    return map_tensors(
+        data, lambda tensor: tensor.contiguous() if tensor.layout is torch.strided else tensor
+    )
+
+
+def map_tensors(
+    data: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    device: torch.device | None = None,
+) -> Any:
+    """Returns the container with ``function`` applied to every tensor, which keeps its shape.
+
+    Everything that is no tensor, and no container of tensors, stays as it is. Lazy stacks, whose
+    rows are objects of their own, stay stacks. ``device``: where the new tensors are.
+    """
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, LazyStackedTensorDict):
+        rows = [map_tensors(row, function, device=device) for row in data.tensordicts]
+        return LazyStackedTensorDict(*rows, stack_dim=data.stack_dim)
+    if is_tensordict(data) or is_tensorclass(data):
+        return data.apply(function) if device is None else data.apply(function, device=device)
+    if isinstance(data, dict):
+        mapped = {key: map_tensors(value, function, device=device) for key, value in data.items()}
+        if type(data) is dict:
+            return mapped
+        other = copy.copy(data)  # it may know more than its items, as a default
+        other.update(mapped)
+        return other
+    if isinstance(data, (tuple, list)):
+        items = [map_tensors(value, function, device=device) for value in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    return data
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values' bytes, uint8 ``[n]`` on the CPU: a view where they lie in one piece."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not view(-1): a single value counts as contiguous whatever its stride.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -25,7 +25,6 @@ ABOVE_ONE_ANOTHER = [
     {"checkpoint", "episodes", "recovery"},
     {"schema"},
     {"transfer"},
-    {"assembly", "leafwise", "trajectories"},
     {"structure"},
     {
         "_compat",
@@ -112,7 +111,7 @@ if TYPE_CHECKING:
 def later() -> object:
     "Return replaykit.cli in a sentence."
     from replaykit import datasets
-    return importlib.import_module("replaykit.ensembles.replay")
+    return importlib.import_module("replaykit.ensembles.ensemble")
 """
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from replaykit import mapping
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published, remove_published, verify_published
+from replaykit.datasets.publishing import open_published, remove_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.mapping import Span, map_private, map_spans
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.limits import limited
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")

@@ -14,9 +14,9 @@ import pytest
 import replaykit
 from replaykit import registry
 from replaykit.datasets import BaseDatasetExperienceReplay, Layout
-from replaykit.ensembles.requests import requests
+from replaykit.ensembles.ensemble_sampler import requests
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler
-from replaykit.sharding.laws import LAWS, law_of
+from replaykit.sharding.shard_config import LAWS, law_of
 from tests.generated import ROOT, TABLES, generated, with_tables
 
 PACKAGE = Path(replaykit.__file__).parent
@@ -101,7 +101,7 @@ class RandomSampler2(RandomSampler):
 
 
 RandomSampler2.__name__ = RandomSampler2.__qualname__ = "RandomSampler"
-RandomSampler2.__module__ = "replaykit.samplers.random"
+RandomSampler2.__module__ = "replaykit.samplers.uniform"
 
 
 def test_an_entry_is_found_for_exactly_its_class() -> None:

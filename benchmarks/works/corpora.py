@@ -41,7 +41,7 @@ from benchmarks.report import SUBJECT, Line, Target, lines_of_turns, missing_lin
 from benchmarks.setting import Setting
 from replaykit.datasets import convert
 from replaykit.datasets.families import D4RL, ROBOHIVE, ROBOMIMIC
-from replaykit.datasets.publish import remove_published
+from replaykit.datasets.publishing import remove_published
 
 __all__ = ["asked", "run"]
 

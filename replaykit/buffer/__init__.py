@@ -1,11 +1,15 @@
 """Composition: a storage, a sampler and a writer as one buffer."""
 
-from replaykit.buffer.conditional import ConditionalUpdateResult
-from replaykit.buffer.episodes import Episode, Episodes
-from replaykit.buffer.iterable import BufferDataset
-from replaykit.buffer.loading import BufferLoader
-from replaykit.buffer.named import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
-from replaykit.buffer.replay import ReplayBuffer, TensorDictReplayBuffer
+from replaykit.buffer.buffer_dataset import BufferDataset
+from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.episode_views import Episode, Episodes
+from replaykit.buffer.replay_buffer import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from replaykit.buffer.row_updates import ConditionalUpdateResult
 
 __all__ = [
     "BufferDataset",

@@ -12,14 +12,17 @@ import torch
 from typing_extensions import Self
 
 from replaykit._compat import arange
-from replaykit.buffer.consuming import check_consuming
-from replaykit.buffer.core import BufferCore, check_order
+from replaykit.buffer.buffer_state import saved_sampler
+from replaykit.buffer.component_checks import (
+    check_consuming,
+    check_not_ahead,
+    check_shareable,
+    refuse_exchange,
+)
+from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, check_order
 from replaykit.buffer.drawing import put_back
-from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
-from replaykit.buffer.shared import check_not_ahead, check_shareable, refuse_exchange
-from replaykit.buffer.state import saved_sampler
 from replaykit.samplers import Sampler
-from replaykit.samplers.priority_state import SavedPriorities
+from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
 from replaykit.writers import Writer

@@ -1,38 +1,188 @@
-"""A buffer's components: how they are made, exchanged, and locked."""
+"""Make, lock and pace the components of a buffer."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, ClassVar, Generic, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDict
+from typing_extensions import TypeVar
 
-from replaykit._compat import Uncompiled
-from replaykit.buffer.ahead import Ahead
-from replaykit.buffer.consuming import check_consuming, check_transforms_of, consuming_sampler
-from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
-from replaykit.buffer.held import Held
-from replaykit.buffer.pacing import Pacing, checked_limiter
-from replaykit.buffer.prefetch import Drawn, Prefetcher
-from replaykit.buffer.shared import check_not_ahead, check_shareable, check_transforms
+from replaykit._compat import Uncompiled, is_tensordict
+from replaykit.buffer.component_checks import (
+    check_consuming,
+    check_not_ahead,
+    check_shareable,
+    check_transforms,
+    check_transforms_of,
+    consuming_sampler,
+)
+from replaykit.buffer.prefetch import Drawn, Prefetcher, PrefetchState
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.pace import RateLimiter
-from replaykit.samplers import RandomSampler, Sampler, SampleUnit, Transition
+from replaykit.pace import INSERT, SAMPLE, Pace, RateLimiter, Ticket, checked_timeout
+from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
-from replaykit.storages.saving import check_no_checkpointer
+from replaykit.storages.save_hooks import check_no_checkpointer
+from replaykit.structure import flatten
 from replaykit.ted import unravel
 from replaykit.transfer import Staging, device_named
 from replaykit.transforms import Compose
 from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
 
-__all__ = ["BufferCore", "as_chain", "check_order", "checked_batch_size"]
+__all__ = [
+    "BufferCore",
+    "DataT",
+    "LockedStorage",
+    "Pacing",
+    "PrioritizedT",
+    "SamplerT",
+    "StorageT",
+    "WriterT",
+    "as_chain",
+    "check_order",
+    "checked_batch_size",
+    "checked_limiter",
+    "rows_given",
+    "rows_of",
+    "rows_stored",
+]
+
+# Each has a default, so that ``ReplayBuffer`` alone stands for every buffer of TensorDicts, and is
+# covariant, so that a buffer with a special sampler is one of these.
+DataT = TypeVar("DataT", default=TensorDict, covariant=True)
+StorageT = TypeVar("StorageT", bound=Storage, default=Storage, covariant=True)
+SamplerT = TypeVar("SamplerT", bound=Sampler, default=Sampler, covariant=True)
+WriterT = TypeVar("WriterT", bound=Writer, default=Writer, covariant=True)
+PrioritizedT = TypeVar("PrioritizedT", bound=Sampler, default=PrioritizedSampler, covariant=True)
 
 
-class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
+class LockedStorage:
+    """The lock of a buffer's storage, also while ``set_storage`` exchanges that.
+
+    A class, since a generator takes ten times as long as the lock itself.
+    """
+
+    __slots__ = ("_buffer", "_lock", "_patient", "_settled")
+
+    def __init__(self, buffer: BufferCore, patient: bool, settled: bool) -> None:
+        self._buffer, self._patient, self._settled = buffer, patient, settled
+
+    def __enter__(self) -> Storage:
+        buffer = self._buffer
+        if self._settled and (buffer._prefetcher is not None or buffer._drawn_by):
+            buffer._settle_draws()
+        while True:
+            storage = self._buffer._storage
+            lock = self._lock = storage.lock
+            if self._patient:
+                lock.acquire_patiently()
+            elif (ahead := self._buffer._prefetcher) is not None:
+                ahead.acquire(lock)
+            else:
+                lock.acquire()
+            try:
+                if storage is self._buffer._storage:
+                    return storage
+            except BaseException:  # an interrupt
+                lock.release()
+                raise
+            lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_FREE: contextlib.AbstractContextManager[Ticket | None] = contextlib.nullcontext()
+
+
+class Pacing:
+    """Tickets of calls that may have to wait; None where nothing makes them."""
+
+    _rate_limiter: RateLimiter | None = None
+    _pace: Pace | None = None
+
+    def _new_pace(self, storage: Storage, *, shared: bool) -> Pace | None:
+        """Makes the counts of a buffer over a storage; ValueError where it cannot keep the pace."""
+        if self._rate_limiter is None:
+            return None
+        self._rate_limiter.check_capacity(storage.max_size)
+        return Pace(self._rate_limiter, storage.recovery.home.folder if shared else None)
+
+    def _insert_ticket(
+        self, timeout: float | None
+    ) -> contextlib.AbstractContextManager[Ticket | None]:
+        return self._ticket(INSERT, timeout)
+
+    def _sample_ticket(
+        self, timeout: float | None
+    ) -> contextlib.AbstractContextManager[Ticket | None]:
+        return self._ticket(SAMPLE, timeout)
+
+    def _ticket(
+        self, side: int, timeout: float | None
+    ) -> contextlib.AbstractContextManager[Ticket | None]:
+        if timeout is not None:
+            timeout = checked_timeout(timeout)
+        return _FREE if self._pace is None else self._pace.ticket(side, timeout)
+
+    def _pace_stats(self) -> dict[str, Any]:
+        if self._rate_limiter is None:
+            return {}
+        pace = Pace(self._rate_limiter) if self._pace is None else self._pace
+        return pace.stats()
+
+    def _size(self) -> int:
+        return len(self)  # type: ignore[arg-type]
+
+
+def checked_limiter(limiter: object) -> RateLimiter | None:
+    """Returns what was given as ``rate_limiter``; TypeError where it is none."""
+    if limiter is None or isinstance(limiter, RateLimiter):
+        return limiter
+    raise TypeError(f"expected rate_limiter as a RateLimiter, got {type(limiter).__name__}")
+
+
+def rows_of(rows: Any) -> int:
+    """How many elements there are in prepared rows."""
+    batch = getattr(rows, "batch", None)
+    return len(rows) if batch is None else math.prod(batch)
+
+
+def rows_stored(index: torch.Tensor) -> int:
+    """How many of the rows at an index that a write gave are stored."""
+    return len(index) if index.ndim > 1 else int(np.count_nonzero(index.numpy() >= 0))
+
+
+def rows_given(data: Any, ndim: int, *, single: bool) -> int:
+    """How many elements there seem to be in data that no transform has seen yet.
+
+    ``single``: a batch of one row.
+    """
+    if is_tensordict(data) or hasattr(data, "batch_size"):
+        shape = tuple(data.batch_size)
+    elif isinstance(data, torch.Tensor):
+        shape = tuple(data.shape)
+    elif isinstance(data, list):
+        if not data:
+            return 0
+        return len(data) * (1 if ndim == 1 else rows_given(data[0], ndim - 1, single=False))
+    else:
+        try:
+            leaves = flatten(data, 0)[1]
+        except TypeError:
+            return 1 if single or not isinstance(data, Sized) else len(data)
+        return max((rows_given(leaf, ndim, single=single) for leaf in leaves.values()), default=0)
+    return math.prod(shape[:ndim]) if shape else 1
+
+
+class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
 
     Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,
@@ -238,7 +388,7 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
             )
         return self._dim_extend
 
-    def _locked(self, *, patient: bool = False, settled: bool = True) -> Held:
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> LockedStorage:
         """Holds the lock of the storage that the buffer has now, and gives that storage.
 
         Args:
@@ -248,7 +398,7 @@ class BufferCore(Ahead, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, W
         """
         if not self._initialized:
             self._ready()
-        return Held(self, patient and self._shared, settled)
+        return LockedStorage(self, patient and self._shared, settled)
 
     # -- description --------------------------------------------------------------------------
 

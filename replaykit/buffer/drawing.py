@@ -1,4 +1,4 @@
-"""Draws: of which rows a batch is made, and how they are read."""
+"""Draw the index of a batch, read its rows, and restore the generator when a draw fails."""
 
 from __future__ import annotations
 
@@ -10,18 +10,47 @@ from typing import Any
 import torch
 
 from replaykit._compat import as_tensor
-from replaykit.buffer.around import fetch_all
-from replaykit.buffer.core import BufferCore, checked_batch_size
-from replaykit.buffer.generic import DataT, SamplerT, StorageT, WriterT
+from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, checked_batch_size
 from replaykit.buffer.prefetch import Drawn, Origin
-from replaykit.buffer.random_states import random_state, set_random_state, unchanged_since
+from replaykit.buffer.row_context import fetch_all
 from replaykit.samplers import Sampler, Sequence, Transition
-from replaykit.samplers.eligible import index_for
+from replaykit.samplers.window_measures import index_for
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel
 
-__all__ = ["Drawing", "Lent", "put_back", "show", "shows"]
+__all__ = [
+    "Drawing",
+    "Lent",
+    "put_back",
+    "random_state",
+    "set_random_state",
+    "show",
+    "shows",
+    "unchanged_since",
+]
+
+
+def random_state(generator: torch.Generator | None) -> torch.Tensor:
+    """The state of a generator; None: of torch's global one."""
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
+    """Whether nobody has drawn from the generator after the draw."""
+    after = origin.random_after
+    return after is not None and torch.equal(random_state(generator), after)
+
+
+def set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    """Sets the state of a generator; None: of torch's global one."""
+    if state is None:
+        return
+    if generator is None:
+        torch.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
 
 _TRIES = 3
 """Draws of which others overwrite rows before one keeps them out."""

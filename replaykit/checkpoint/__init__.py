@@ -13,14 +13,17 @@ Example:
     (3, {'left': tensor([0, 1, 2])})
 """
 
-from replaykit.checkpoint.again import Base
-from replaykit.checkpoint.directory import Checkpoint
-from replaykit.checkpoint.manifests import FORMAT, FORMAT_VERSION, checkpoint_versions
-from replaykit.checkpoint.mapped import MappedCheckpoint, MappedRows
-from replaykit.checkpoint.read_later import ReadLater, ReadOnce
-from replaykit.checkpoint.row_chunks import RowChunks
-from replaykit.checkpoint.saving import save_checkpoint, save_snapshot
-from replaykit.checkpoint.snapshot import Snapshot
+from replaykit.checkpoint.checkpoint_format import FORMAT, FORMAT_VERSION, checkpoint_versions
+from replaykit.checkpoint.checkpoint_writer import Snapshot, save_checkpoint, save_snapshot
+from replaykit.checkpoint.chunks import Base
+from replaykit.checkpoint.reader import (
+    Checkpoint,
+    MappedCheckpoint,
+    MappedRows,
+    ReadLater,
+    ReadOnce,
+    RowChunks,
+)
 from replaykit.registry import getter
 
 __all__ = [

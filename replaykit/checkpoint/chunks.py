@@ -1,11 +1,14 @@
-"""Writing tensors into files of raw rows, with checksums."""
+"""Write tensors into checksummed files of rows, and reuse those of the checkpoint before."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,21 +16,238 @@ import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
-from replaykit.checkpoint.pieces import Piece
+from replaykit.checkpoint.checkpoint_format import read_base
+from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave
 from replaykit.filesystem import disk_errors
-from replaykit.leafwise import raw_bytes
 from replaykit.native import crc32
+from replaykit.structure import raw_bytes
 
 __all__ = [
+    "Again",
+    "Base",
     "ChunkWriter",
+    "Pieces",
+    "RowExtent",
     "chunk_bytes",
+    "files_to_leave",
     "naming",
     "rows_of_pages",
+    "runs",
 ]
+
+_MOST_FILES = 128
+_SLACK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class RowExtent:
+    """Rows that lie one after the other: ``rows`` of them from ``first`` on, in a file."""
+
+    first: int
+    rows: int
+    file: str
+    offset: int
+
+
+class Pieces:
+    """Pieces of one tensor, rising by row; each row lies in at most one of them.
+
+    Args:
+        row_bytes: bytes of a row.
+    """
+
+    def __init__(self, row_bytes: int, pieces: Iterable[RowExtent] = ()) -> None:
+        self.row_bytes = row_bytes
+        self.pieces = sorted(pieces, key=lambda piece: piece.first)
+
+    @classmethod
+    def of_record(cls, pieces: Sequence[Sequence[Any]], row_bytes: int) -> Pieces:
+        """Reads the pieces of a manifest, ``[file, offset, rows]`` in row order."""
+        found, first = [], 0
+        for file, offset, rows in pieces:
+            found.append(RowExtent(first, rows, file, offset))
+            first += rows
+        return cls(row_bytes, found)
+
+    def to_record(self) -> list[list[Any]]:
+        """Returns them as a manifest has them; what lies one after the other is one piece."""
+        joined: list[list[Any]] = []
+        for piece in self.pieces:
+            last = joined[-1] if joined else None
+            if (
+                last
+                and last[0] == piece.file
+                and last[1] + last[2] * self.row_bytes == (piece.offset)
+            ):
+                last[2] += piece.rows
+            else:
+                joined.append([piece.file, piece.offset, piece.rows])
+        return joined
+
+    def spans(self, chosen: Iterable[tuple[int, int]]) -> Pieces:
+        """Returns the pieces of the rows ``first..stop`` of each span."""
+        starts = [piece.first for piece in self.pieces]
+        found = []
+        for first, stop in chosen:
+            number = bisect_right(starts, first) - 1
+            while number < len(starts) and self.pieces[number].first < stop:
+                piece = self.pieces[number]
+                low, high = max(first, piece.first), min(stop, piece.first + piece.rows)
+                offset = piece.offset + (low - piece.first) * self.row_bytes
+                found.append(RowExtent(low, high - low, piece.file, offset))
+                number += 1
+        return Pieces(self.row_bytes, found)
+
+    def nbytes(self) -> dict[str, int]:
+        """Returns how many bytes of each file these rows are."""
+        total: dict[str, int] = {}
+        for piece in self.pieces:
+            total[piece.file] = total.get(piece.file, 0) + piece.rows * self.row_bytes
+        return total
+
+
+def runs(chosen: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+    """Returns the runs of True in bool ``[n]`` as ``(first, stop)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.checkpoint.chunks import runs
+        >>> runs(np.array([True, True, False, True]))
+        [(0, 2), (3, 4)]
+    """
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
+
+
+def files_to_leave(live: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
+    """Returns the files whose rows are better written anew.
+
+    So that a checkpoint takes at most half as much again as its rows, and few files. Of the files
+    written anew most is dead or they are the smallest, so that all saves together write at most a
+    few times what has changed.
+
+    Args:
+        live: bytes of each file that would be named again.
+        sizes: bytes of all files.
+
+    Example:
+        >>> from replaykit.checkpoint.chunks import files_to_leave
+        >>> sizes = {"a": 100 << 20, "b": 100 << 20}
+        >>> files_to_leave({"a": 99 << 20, "b": 10 << 20}, sizes)
+        {'b'}
+    """
+    left = dict(live)
+    size, used = sum(sizes[name] for name in left), sum(left.values())
+    for name in sorted(live, key=lambda name: live[name] / max(sizes[name], 1)):
+        if size <= 1.5 * used + _SLACK_BYTES:
+            break
+        size, used = size - sizes[name], used - left.pop(name)
+    if len(left) > _MOST_FILES:
+        smallest = sorted(left, key=lambda name: left[name])
+        for name in smallest[: len(left) - _MOST_FILES // 2]:
+            del left[name]
+    return set(live) - set(left)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a save follows.
+
+    Attributes:
+        folder: the directory.
+        manifest: what it says; None: there is none that can be read.
+    """
+
+    folder: Path = Path()
+    manifest: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Base:
+        """The one that a directory holds; CheckpointError where it holds something else."""
+        return cls(folder, read_base(folder))
+
+    @property
+    def save(self) -> str | None:
+        """The name of the save that wrote it."""
+        return None if self.manifest is None else self.manifest["save"]
+
+
+class Again:
+    """Which chunks of frozen rows a save names again, and tells these of the others.
+
+    Attributes:
+        base: the checkpoint whose chunks they are.
+        pieces: by the frozen rows and by tensor, the pieces that are named again.
+        nbytes: bytes of the rows that are not.
+    """
+
+    def __init__(self, frozen_rows: Iterable[FrozenRows], base: Base) -> None:
+        self.base = base
+        self.pieces: dict[int, dict[str, Pieces]] = {}
+        self.nbytes = 0
+        frozen_rows, manifest = list(frozen_rows), base.manifest
+        sizes = {} if manifest is None else _sizes(base.folder, manifest)
+        live: dict[str, int] = {}
+        for frozen in frozen_rows:
+            rows = None if manifest is None else frozen.saved(manifest)
+            again = self.pieces[id(frozen)] = {
+                name: _unchanged(frozen, name, rows, sizes) for name in frozen.names
+            }
+            for pieces in again.values():
+                for file, nbytes in pieces.nbytes().items():
+                    live[file] = live.get(file, 0) + nbytes
+        left = files_to_leave(live, sizes)
+        for frozen in frozen_rows:
+            wanted, size = {}, frozen.changes.chunk
+            for name, pieces in self.pieces[id(frozen)].items():
+                pieces.pieces = [piece for piece in pieces.pieces if piece.file not in left]
+                wanted[name] = np.full(frozen.chunks, frozen.row_bytes[name] > 0)
+                for piece in pieces.pieces:
+                    stop = -(-(piece.first + piece.rows) // size)
+                    wanted[name][piece.first // size : stop] = False
+                self.nbytes += int(wanted[name].sum()) * size * frozen.row_bytes[name]
+            frozen.want(wanted)
+
+
+def _sizes(folder: Path, base: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of those files of a checkpoint that are there and have them."""
+    found = {}
+    for name, record in base["files"].items():
+        with contextlib.suppress(OSError):
+            if os.lstat(folder / name).st_size == record["size"]:
+                found[name] = record["size"]
+    return found
+
+
+def _unchanged(
+    frozen: FrozenRows, name: str, saved: RowsAtSave | None, sizes: Mapping[str, int]
+) -> Pieces:
+    """The pieces of the chunks that have not changed since a save, and whose files are there."""
+    row_bytes, tensor = frozen.row_bytes[name], frozen.tensors[name].tensor
+    record = None if saved is None else saved.records.get(frozen.tensors[name].key)
+    if (
+        saved is None
+        or record is None
+        or record["dtype"] != dtype_name(tensor.dtype)
+        or record["shape"][1:] != list(tensor.shape[1:])
+        or not row_bytes
+    ):
+        return Pieces(row_bytes)
+    size, rows, before = frozen.changes.chunk, frozen.rows, record["shape"][0]
+    same = frozen.versions[name] <= saved.at
+    # A chunk that was not full has grown, or all of its rows were saved.
+    same[min(rows, before) // size :] = False
+    if before >= rows and rows % size and frozen.versions[name][-1] <= saved.at:
+        same[-1] = True
+    spans = [(first * size, min(stop * size, rows)) for first, stop in runs(same)]
+    old = Pieces.of_record(record["pieces"], row_bytes).spans(spans)
+    # Files are cut at the borders of chunks: with a file that is gone go whole chunks.
+    old.pieces = [piece for piece in old.pieces if piece.file in sizes]
+    return old
+
 
 _CHUNK_BYTES = 64 * 2**20
 _LARGE_CHUNK_BYTES = 256 * 2**20
-_MOST_FILES = 128
 ALIGNMENT = 64
 PAGE_BYTES = 16 * 2**10
 """Pages of all processors that matter are this or a part of it."""
@@ -101,7 +321,7 @@ class ChunkWriter:
         first: int = 0,
         granule: int = 1,
         paged: bool = False,
-    ) -> list[Piece]:
+    ) -> list[RowExtent]:
         """Appends rows; returns where they lie: at least one piece.
 
         Args:
@@ -110,7 +330,7 @@ class ChunkWriter:
             granule: rows that are not divided between two files, counted from the first one.
             paged: whether they lie in files as in the tensor, modulo a page.
         """
-        pieces: list[Piece] = []
+        pieces: list[RowExtent] = []
         start, stop = first, first + count
         while start < stop or not pieces:
             phase = start * row_bytes % PAGE_BYTES if paged else None
@@ -126,7 +346,7 @@ class ChunkWriter:
                     taken = min(taken, end - start)
                 for block in blocks(start, start + taken):
                     self._append(block)
-            pieces.append(Piece(start, taken, self._name, offset))
+            pieces.append(RowExtent(start, taken, self._name, offset))
             start += taken
         return pieces
 

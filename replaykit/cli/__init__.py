@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted(given)
     try:
-        from replaykit.cli.running import run
+        from replaykit.cli.app import run
     except KeyboardInterrupt:
         return _interrupted(given)
     return run(given)

@@ -1,15 +1,21 @@
-"""The command as typer knows it: one file for each group of commands."""
+"""Define the command, and turn what it raises into one sentence and an exit code."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import errno
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
 
 import typer
 
 from replaykit._version import __version__
-from replaykit.cli import converting, inspecting, listing, sharing
+from replaykit.cli import data_sets, inspecting
+from replaykit.cli.output import Output, sentence, write_no_more
+from replaykit.errors import CheckpointError, CorpusError, DownloadError, UploadError
 
-__all__ = ["app"]
+__all__ = ["app", "exit_code_of", "run"]
 
 app = typer.Typer(
     name="replaykit",
@@ -48,10 +54,97 @@ def _replaykit(
     """Takes the options that come before the command."""
 
 
-app.command("datasets")(listing.datasets)
-app.command("download")(listing.download)
-app.command("convert")(converting.convert)
+app.command("datasets")(data_sets.datasets)
+app.command("download")(data_sets.download)
+app.command("convert")(data_sets.convert)
 app.command("inspect")(inspecting.inspect)
 app.command("validate")(inspecting.validate)
-app.command("push")(sharing.push)
-app.command("pull")(sharing.pull)
+app.command("push")(data_sets.push)
+app.command("pull")(data_sets.pull)
+
+
+_USAGE: Final = 2
+_INTERNAL: Final = 70
+_INTERRUPTED: Final = 130
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command; see `replaykit.cli.main`."""
+    output = Output(as_json="--json" in arguments)
+    debug = "--debug" in arguments
+    code: object = 0
+    try:
+        if not set(arguments) - {"--json", "--debug"}:
+            code = _USAGE
+            if output.as_json:
+                text = "no command was given; replaykit --help lists them"
+                output.error("UsageError", text, _USAGE)
+            else:
+                app(["--help"], prog_name="replaykit", standalone_mode=False)
+            return _USAGE
+        code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
+        if code == _INTERRUPTED:  # some versions of typer raise, some return
+            raise KeyboardInterrupt
+        code = code if isinstance(code, int) else 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except (KeyboardInterrupt, typer.Abort):
+        text = f"interrupted: {output.when_interrupted}"
+        output.error("KeyboardInterrupt", text, _INTERRUPTED)
+        return _INTERRUPTED
+    except (BrokenPipeError, SystemExit) as error:
+        # The console that prints help ends the program where its reader has seen enough.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        write_no_more(sys.stdout)
+        return code if isinstance(code, int) else 0
+    except Exception as error:
+        # What the parser of options raises is told by what it can do: typer brings one of its own
+        # or uses click's, depending on its version.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            return _usage(output, error)
+        code = exit_code_of(error)
+        if debug:
+            traceback.print_exc()
+        text = sentence(error)
+        if code == _INTERNAL:
+            text = (
+                f"a fault of replaykit itself: {type(error).__name__}: {text}; run it again with "
+                "--debug and report what it prints"
+            )
+        output.error(type(error).__name__, text, code)
+        return code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code that stands for an error; see `replaykit.cli`.
+
+    Example:
+        >>> from replaykit.cli.app import exit_code_of
+        >>> exit_code_of(FileNotFoundError()), exit_code_of(KeyError())
+        (4, 70)
+    """
+    if isinstance(error, (DownloadError, UploadError)):
+        return 5
+    if isinstance(error, FileNotFoundError):
+        return 4
+    if isinstance(error, (CorpusError, CheckpointError)):
+        return 3
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return 5
+    if isinstance(error, OSError):
+        return 5 if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH) else 6
+    if isinstance(error, (ImportError, MemoryError)):
+        return 6
+    if isinstance(error, (ValueError, RuntimeError)):
+        return 3
+    return _INTERNAL
+
+
+def _usage(output: Output, error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "replaykit"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    output.error("UsageError", f"{text}; {where} --help says what there is", _USAGE)
+    return _USAGE

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
-from replaykit.inspection.words import counted
+from replaykit.inspection.facts import counted
 
 __all__ = ["inspect", "validate"]
 
@@ -57,7 +57,7 @@ def inspect(
 
       replaykit inspect checkpoint --json
     """
-    from replaykit.inspection.opening import MOST_BYTES, opened
+    from replaykit.inspection.validation import MOST_BYTES, opened
 
     output: Output = context.obj
     output.when_interrupted = "nothing was changed, and no page was written"

@@ -1,14 +1,11 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.datasets.base import (
-    BaseDatasetExperienceReplay,
-)
 from replaykit.datasets.converting import (
     convert,
     open,
 )
-from replaykit.datasets.corpus import (
-    CorpusExperienceReplay,
+from replaykit.datasets.dataset import (
+    BaseDatasetExperienceReplay,
 )
 from replaykit.datasets.engine.fields import (
     ARRIVALS,
@@ -44,14 +41,15 @@ from replaykit.datasets.families.catalogue import (
 from replaykit.datasets.families.roboset import (
     RobosetExperienceReplay,
 )
-from replaykit.datasets.http_fetch import (
+from replaykit.datasets.http_files import (
     download,
 )
-from replaykit.datasets.hub_pull import (
+from replaykit.datasets.hub_sharing import (
     pull,
-)
-from replaykit.datasets.hub_push import (
     push,
+)
+from replaykit.datasets.published_buffer import (
+    CorpusExperienceReplay,
 )
 
 __all__ = [

@@ -11,22 +11,22 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from replaykit.buffer.generic import SamplerT
-from replaykit.datasets.corpus import CorpusExperienceReplay
+from replaykit.buffer.core import SamplerT
+from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
 from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.http_cache import WebFile
-from replaykit.datasets.http_sources import WebFiles
-from replaykit.datasets.manifest import MANIFEST_NAME, Manifest
-from replaykit.datasets.planning import room_needed_at
+from replaykit.datasets.http_files import WebFile
+from replaykit.datasets.published_buffer import CorpusExperienceReplay
+from replaykit.datasets.remote_sources import WebFiles
 from replaykit.datasets.sources import (
     SUFFIXES,
     Sources,
     h5_below,
     names_of,
     require_plain,
+    room_needed_at,
     sha256_of,
 )
 from replaykit.errors import CorpusError

@@ -1,8 +1,7 @@
 """Several buffers sampled as one."""
 
-from replaykit.ensembles.replay import ReplayBufferEnsemble
-from replaykit.ensembles.sampler import SamplerEnsemble
-from replaykit.ensembles.storage import StorageEnsemble
-from replaykit.ensembles.writer import WriterEnsemble
+from replaykit.ensembles.ensemble import ReplayBufferEnsemble
+from replaykit.ensembles.ensemble_sampler import SamplerEnsemble
+from replaykit.ensembles.ensemble_storage import StorageEnsemble, WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]

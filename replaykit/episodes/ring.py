@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from replaykit.episodes.codes import (
+from replaykit.episodes.episode_laws import (
     CODE_BITS,
+    EPISODES,
     HEAD_SHIFT,
     LINK_SHIFT,
     NOT_INIT,
     RESTORED,
+    ROWS,
     SEVERED,
+    WINDOWS,
+    CountLaw,
+    EpisodeTable,
+    Found,
     Head,
 )
-from replaykit.episodes.found import Found, Table
-from replaykit.episodes.law import EPISODES, ROWS, WINDOWS, CountLaw
 
 __all__ = ["RingEpisodes"]
 
@@ -81,7 +85,7 @@ class RingEpisodes:
         self._log = np.zeros((4, _FIRST), np.int64)
         self._logged = 0
         self._dropped = 0
-        self._table: tuple[int, Table] | None = None
+        self._table: tuple[int, EpisodeTable] | None = None
         self._sums: dict[Any, tuple[int, Any]] = {}
 
     # -- writing ------------------------------------------------------------------------------
@@ -300,7 +304,7 @@ class RingEpisodes:
 
     # -- all episodes ---------------------------------------------------------------------------
 
-    def table(self) -> Table:
+    def table(self) -> EpisodeTable:
         """Returns all stored episodes. Cost: O(episodes)."""
         if self._table is not None and self._table[0] == self.version:
             return self._table[1]
@@ -315,7 +319,7 @@ class RingEpisodes:
         last, lane, begin, head = last[order], lane[order], begin[order], head[order]
         head = np.where(begin < self.lo, int(Head.EVICTED), head)
         code = self.codes(last, lane) if len(last) else last
-        table = Table(lane, begin, np.maximum(begin, self.lo), last, code, head)
+        table = EpisodeTable(lane, begin, np.maximum(begin, self.lo), last, code, head)
         self._table = self.version, table
         return table
 

@@ -4,11 +4,9 @@ Published data sets, checkpoints, directories of memory-mapped buffers, H5 files
 keys, episodes and statistics are, and a page that shows them. Nothing here prints.
 """
 
-from replaykit.inspection.facts import EpisodeFacts, Facts, KeyFacts, LayoutGuess, Spread
-from replaykit.inspection.finding import Finding
+from replaykit.inspection.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread
 from replaykit.inspection.layouts import guess_layout, known_layouts, layout_named
-from replaykit.inspection.opening import kind_of, opened
-from replaykit.inspection.validation import validate
+from replaykit.inspection.validation import kind_of, opened, validate
 
 __all__ = [
     "EpisodeFacts",

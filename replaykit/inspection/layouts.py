@@ -16,15 +16,13 @@ from typing import Final
 from replaykit import registry
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.nearest import meant
 from replaykit.datasets.engine.places import Notes
 from replaykit.datasets.engine.plan import Plan
-from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
-from replaykit.inspection.facts import LayoutGuess
-from replaykit.inspection.words import counted
+from replaykit.inspection.facts import LayoutGuess, counted
 
 __all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
 

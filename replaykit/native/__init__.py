@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.native import fallback, lanes, powers
+from replaykit.native import fallback
 
 __all__ = [
     "HAS_CORE",
@@ -133,7 +133,7 @@ def core() -> Any:
     return _core
 
 
-def moments(numbers: npt.NDArray[Any]) -> lanes.Moments:
+def moments(numbers: npt.NDArray[Any]) -> fallback.Moments:
     """Returns count, least, largest, mean and squared distances from it, without NaNs.
 
     The same bits on every machine, with the core and without. Other threads go on meanwhile.
@@ -148,8 +148,8 @@ def moments(numbers: npt.NDArray[Any]) -> lanes.Moments:
         (3, 1, 8, 4.0, 26.0)
     """
     if _core is None:
-        return lanes.moments(numbers)
-    found: lanes.Moments = _core.moments(np.ascontiguousarray(numbers))
+        return fallback.moments(numbers)
+    found: fallback.Moments = _core.moments(np.ascontiguousarray(numbers))
     return found
 
 
@@ -165,7 +165,7 @@ def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.floa
         [0.0, 0.5]
     """
     if _core is None:
-        return powers.power(base, exponent)
+        return fallback.power(base, exponent)
     found = np.array(base, dtype=np.float64, order="C").reshape(-1)
     _core.power(found, exponent)
     return found.reshape(base.shape)

@@ -29,8 +29,11 @@ Example:
 
 from __future__ import annotations
 
-from replaykit.priorities.extremes import MaxSegmentTree, MinSegmentTree
-from replaykit.priorities.segment_tree import SegmentTree
-from replaykit.priorities.sum_tree import SumSegmentTree
+from replaykit.priorities.segment_trees import (
+    MaxSegmentTree,
+    MinSegmentTree,
+    SegmentTree,
+    SumSegmentTree,
+)
 
 __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]

@@ -9,19 +9,27 @@ torch needs in children).
 
 from __future__ import annotations
 
-from replaykit.recovery.change_log import ChangeLog
-from replaykit.recovery.commit_lock import CommitLock
-from replaykit.recovery.exclusive import Exclusive, let_go_in_children
-from replaykit.recovery.files import MappedFile
-from replaykit.recovery.forked import one_thread_in_children
-from replaykit.recovery.home import Home
-from replaykit.recovery.journal import Journal
-from replaykit.recovery.manifest import check_file
-from replaykit.recovery.members import MEMBERS, Members, give_up_rows, who_uses
-from replaykit.recovery.open_file import OpenFile, is_held, open_to_lock
-from replaykit.recovery.shared_lock import SharedLock, check_flock
-from replaykit.recovery.states import States
-from replaykit.recovery.views import GivenViews
+from replaykit.recovery.journal import Journal, MappedFile, States
+from replaykit.recovery.locks import (
+    CommitLock,
+    Exclusive,
+    OpenFile,
+    SharedLock,
+    check_flock,
+    is_held,
+    let_go_in_children,
+    one_thread_in_children,
+    open_to_lock,
+)
+from replaykit.recovery.processes import (
+    MEMBERS,
+    ChangeLog,
+    GivenViews,
+    ProcessRegistry,
+    give_up_rows,
+    who_uses,
+)
+from replaykit.recovery.recovery_folder import Home, check_file
 
 __all__ = [
     "MEMBERS",
@@ -32,8 +40,8 @@ __all__ = [
     "Home",
     "Journal",
     "MappedFile",
-    "Members",
     "OpenFile",
+    "ProcessRegistry",
     "SharedLock",
     "States",
     "check_file",

@@ -11,13 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.buffer_dataset import check_loaded
 from replaykit.buffer.drawing import Lent
-from replaykit.buffer.iterable import check_loaded
-from replaykit.ensembles.parts import check_stored, facts_of, part_of, standing_of
+from replaykit.ensembles.batch_info import check_stored, facts_of, part_of, standing_of
 from replaykit.errors import RateLimiterTimeout
-from replaykit.remote.packing import ITSELF, Message, pack, unpack
-from replaykit.remote.replies import Failed
-from replaykit.remote.sealing import seal
+from replaykit.remote.requests import Failed
+from replaykit.remote.wire_format import ITSELF, Message, pack, seal, unpack
 from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 

@@ -1,19 +1,16 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.samplers.base import (
-    Sampler,
-)
 from replaykit.samplers.consuming import (
     ConsumingSampler,
 )
 from replaykit.samplers.prioritized import (
     PrioritizedSampler,
-)
-from replaykit.samplers.prioritized_slices import (
     PrioritizedSliceSampler,
 )
-from replaykit.samplers.random import (
-    RandomSampler,
+from replaykit.samplers.sampler import (
+    Sampler,
+    SampleUnit,
+    Transition,
 )
 from replaykit.samplers.schedulers import (
     LambdaScheduler,
@@ -27,18 +24,13 @@ from replaykit.samplers.sequence import (
 )
 from replaykit.samplers.slices import (
     SliceSampler,
-)
-from replaykit.samplers.slices_without_replacement import (
     SliceSamplerWithoutReplacement,
 )
 from replaykit.samplers.staleness import (
     StalenessAwareSampler,
 )
-from replaykit.samplers.units import (
-    SampleUnit,
-    Transition,
-)
-from replaykit.samplers.without_replacement import (
+from replaykit.samplers.uniform import (
+    RandomSampler,
     SamplerWithoutReplacement,
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import Uncompiled
-from replaykit.samplers.base import Sampler
+from replaykit.samplers.sampler import Sampler
 
 __all__ = [
     "LambdaScheduler",

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.samplers.base import Sampler
-from replaykit.samplers.units import SampleUnit
+from replaykit.samplers.sampler import Sampler, SampleUnit
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel, unravel_index

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.episodes.static import StaticEpisodes
+from replaykit.episodes.index import StaticEpisodes
 from replaykit.errors import NoEpisodeColumns
-from replaykit.samplers.windows import ALIGNS, PADS, SHORTS, WindowForm
+from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
-from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.structure import Branch, Path
 from replaykit.ted import EPISODE_KEYS, format_key, unravel
 

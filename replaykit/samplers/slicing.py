@@ -1,7 +1,8 @@
-"""What samplers of slices share: sizes, boundaries, windows, and how these are handed out."""
+"""Share sizes, boundaries and recent windows among samplers of slices."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,20 +12,29 @@ import torch
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import Replaced
-from replaykit.samplers.base import Sampler
-from replaykit.samplers.markers import MASK, SEQUENCE_ID, Markers
+from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.sampler import Sampler
 from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_pad_value
-from replaykit.samplers.windows import Cut, Window, WindowForm
+from replaykit.samplers.window_forms import MASK, SEQUENCE_ID, Cut, Markers, Window, WindowForm
+from replaykit.samplers.window_measures import PerWindow, uniform
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 
-__all__ = ["Request", "Sliced", "Slicing", "checked_markers", "checked_short"]
-
+__all__ = [
+    "Recency",
+    "RecentPriorities",
+    "SliceRequest",
+    "Sliced",
+    "Slicing",
+    "checked_markers",
+    "checked_recent",
+    "checked_short",
+]
 
 Array = np.ndarray[Any, Any]
 
 
-class Request(NamedTuple):
+class SliceRequest(NamedTuple):
     """What a batch asks for: ``slices`` windows of the episodes of ``episodes`` under ``law``."""
 
     slices: int
@@ -69,7 +79,7 @@ class Slicing:
         self._law_of: CountLaw | None = None
         self._law = CountLaw(1, 0)
 
-    def request(self, storage: Storage, batch_size: int, needs: Needs) -> Request:
+    def request(self, storage: Storage, batch_size: int, needs: Needs) -> SliceRequest:
         """What a batch of that many rows asks for. The lock is held.
 
         Raises:
@@ -88,9 +98,11 @@ class Slicing:
         if needs is not self._needs or window.law is not self._law_of:
             self._needs, self._law_of = needs, window.law
             self._law = window.law.needing(needs)
-        return Request(slices, window, index, self._law)
+        return SliceRequest(slices, window, index, self._law)
 
-    def refuse(self, request: Request, needs: Needs, found: str = "no window") -> NotEnoughData:
+    def refuse(
+        self, request: SliceRequest, needs: Needs, found: str = "no window"
+    ) -> NotEnoughData:
         """The error for a batch that the stored rows cannot fill; names what there is."""
         index, rows = request.episodes, request.episodes.stored_rows()
         text = (
@@ -109,7 +121,7 @@ class Slicing:
         return NotEnoughData(text)
 
     def deliver(
-        self, storage: Storage, request: Request, cut: Cut
+        self, storage: Storage, request: SliceRequest, cut: Cut
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """The rows of windows as users see them, and which window each belongs to."""
         return self.hand_out(storage, *request.window.lay_out(request.episodes, cut))
@@ -288,3 +300,103 @@ def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None
     if allow_short and not flat and slice_len is None:
         raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
     return bool(allow_short)
+
+
+class Recency(NamedTuple):
+    """A share ``ratio`` of the slices of a batch from the newest ``steps`` windows of every lane.
+
+    Example:
+        >>> from replaykit.samplers.slicing import checked_recent
+        >>> checked_recent((0.5, 1000), "iid")
+        Recency(ratio=0.5, steps=1000)
+    """
+
+    ratio: float
+    steps: int
+
+    def slices(self, request: SliceRequest, needs: Needs) -> int:
+        """How many slices of a batch these are: none where plain draws see enough of them."""
+        rows = request.episodes.stored_rows() / request.episodes.lanes
+        if self.ratio * (rows - (request.window.length - 1) - needs.past) <= self.steps:
+            return 0
+        return math.ceil(round(self.ratio * request.slices, 9))
+
+
+def checked_recent(recent: Any, draw: str) -> Recency | None:
+    """Returns what ``recent=`` of a sampler of slices says; None: nothing.
+
+    Raises:
+        TypeError: no pair. ValueError: numbers out of range, or a draw without such a share.
+    """
+    if recent is None:
+        return None
+    if not isinstance(recent, (tuple, list)) or len(recent) != 2:
+        raise TypeError(f"expected recent as (ratio, steps), got {recent!r}")
+    ratio, steps = recent
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise ValueError(f"expected a ratio of recent slices in [0, 1], got {ratio!r}")
+    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
+        raise ValueError(f"expected recent steps as an int of at least 1, got {steps!r}")
+    if draw not in ("iid", "stratified"):
+        raise ValueError(f"recent= goes with draw='iid' or 'stratified', got {draw!r}")
+    return Recency(float(ratio), int(steps))
+
+
+class RecentPriorities:
+    """The newest ``steps`` windows of every lane, to be drawn by the priority of their starts.
+
+    Cost: O(steps * lanes) for a batch, and a search each after a write.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._of: tuple[EpisodeIndex, CountLaw, int] | None = None
+        self._element = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._first = np.zeros(0, np.int64)
+
+    def follow(self, request: SliceRequest) -> None:
+        """Takes over which windows are the newest now. The lock is held."""
+        index, law = request.episodes, request.law
+        known = self._of
+        if known and known[0] is index and known[1] is law and known[2] == index.version:
+            return
+        windows = PerWindow(index, law, self.steps)
+        found = windows.numbered(np.arange(windows.count))
+        time = found.base + found.rest
+        self._element = torch.from_numpy(index.element(time, found.lane))
+        # In each lane the newest windows start at a time and after it.
+        self._first = np.full(index.lanes, np.iinfo(np.int64).max)
+        np.minimum.at(self._first, found.lane, time)
+        self._of = index, law, index.version
+
+    def among(self, start: torch.Tensor) -> torch.Tensor:
+        """Bool ``[K]``: which of some starts of windows are those of the newest."""
+        assert self._of is not None
+        time, lane = self._of[0].place(start.cpu().numpy())
+        return torch.from_numpy(time >= self._first[lane]).to(start.device)
+
+    def draw(
+        self,
+        count: int,
+        sums: SumSegmentTree,
+        generator: torch.Generator | None,
+        stratified: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Draws starts int64 ``[count]`` by their ``v``: they, their ``v`` in float64, and the sum
+        of ``v`` over the newest windows; None where that is 0: nothing is drawn.
+
+        Args:
+            sums: a tree over ``v`` of the rows with which windows may start.
+        """
+        values = sums[self._element.to(sums.device)].to(device="cpu", dtype=torch.float64)
+        upto = np.cumsum(values.numpy())
+        if not (len(upto) and upto[-1] > 0):
+            return None
+        point = uniform(count, generator)
+        if stratified:
+            point = (np.arange(count) + point) / count
+        at = np.searchsorted(upto, point * upto[-1], side="right")
+        # Rounding may lead to the very end: that is the last one with weight.
+        at = np.minimum(at, np.searchsorted(upto, upto[-1]))
+        chosen = torch.from_numpy(at)
+        return self._element[chosen], values[chosen], float(upto[-1])

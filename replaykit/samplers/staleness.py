@@ -14,12 +14,9 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords
-from replaykit.samplers.base import Sampler, as_drawn, require_rows
-from replaykit.samplers.draws import uniform
-from replaykit.samplers.eligible import index_for, refuse_nothing
-from replaykit.samplers.saved_arrays import made_of_saved
-from replaykit.samplers.version_groups import VersionGroups
-from replaykit.samplers.versions_followed import FollowedVersions
+from replaykit.samplers.policy_versions import FollowedVersions, VersionGroups
+from replaykit.samplers.sampler import Sampler, as_drawn, made_of_saved, require_rows
+from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
 from replaykit.storages import Storage
 from replaykit.ted import unravel
 

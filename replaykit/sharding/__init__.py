@@ -1,10 +1,14 @@
 """One buffer over several processes: rows in shards, draws as of one big buffer."""
 
-from replaykit.sharding.ahead import ShardedResult
-from replaykit.sharding.client import ShardedClient
-from replaykit.sharding.core import ShardedReplayBuffer
-from replaykit.sharding.errors import BarrierBusy, ShardDied, ShardLossWarning, ShardSilent
-from replaykit.sharding.facts import ShardLoss
+from replaykit.sharding.protocol import (
+    BarrierBusy,
+    ShardDied,
+    ShardLoss,
+    ShardLossWarning,
+    ShardSilent,
+)
+from replaykit.sharding.shard_draws import ShardedResult
+from replaykit.sharding.sharded_buffer import ShardedClient, ShardedReplayBuffer
 
 __all__ = [
     "BarrierBusy",

@@ -1,7 +1,8 @@
-"""The shards that a client talks to: who is there, who comes back, and what is known of them."""
+"""Track the shards that a client talks to, and its tickets of the rate limiter."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -9,18 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replaykit.interrupts import check
-from replaykit.sharding.errors import ShardDied, ShardLossWarning
-from replaykit.sharding.facts import ShardFacts, ShardLoss, Terms
-from replaykit.sharding.shards import Reply, Restored, Shard, Supervisor
-from replaykit.sharding.table import ShardTable
+from replaykit.pace import INSERT, SAMPLE, checked_timeout
+from replaykit.sharding.protocol import ShardDied, ShardFacts, ShardLoss, ShardLossWarning, Terms
+from replaykit.sharding.shard_draws import ShardTable
+from replaykit.sharding.shard_pacing import PaceKeeper
+from replaykit.sharding.shards import Restored, Shard, ShardReply, Supervisor
 
-__all__ = ["Members", "check_on_loss"]
+__all__ = ["ShardMembers", "ShardTicket", "Tickets", "check_on_loss"]
 
 _LOOK_AGAIN = 0.05
 """Seconds between two questions whether a shard is back, while there are others."""
 
 
-class Members:
+class ShardMembers:
     """Sends messages to shards, learns from the answers, and notices deaths. Thread-safe.
 
     Args:
@@ -46,7 +48,9 @@ class Members:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, shard: int, verb: str, *args: Any, only: int | None = None) -> tuple[int, Reply]:
+    def send(
+        self, shard: int, verb: str, *args: Any, only: int | None = None
+    ) -> tuple[int, ShardReply]:
         """Asks a shard; returns which incarnation was asked, and the answer to come.
 
         Args:
@@ -66,7 +70,7 @@ class Members:
         with self._lock:
             return {shard: self.table.incarnations[shard] for shard in self.table.there()}
 
-    def take(self, shard: int, sent: tuple[int, Reply], within: float | None = None) -> Any:
+    def take(self, shard: int, sent: tuple[int, ShardReply], within: float | None = None) -> Any:
         """Takes an answer; facts in it are learned.
 
         Raises:
@@ -161,11 +165,11 @@ class Members:
 
     # -- being handed on ----------------------------------------------------------------------
 
-    def again(self, on_loss: Callable[[ShardLoss], None] | None) -> Members:
+    def again(self, on_loss: Callable[[ShardLoss], None] | None) -> ShardMembers:
         """The same shards for another client, which knows nothing of them yet."""
         with self._lock:
             pairs = list(zip(self.shards, self.table.incarnations, strict=True))
-        return Members(pairs, self.supervisor, on_loss, self.timeout)
+        return ShardMembers(pairs, self.supervisor, on_loss, self.timeout)
 
     def __getstate__(self) -> tuple[Any, ...]:
         other = self.again(self.on_loss)
@@ -180,3 +184,95 @@ def check_on_loss(on_loss: object) -> None:
     """Raises TypeError where it is nothing that can be called with what was lost, nor None."""
     if on_loss is not None and not callable(on_loss):
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
+
+
+_FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()
+
+
+class Tickets:
+    """Rights of a client's calls to go on; none where nothing makes them wait. Thread-safe.
+
+    Attributes:
+        keeper: who counts for all clients; None without a rate limiter.
+    """
+
+    def __init__(self, members: ShardMembers) -> None:
+        self._members, self.keeper = members, members.supervisor.pace
+
+    def insert(
+        self, timeout: float | None
+    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+        """For a write that waits so many seconds at most."""
+        return self._ticket(INSERT, timeout)
+
+    def sample(
+        self, timeout: float | None
+    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+        """For a sample."""
+        return self._ticket(SAMPLE, timeout)
+
+    def _ticket(
+        self, side: int, timeout: float | None
+    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+        timeout = checked_timeout(timeout)
+        return (
+            _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)
+        )
+
+    def may_sample(self, count: int) -> bool:
+        """Whether a sample would not wait."""
+        return self.keeper is None or self.keeper.may(SAMPLE, count)
+
+    def told(self) -> None:
+        """Has rows counted that were stored without a ticket."""
+        if self.keeper is not None:
+            self.keeper.end(None, INSERT, 0, 0, self._members.table.told())
+
+    def emptied(self, *, counting_on: bool) -> None:
+        """All rows were let go."""
+        if self.keeper is not None:
+            self.keeper.emptied(self._members.table.told(), counting_on)
+
+
+class ShardTicket:
+    """The right of a call to insert or sample some rows. What is not used is given back, and with
+    it goes what this client has learned of the rows in the shards.
+
+    Attributes:
+        keeper: who gives it.
+        until: when the call stops waiting; None: never.
+    """
+
+    def __init__(
+        self, members: ShardMembers, keeper: PaceKeeper, side: int, timeout: float | None
+    ) -> None:
+        self._members, self.keeper, self._side = members, keeper, side
+        self._timeout = timeout
+        self.until = None if timeout is None else time.monotonic() + timeout
+        self._right: tuple[Any, int] | None = None
+        self._sampled = 0
+
+    def admit(self, count: int, timeout: float | None = None) -> bool:
+        """Waits for the right, and returns whether it was there at once; see ``PaceKeeper``.
+
+        Args:
+            timeout: seconds; None: what is left to the call.
+        """
+        if timeout is None and self.until is not None:
+            timeout = max(0.0, self.until - time.monotonic())
+        name, at_once = self.keeper.admit(self._side, count, timeout)
+        self._right = name, count
+        return at_once
+
+    def sampled(self, count: int) -> None:
+        """Notes how many records were delivered."""
+        self._sampled = count
+
+    def __enter__(self) -> ShardTicket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._right is not None:
+            name, count = self._right
+            told = self._members.table.told()
+            self.keeper.end(name, self._side, count, self._sampled, told)

@@ -1,20 +1,257 @@
-"""Which shard a row goes to."""
+"""Route rows to shards, and merge and reshard the rows that come back."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from replaykit.structure import Path
+from replaykit._compat import as_tensor, is_tensordict
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.components import of_another_kind
+from replaykit.buffer.sampling import merged, shaped
+from replaykit.buffer.writing import column_of, is_key
+from replaykit.checkpoint import Checkpoint
+from replaykit.ensembles.batch_info import check_alike
+from replaykit.samplers import RandomSampler, Sampler
+from replaykit.samplers.priority_rules import importance_weights
+from replaykit.samplers.window_forms import SEQUENCE_ID
+from replaykit.schema import take_apart
+from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardPart
+from replaykit.sharding.shard_config import ShardRecipe
+from replaykit.storages import LazyTensorStorage
+from replaykit.storages.indexing import as_index
+from replaykit.structure import Path, build, flatten
 from replaykit.ted import format_key, unravel
 
-__all__ = ["ByKey", "InTurn", "Router", "stable_hash"]
+if TYPE_CHECKING:
+    from replaykit.sharding.sharded_buffer import ShardedClient
+
+__all__ = [
+    "ByKey",
+    "InTurn",
+    "Router",
+    "Share",
+    "batch_of",
+    "check_sampler",
+    "check_stored",
+    "finished",
+    "load_share",
+    "rows_at",
+    "rows_by",
+    "rows_of",
+    "stable_hash",
+]
 
 Array = np.ndarray[Any, Any]
+
+
+class Share:
+    """What one shard gave for a batch.
+
+    Args:
+        shard, incarnation: who gave it.
+        numbers: which draws of the batch these are, int64 ``[draws]``.
+        mass: by which the shard was drawn.
+        part: its answer.
+    """
+
+    def __init__(
+        self, shard: int, incarnation: int, numbers: Array, mass: float, part: ShardPart
+    ) -> None:
+        self.shard, self.incarnation = shard, incarnation
+        self.numbers, self.mass, self.part = torch.from_numpy(numbers), mass, part
+
+    @property
+    def likelier(self) -> float:
+        """How much likelier its rows were than with a table of the instant of the draw."""
+        found = self.part.facts.mass
+        return self.mass / found if found else 1.0
+
+    def draw_of_row(self) -> torch.Tensor:
+        """The draw of the batch that each row belongs to, int64 ``[rows]``."""
+        window = self.part.info.get(SEQUENCE_ID)
+        return self.numbers if window is None else self.numbers[window]
+
+
+def batch_of(
+    shares: list[Share], names: GlobalIndex, sampler: Sampler, least: float
+) -> tuple[Any, dict[Any, Any]]:
+    """Returns rows in the order of the draws, and what is known of them.
+
+    Args:
+        least: the smallest probability of a stored row, in the unit of ``v`` times ``likelier``.
+    """
+    draws = torch.cat([share.draw_of_row() for share in shares])
+    first = torch.argsort(draws, stable=True)
+    order = torch.empty_like(first)
+    order[first] = torch.arange(len(draws))
+    into = list(order.split([len(share.draw_of_row()) for share in shares]))
+    info = _info(shares, names, into, len(draws))
+    if shares[0].part.values is not None:
+        weight = _weights(shares, sampler, least)
+        info["priority_weight"] = weight[draws[first]]
+    return rows_of([share.part.data for share in shares], into), info
+
+
+def _info(
+    shares: list[Share], names: GlobalIndex, into: list[torch.Tensor], rows: int
+) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key in shares[0].part.info:
+        if key == "priority_weight":
+            continue
+        values = []
+        for share in shares:
+            value = share.part.info[key]
+            if key in ("index", "anchor_index"):
+                value = names.join(share.shard, value)
+            elif key in ("index_generation", "anchor_generation"):
+                value = names.stamped(value, share.incarnation)
+            elif key == SEQUENCE_ID:
+                value = share.draw_of_row()
+            values.append(value)
+        found[key] = _placed(values, into, rows)
+    return found
+
+
+def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
+    """``priority_weight`` of each draw ``[draws]``: of the probability that it really had."""
+    count = sum(len(share.numbers) for share in shares)
+    value = torch.empty(count, dtype=torch.float64)
+    for share in shares:
+        assert share.part.values is not None
+        value[share.numbers] = share.part.values * share.likelier
+    if sampler.weight_norm == "batch":
+        least = float(value.min())
+    return importance_weights(value, least, sampler.beta, sampler.dtype)
+
+
+def rows_of(pieces: list[Any], into: list[torch.Tensor]) -> Any:
+    """Returns containers as one, row j of piece s at place ``into[s][j]``.
+
+    Raises:
+        SchemaError: they differ in keys, shapes or dtypes. RuntimeError: transforms have changed
+            the number of rows.
+
+    Cost: one copy of the bytes, a few Python steps a leaf and piece.
+    """
+    taken = [flatten(piece, 1) for piece in pieces]
+    root, first = taken[0]
+    count = sum(len(places) for places in into)
+    for shard, (other, leaves) in enumerate(taken):
+        if other != root:
+            check_alike((0, root), (shard, other))
+        if any(leaf.shape[0] != len(into[shard]) for leaf in leaves.values()):
+            raise RuntimeError(
+                f"a transform made other than {len(into[shard])} rows of as many that were drawn"
+            )
+    joined = {path: _placed([leaves[path] for _, leaves in taken], into, count) for path in first}
+    said = {piece.device for piece in pieces if is_tensordict(piece)}
+    return build(root, joined, torch.Size([count]), said.pop() if len(said) == 1 else None)
+
+
+def _placed(values: list[torch.Tensor], into: list[torch.Tensor], rows: int) -> torch.Tensor:
+    first = values[0]
+    out = first.new_empty((rows, *first.shape[1:]))
+    for value, places in zip(values, into, strict=True):
+        out.index_copy_(0, places, value)
+    return out
+
+
+def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
+    """A batch in the shape in which the sampler delivers; ``merge``: with what is known of it."""
+    if merge:
+        data = merged(data, info, 0)
+    shape = sampler.shape_of(info["index"].shape[0])
+    if shape is not None and is_tensordict(data):
+        data = shaped(data, info["index"].shape[0], shape)
+    return data
+
+
+def rows_by(client: ShardedClient, index: Any) -> Any:
+    """Returns what ``rb[index]`` stands for.
+
+    Numbers are names of rows. Slices and masks are of all rows that are there, in the order of
+    their names; so is a column.
+    """
+    if is_key(index):
+        return column_of(rows_by(client, slice(None)), index)
+    by_place = isinstance(index, slice) or index is Ellipsis
+    if not by_place:
+        refused = isinstance(index, (bool, np.bool_))
+        index = as_tensor(index)
+        by_place = index.dtype is torch.bool
+        if refused or index.ndim > 1 or (index.is_floating_point() and index.numel()):
+            raise TypeError(
+                f"expected an index as an int, slice, mask, key or int64 [K], got {index.dtype} "
+                f"{list(index.shape)}"
+            )
+    if by_place:
+        found = client._members.ask_all("stored_slots")
+        rows = [client._names.join(shard, slots) for shard, slots in found.items()]
+        stored = torch.cat(rows).sort().values
+        return rows_at(client, stored[as_index(index, len(stored))])
+    rows = rows_at(client, index.to(torch.int64).reshape(-1))
+    return rows if index.ndim else rows[0]
+
+
+def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:
+    """Returns rows of indices, int64 ``[K]``, in their order.
+
+    Raises:
+        IndexError: a row that is not stored. RuntimeError: its shard is being restarted; nothing
+            was ever written.
+    """
+    names, members = client._names, client._members
+    there = members.present()
+    shards, slots = names.shards(index), names.slots(index)
+    if bool((index < 0).any()):
+        raise IndexError(f"expected indices of stored rows, got {int(index.min())}")
+    check_stored(client, index)
+    asked = [int(shard) for shard in shards.unique()]
+    if not asked:  # nothing, of a shard that knows what rows look like
+        asked = [max(there, key=client._rows_of)]
+    into = [(shards == shard).nonzero()[:, 0] for shard in asked]
+    replies = [
+        members.send(shard, "read", slots[mine]) for shard, mine in zip(asked, into, strict=True)
+    ]
+    pieces = []
+    for shard, sent in zip(asked, replies, strict=True):
+        try:
+            pieces.append(members.take(shard, sent)[0])
+        except ShardDied:
+            raise RuntimeError(f"shard {shard} has died and is being restarted") from None
+    return rows_of(pieces, into)
+
+
+def check_stored(client: ShardedClient, index: torch.Tensor) -> None:
+    """Raises IndexError unless indices ``[K]`` are -1 or of stored rows; may ask the shards.
+
+    Of a shard that is being restarted all indices pass.
+    """
+    names, members = client._names, client._members
+    shards, slots = names.shards(index), names.slots(index)
+    for again in (True, False):
+        rows = torch.tensor(
+            [
+                client._rows_of(shard) if members.table.is_there(shard) else 2**62
+                for shard in range(names.num_shards)
+            ]
+        )
+        wrong = (index < -1) | ((index >= 0) & (slots >= rows[shards.clamp(min=0)]))
+        if not wrong.any():
+            return
+        if again:
+            members.refresh(None, 0.0)
+    at = int(wrong.nonzero()[0])
+    raise IndexError(f"expected indices of stored rows, got {int(index[at])} at {at}")
+
 
 _STEP, _MIX, _LAST = (
     np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -96,3 +333,194 @@ class ByKey:
 
 
 Router = InTurn | ByKey
+
+
+_BLOCK_ROWS = 8192
+
+
+@dataclass
+class _Source:
+    """A saved shard, opened: its rows stay in the files, where they can."""
+
+    buffer: ReplayBuffer
+    order: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.order)
+
+
+def load_share(
+    buffer: ReplayBuffer, recipe: ShardRecipe, shard: int, sources: list[str]
+) -> tuple[int, int]:
+    """Fills a new buffer with the rows that belong to a shard now, with their priorities.
+
+    Rows that were dealt out in turn are dealt anew, in the same order.
+    Rows with a key come shard by shard, each in the order in which it was written, so that what
+    followed one another still does; the stream is cut where one shard ends and the next begins.
+
+    Returns:
+        How many rows belong here, and how many of them did not fit: the first ones.
+
+    Raises:
+        CheckpointError: a saved shard is damaged; every one is read and checked by one of the
+            shards that are loaded.
+
+    Cost: one pass over the rows that belong here and the key column of all; memory for a block of
+    8192 rows beside what is filled.
+    """
+    with contextlib.ExitStack() as open_files:
+        opened = []
+        for number, path in enumerate(sources):
+            opened.append(_open(recipe, path, number % recipe.num_shards == shard))
+            open_files.callback(opened[-1].buffer.shutdown)
+        count = 0
+        if recipe.shard_key is None:
+            for block in _dealt(opened, recipe.num_shards, shard):
+                count += len(block)
+                _copy(buffer, opened, block)
+        else:
+            key = ByKey(recipe.num_shards, recipe.shard_key)
+            for one in opened:
+                for slots, ended in _with_key(one, key, shard):
+                    count += len(slots)
+                    if len(slots):
+                        _store(buffer, *_read(one, slots))
+                    if ended is not None:
+                        _sever(buffer, ended)
+        for one in opened:
+            _take_default(buffer, one.buffer)
+    return count, max(0, count - buffer.storage.max_size)
+
+
+def check_sampler(buffer: ReplayBuffer, path: str) -> None:
+    """Raises ValueError where a shard was saved with a sampler of another kind: what a buffer alone
+    begins anew, a shard has to agree about with the others."""
+    with Checkpoint(path) as saved:
+        state = saved.part("sampler", mapped=("_priorities",))
+        if of_another_kind(state, buffer.sampler):
+            raise ValueError(
+                f"expected the state of a {buffer.sampler.kind!r} sampler, got {state['_kind']!r}"
+            )
+
+
+def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:
+    with Checkpoint(path) as saved:
+        capacity = saved.manifest["max_size"]
+    like: Any = recipe.storage()
+    dedup, lane_key = like.dedup_next, like.lane_key
+    storage = LazyTensorStorage(capacity, dedup_next=dedup, lane_key=lane_key)
+    buffer = ReplayBuffer(
+        storage=storage,
+        sampler=RandomSampler if recipe.sampler is None else recipe.sampler,
+        writer=recipe.writer,
+        transform_factory=recipe.transform_factory,
+        priority_key=recipe.priority_key,
+        delayed_init=False,
+    )
+    check_sampler(buffer, path)
+    in_files = not dedup and lane_key is None
+    buffer.loads(path, mmap=in_files, verify=verify or not in_files)
+    buffer.flush()  # what transforms held back is stored where its stream ended
+    order = storage.ledger.write_order() if len(storage) else torch.empty(0, dtype=torch.int64)
+    return _Source(buffer, order)
+
+
+def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[Array]:
+    """Blocks of rows that are dealt to a shard: int64 ``[K, 2]``, source and slot of each.
+
+    The order of all rows is that in which they were dealt out: by how many rows had been written to
+    their shard before them, then by shard.
+    """
+    rows = np.array([one.rows for one in opened])
+    until = np.array([one.buffer.storage.ledger.next_position for one in opened])
+    oldest = until - rows
+    for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
+        position = np.arange(first, min(first + _BLOCK_ROWS, int(until.max())))[:, None]
+        before = np.clip(position - oldest, 0, rows).sum(1, keepdims=True)
+        there = (position >= oldest) & (position < until)
+        number = before + np.cumsum(there, 1) - 1
+        at, source = np.nonzero(there & (number % num_shards == shard))
+        slots = np.empty(len(at), np.int64)
+        for which, one in enumerate(opened):
+            chosen = source == which
+            slots[chosen] = one.order.numpy()[position[at[chosen], 0] - oldest[which]]
+        if len(at):
+            yield np.stack([source, slots], 1)
+
+
+def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Blocks of slots of a shard's rows in the order of writing, and what nothing follows after a
+    block although no column says so: the keys of streams, True for all that there is, or None.
+
+    A row that belongs elsewhere may be the one at which all were severed, or its stream.
+    """
+    storage: Any = one.buffer.storage
+    for first in range(0, one.rows, _BLOCK_ROWS):
+        slots = one.order[first : first + _BLOCK_ROWS]
+        columns = take_apart(storage.get(slice(0, len(storage))), 1).leaves
+        column = columns[key.key].index_select(0, slots)
+        mine = torch.from_numpy(key.route({key.key: column}, len(slots), []) == shard)
+        positions = storage.ledger.positions(slots).numpy()
+        start = 0
+        for last in np.flatnonzero(np.isin(positions, storage.indexes.marks.numbers)).tolist():
+            streams: Any = True
+            if storage.lane_key is not None:
+                streams = columns[unravel(storage.lane_key)][slots[last : last + 1]]
+            yield slots[start : last + 1][mine[start : last + 1]], streams
+            start = last + 1
+        yield slots[start:][mine[start:]], None
+    if one.rows:
+        yield one.order[:0], True
+
+
+def _sever(buffer: ReplayBuffer, streams: Any) -> None:
+    """Ends what is open of all rows, or of streams if there are rows of them."""
+    if len(buffer):
+        with contextlib.suppress(IndexError):
+            buffer.cut(None if streams is True else streams)
+
+
+def _copy(buffer: ReplayBuffer, opened: list[_Source], block: Array) -> None:
+    """Stores a block of rows in its order, whichever sources they are from."""
+    pieces, places = [], []
+    for which, one in enumerate(opened):
+        mine = np.flatnonzero(block[:, 0] == which)
+        if len(mine):
+            pieces.append(_read(one, torch.from_numpy(block[mine, 1])))
+            places.append(torch.from_numpy(mine))
+    _store(buffer, rows_of([rows for rows, _ in pieces], places), _joined(pieces, places))
+
+
+def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+    """Rows as they are stored, and their raw priorities."""
+    storage, sampler = one.buffer.storage, one.buffer.sampler
+    raw = None
+    if sampler.prioritized:
+        raw = sampler._following(storage).raw[slots].clone()  # type: ignore[attr-defined]
+    return storage.get(slots), raw
+
+
+def _store(buffer: ReplayBuffer, data: Any, raw: torch.Tensor | None) -> None:
+    slots = buffer._store(data, update_priority=False)
+    if raw is not None:
+        buffer.update_priority(slots, raw)
+
+
+def _joined(
+    pieces: list[tuple[Any, torch.Tensor | None]], places: list[torch.Tensor]
+) -> torch.Tensor | None:
+    if pieces[0][1] is None:
+        return None
+    out = pieces[0][1].new_empty(sum(len(place) for place in places))
+    for (_, raw), place in zip(pieces, places, strict=True):
+        assert raw is not None
+        out[place] = raw
+    return out
+
+
+def _take_default(buffer: ReplayBuffer, source: ReplayBuffer) -> None:
+    mine: Any = buffer.sampler
+    theirs: Any = source.sampler
+    if mine.prioritized:
+        mine._stored.most = max(mine._stored.most, theirs._stored.most)

@@ -1,27 +1,53 @@
-"""Shards as clients see them: messages sent at once, answers taken later."""
+"""Run shards in the same process or as Ray actors, and restart those that died."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from replaykit._ray import actor_class, start_ray
 from replaykit.pace import RateLimiter
-from replaykit.sharding.errors import ShardDied
-from replaykit.sharding.facts import ShardLoss
-from replaykit.sharding.holder import ShardHolder
-from replaykit.sharding.losses import Losses
-from replaykit.sharding.pacing import LocalPace, PaceKeeper
-from replaykit.sharding.recipe import ShardRecipe
+from replaykit.sharding.protocol import (
+    Losses,
+    ShardDied,
+    ShardFacts,
+    ShardLoss,
+    ShardSilent,
+    decoded,
+    encoded,
+)
+from replaykit.sharding.shard_config import ShardRecipe
+from replaykit.sharding.shard_pacing import (
+    MOST_CALLS,
+    LocalPace,
+    Paced,
+    PaceKeeper,
+    RayPace,
+    answer_of,
+)
+from replaykit.sharding.shard_server import ShardHolder
 from replaykit.structure import Node
 
-__all__ = ["LocalShard", "LocalSupervisor", "Reply", "Restored", "Shard", "Supervisor"]
+__all__ = [
+    "LocalShard",
+    "LocalSupervisor",
+    "RayShard",
+    "RaySupervisor",
+    "Restored",
+    "Shard",
+    "ShardReply",
+    "Supervisor",
+]
 
 WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
 """What waits while all shards are saved; the first argument is the stamp."""
 
 
-class Reply(Protocol):
+class ShardReply(Protocol):
     """An answer that may not be there yet."""
 
     def result(self, timeout: float | None = None) -> Any:
@@ -38,7 +64,7 @@ class Reply(Protocol):
 class Shard(Protocol):
     """A ``ShardHolder`` somewhere."""
 
-    def call(self, verb: str, *args: Any) -> Reply:
+    def call(self, verb: str, *args: Any) -> ShardReply:
         """Asks for a method of the holder; does not wait for what is elsewhere."""
 
 
@@ -97,7 +123,7 @@ class LocalShard:
         self.holder: ShardHolder | None = make()
         self._changed = threading.Condition()
 
-    def call(self, verb: str, *args: Any) -> Reply:
+    def call(self, verb: str, *args: Any) -> ShardReply:
         holder = self.holder
         if holder is None:
             return _Done(None, ShardDied(self.shard, self.incarnation))
@@ -187,3 +213,294 @@ class LocalSupervisor:
             if shard.holder is not None:
                 shard.holder.close()
                 shard.kill()
+
+
+DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
+"""What a shard asks of the cluster unless told otherwise: it waits most of the time."""
+
+_SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
+"""Works on files, beside which the shard goes on answering."""
+
+_STARTING_S = 60.0
+"""How long shards are waited for at the beginning, at the least: processes take seconds to start,
+of which the time within which they are to answer later says nothing."""
+
+_LOOK_AGAIN_S = 0.005
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class _ShardActor:
+    """A holder in a process of its own. Its event loop runs one message at a time, but for those
+    that work on files.
+
+    What fails when the holder is made is the answer to every message, so that it has its own type.
+    """
+
+    def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int) -> None:
+        self._failure: Exception | None = None
+        self._saver: Any = None
+        try:
+            self._holder = ShardHolder(recipe, shard, incarnation)
+        except Exception as error:
+            self._failure = error
+
+    async def call(self, verb: str, args: Any) -> tuple[bool, Any]:
+        """Runs a method of the holder; returns whether it went well, and the answer or error."""
+        if self._failure is not None:
+            return False, self._failure
+        try:
+            return True, encoded(await self._answer(verb, decoded(args, own=True)))
+        except Exception as error:
+            return False, error
+
+    async def _answer(self, verb: str, args: tuple[Any, ...]) -> Any:
+        if self._saver is None and self._holder.recipe.checkpoint_dir is not None:
+            self._saver = asyncio.create_task(self._save_again_and_again())
+        method = getattr(self._holder, verb)
+        if verb in WRITES:
+            while not self._holder.admits(args[0]):
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        elif verb in _SLOW:
+            return await asyncio.to_thread(method, *args)
+        return method(*args)
+
+    async def _save_again_and_again(self) -> None:
+        pause = max(0.01, min(1.0, self._holder.recipe.checkpoint_interval / 4))
+        while True:
+            await asyncio.sleep(pause)
+            await asyncio.to_thread(self._holder.save_if_due)
+
+
+class _RayReply:
+    """An answer of an actor."""
+
+    def __init__(self, ref: Any, shard: int, incarnation: int) -> None:
+        self._ref, self._shard, self._incarnation = ref, shard, incarnation
+
+    def is_there(self) -> bool:
+        import ray
+
+        return bool(ray.wait([self._ref], timeout=0, fetch_local=False)[0])
+
+    def result(self, timeout: float | None = None) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+        within = None if timeout is None or timeout == float("inf") else timeout
+        try:
+            went_well, value = ray.get(self._ref, timeout=within)
+        except (RayActorError, ObjectLostError):
+            raise ShardDied(self._shard, self._incarnation) from None
+        except GetTimeoutError:
+            text = f"shard {self._shard} has not answered within {timeout:g} s"
+            raise ShardSilent(text) from None
+        if not went_well:
+            raise value
+        return decoded(value)
+
+
+class RayShard:
+    """A shard in an actor; can be pickled."""
+
+    def __init__(self, actor: Any, shard: int, incarnation: int) -> None:
+        self.actor, self.shard, self.incarnation = actor, shard, incarnation
+
+    def call(self, verb: str, *args: Any) -> ShardReply:
+        """Sends a message; does not wait."""
+        ref = self.actor.call.remote(verb, encoded(args))
+        return _RayReply(ref, self.shard, self.incarnation)
+
+
+class _SupervisorActor(Paced):
+    """Owns the shards: they end with it, and it with whoever made it."""
+
+    def __init__(
+        self, recipe: ShardRecipe, config: dict[str, Any], limiter: RateLimiter | None = None
+    ) -> None:
+        self._recipe, self._config, self._limiter = recipe, config, limiter
+        self._losses = Losses()
+        self._root: Node | None = None
+        self._shards: list[RayShard] = []
+        self._restarts: dict[int, Any] = {}
+
+    async def start(self) -> tuple[bool, Any]:
+        """Starts all shards; returns whether they are there, and they or the error."""
+        try:
+            self._shards = [self._made(shard, 0) for shard in range(self._recipe.num_shards)]
+            facts = await asyncio.gather(*(self._facts(shard) for shard in self._shards))
+            if self._limiter is not None:
+                self._begin_pace(self._limiter, facts)
+        except Exception as error:
+            return False, error
+        return True, self._shards
+
+    def _made(self, shard: int, incarnation: int) -> RayShard:
+        actor = actor_class(_ShardActor, self._config).remote(self._recipe, shard, incarnation)
+        return RayShard(actor, shard, incarnation)
+
+    async def _facts(self, shard: RayShard) -> ShardFacts:
+        went_well, value = await shard.actor.call.remote("facts", encoded(()))
+        if not went_well:
+            raise value
+        found: ShardFacts = decoded(value)
+        return found
+
+    async def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        """Told of a death."""
+        self._losses.died(shard, incarnation, written, rows)
+        self._pace_died(shard, incarnation, written)
+        self._see_to(shard, incarnation)
+
+    def _see_to(self, shard: int, incarnation: int) -> None:
+        """Has a shard restarted, unless this incarnation of it has a successor or will have."""
+        if self._shards[shard].incarnation == incarnation and shard not in self._restarts:
+            self._restarts[shard] = asyncio.create_task(self._restart(shard))
+
+    async def _restart(self, number: int) -> None:
+        """Makes the next incarnation of a shard; its machine may be gone for a while."""
+        import ray
+
+        died = old = self._shards[number]
+        pause = _FIRST_PAUSE_S
+        try:
+            while True:
+                ray.kill(old.actor, no_restart=True)  # it may only have been out of reach
+                new = self._made(number, old.incarnation + 1)
+                try:
+                    facts = await self._facts(new)
+                    break
+                except (
+                    Exception
+                ) as error:  # this one has died too, or its checkpoint cannot be read
+                    _LOG.warning("shard %d could not be restarted, trying again: %s", number, error)
+                    await asyncio.sleep(pause)
+                    old, pause = new, min(2 * pause, _LONGEST_PAUSE_S)
+            self._losses.came_back(number, died.incarnation, facts)
+            self._pace_came_back(number, new.incarnation, facts)
+            self._shards[number] = new
+        finally:
+            del self._restarts[number]
+
+    async def restored(self, shard: int, incarnation: int, timeout: float) -> Any:
+        """The incarnation after that one, if it is there after so long."""
+        for again in range(2):
+            found = self._shards[shard]
+            if found.incarnation > incarnation:
+                # Whether it has died again, or hangs, whoever asks it will see.
+                return Restored(found, found.incarnation, self._losses.newest(shard))
+            self._see_to(shard, incarnation)
+            if not again:
+                await asyncio.wait([self._restarts[shard]], timeout=timeout)
+        return None
+
+    async def losses(self) -> list[ShardLoss]:
+        """All losses."""
+        return self._losses.all()
+
+    async def agree(self, root: Node | None) -> Node | None:
+        """How rows look: the first one counts."""
+        if self._root is None:
+            self._root = root
+        return self._root
+
+    async def replace(self, root: Node | None) -> None:
+        """Rows look like this from now on."""
+        self._root = root
+
+    async def close(self) -> None:
+        """Ends all shards."""
+        import ray
+
+        for task in self._restarts.values():
+            task.cancel()
+        for shard in self._shards:
+            ray.kill(shard.actor, no_restart=True)
+
+
+class RaySupervisor:
+    """The supervisor as clients see it; can be pickled."""
+
+    def __init__(
+        self,
+        actor: Any,
+        shards: list[RayShard],
+        timeout: float,
+        limiter: RateLimiter | None = None,
+    ) -> None:
+        self._actor, self._shards, self._timeout = actor, shards, timeout
+        self.pace = None if limiter is None else RayPace(actor, limiter, timeout)
+
+    @classmethod
+    def start(
+        cls,
+        recipe: ShardRecipe,
+        remote_config: dict[str, Any] | None,
+        ray_init_config: dict[str, Any] | None,
+        timeout: float,
+        limiter: RateLimiter | None = None,
+    ) -> RaySupervisor:
+        """Starts Ray where it is not running, the supervisor, and the shards.
+
+        Raises:
+            RuntimeError: ray is not installed. What making a shard has raised. TimeoutError: they
+                have not started, as where the cluster has no room for them.
+        """
+        ray = start_ray(ray_init_config)
+        config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
+        options = {"num_cpus": 0, "max_concurrency": MOST_CALLS}
+        actor = actor_class(_SupervisorActor, options).remote(recipe, config, limiter)
+        try:
+            within = max(timeout, _STARTING_S)
+            try:
+                went_well, shards = ray.get(actor.start.remote(), timeout=within)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{recipe.num_shards} shards have not started within {within:g} s; each asks "
+                    f"for {config}, which remote_config= changes; `ray status` says what there is"
+                ) from None
+            if not went_well:
+                raise shards
+        except BaseException:
+            ray.kill(actor, no_restart=True)  # the shards that it has made end with it
+            raise
+        return cls(actor, shards, timeout, limiter)
+
+    def members(self) -> list[tuple[Shard, int]]:
+        """The shards, and which incarnation of each."""
+        return [(shard, shard.incarnation) for shard in self._shards]
+
+    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        self._actor.report.remote(shard, incarnation, written, rows)
+
+    def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
+        asked = self._actor.restored, shard, incarnation, timeout
+        found: Restored | None = self._ask(*asked, besides=timeout)
+        return found
+
+    def losses(self) -> list[ShardLoss]:
+        found: list[ShardLoss] = self._ask(self._actor.losses)
+        return found
+
+    def agree(self, root: Node | None) -> Node | None:
+        found: Node | None = self._ask(self._actor.agree, root)
+        return found
+
+    def replace(self, root: Node | None) -> None:
+        self._ask(self._actor.replace, root)
+
+    def _ask(self, method: Any, *args: Any, besides: float = 0.0) -> Any:
+        """``besides``: seconds for which the supervisor itself may wait before it answers."""
+        return answer_of(method.remote(*args), self._timeout + besides)
+
+    def close(self) -> None:
+        """Ends the shards and the supervisor. Ray goes on running: others may use it by now."""
+        import ray
+
+        if ray.is_initialized():
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._ask(self._actor.close)
+            ray.kill(self._actor, no_restart=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": []}

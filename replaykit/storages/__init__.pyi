@@ -1,16 +1,14 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.storages.base import (
-    Storage,
-)
-from replaykit.storages.lazy_stack import (
-    LazyStackStorage,
-)
 from replaykit.storages.lists import (
+    LazyStackStorage,
     ListStorage,
 )
 from replaykit.storages.memmap import (
     LazyMemmapStorage,
+)
+from replaykit.storages.storage import (
+    Storage,
 )
 from replaykit.storages.tensors import (
     LazyTensorStorage,

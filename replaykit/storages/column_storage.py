@@ -10,29 +10,30 @@ import torch
 
 from replaykit._compat import TensorDict, dtype_name
 from replaykit.episodes import InterleavedIndex
-from replaykit.episodes.stream_keys import stream_keys
+from replaykit.episodes.interleaved import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, take_apart
-from replaykit.storages.allocation import allocate
-from replaykit.storages.carrying import carried
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
-from replaykit.storages.edits import Edit, with_edit
+from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_streams import StreamColumns
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
     as_slots,
     check_no_hole,
     check_range,
+    in_order,
     indexed_shape,
     last_occurrences,
+    order_of_all,
     with_lanes,
 )
-from replaykit.storages.matching import MatchedRows, Matcher
-from replaykit.storages.once import OnceColumns
-from replaykit.storages.once_streams import StreamColumns
+from replaykit.storages.memory import allocate
 from replaykit.storages.records import plan_records
-from replaykit.storages.whole_rows import in_order, order_of_all
+from replaykit.storages.schema_match import MatchedRows, Matcher
+from replaykit.storages.storage import Edit, with_edit
+from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 

@@ -1,7 +1,8 @@
-"""Which record lies in which slot: cursor, length, positions and generations of one storage."""
+"""Record which row lies in which slot: cursor, length, positions and generations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,205 @@ import torch
 
 from replaykit import native
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater
-from replaykit.storages.ledger_state import check_generations, check_positions, checked_state
-from replaykit.storages.ledger_tables import Table, Tables, followed, grown, own_table, saved_table
+from replaykit.checkpoint import MappedRows, ReadLater
+from replaykit.storages.slot_sets import all_distinct, contained
 
-__all__ = ["Ledger"]
+__all__ = [
+    "Ledger",
+    "MovedPositions",
+    "Table",
+    "Tables",
+    "check_generations",
+    "check_positions",
+    "checked_state",
+    "followed",
+    "grown",
+    "own_table",
+    "saved_table",
+]
+
+Table = torch.Tensor | ReadLater[torch.Tensor]
+
+
+class Tables:
+    """The two of a ledger: None where their numbers follow from its counters."""
+
+    def __init__(self) -> None:
+        self._position_table: Table | None = None
+        self._generation_table: Table | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether generations follow from the counters, without a table."""
+        return self._generation_table is None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether positions follow from the counters: records were only written at the cursor."""
+        return self._position_table is None
+
+    @property
+    def _positions(self) -> torch.Tensor | None:
+        table = self._position_table
+        if isinstance(table, ReadLater):
+            table = self._position_table = _read(table)
+        return table
+
+    @_positions.setter
+    def _positions(self, table: Table | None) -> None:
+        self._position_table = table
+
+    @property
+    def _generations(self) -> torch.Tensor | None:
+        table = self._generation_table
+        if isinstance(table, ReadLater):
+            table = self._generation_table = _read(table)
+        return table
+
+    @_generations.setter
+    def _generations(self, table: Table | None) -> None:
+        self._generation_table = table
+
+    @property
+    def unread(self) -> bool:
+        """Whether positions lie in the files of a checkpoint, and nobody has needed them yet."""
+        return isinstance(self._position_table, ReadLater)
+
+    def read_tables(self) -> None:
+        """Reads what lies in files yet, as has to be done before a row is overwritten."""
+        _ = self._positions, self._generations
+
+
+def saved_table(
+    value: torch.Tensor | MappedRows | None, check: Callable[[torch.Tensor], None], what: str
+) -> Table | None:
+    """A table of a saved state, to look at; one that lies in files is read and checked later.
+
+    Args:
+        check: raises ValueError where the table contradicts what else was saved.
+        what: it is, for the error.
+    """
+    if not isinstance(value, MappedRows):
+        return value
+
+    def make(array: Any) -> torch.Tensor:
+        table = torch.from_numpy(array)
+        check(table)
+        return table
+
+    return ReadLater(make, [value], what)
+
+
+# Here and below: tables made in inference mode could not be changed outside of it.
+@torch.inference_mode(False)
+def _read(table: ReadLater[torch.Tensor]) -> torch.Tensor:
+    return table.read()
+
+
+@torch.inference_mode(False)
+def own_table(table: Table | None) -> Table | None:
+    """The same for who goes on with it: what lies in files is copied page by page, once somebody
+    writes to it, and the rest now."""
+    return table.clone() if isinstance(table, torch.Tensor) else table
+
+
+@torch.inference_mode(False)
+def followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor | None:
+    """The table that another process has as an array; see ``Ledger.follow``."""
+    if values is None:
+        return None
+    if table is None or at is None or len(table) > len(values):
+        return torch.from_numpy(values.copy())
+    table = grown(table, len(values), len(values))
+    table.numpy()[at] = values[at]
+    return table
+
+
+@torch.inference_mode(False)
+def grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
+    """Returns the table with at least ``size`` entries, new ones -1; doubles to stay linear."""
+    if size <= len(table):
+        return table
+    larger = torch.full(
+        (min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64, device="cpu"
+    )
+    larger[: len(table)] = table
+    return larger
+
+
+_MOST = 2**54
+"""Numbers beyond this are no counts, and would not fit into int64 a little later, with lanes
+counted too."""
+
+
+def checked_state(state: object) -> dict[str, Any]:
+    """Returns the state of a ledger if it is one that `Ledger.state` can have given.
+
+    What tables say that lie in files is left to who reads them: `Ledger.saved`.
+
+    Raises:
+        ValueError: names the entry that is missing or impossible.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
+    for name in ("slots", "length", "cursor", "next_position"):
+        value = state.get(name)
+        most = 2**63 - 1 if name == "slots" else _MOST
+        if type(value) is not int or not (name == "slots") <= value <= most:
+            raise ValueError(f"expected a count for {name!r}, got {value!r}")
+    slots, length, written = state["slots"], state["length"], state["next_position"]
+    if not (length <= min(slots, written) and state["cursor"] <= min(length, slots - 1)):
+        raise ValueError(
+            "expected length <= slots, length <= next_position and a cursor at one of the "
+            f"stored records or after them, got {state}"
+        )
+    positions = _checked_table(state, "positions", length, length)
+    if isinstance(positions, torch.Tensor):
+        check_positions(positions, written)
+    if positions is None and state["cursor"] != length % slots and length < slots:
+        raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")
+    if type(state.get("by_stream", False)) is not bool:
+        raise ValueError(f"expected a bool for 'by_stream', got {state['by_stream']!r}")
+    generations = _checked_table(state, "generations", length, slots)
+    if isinstance(generations, torch.Tensor):
+        check_generations(generations, length)
+    return state
+
+
+def check_positions(table: torch.Tensor, written: int) -> None:
+    """Raises ValueError where these are not positions of stored records, of ``written`` ones."""
+    known = table.numpy()
+    if len(known) and (known.min() < 0 or known.max() >= written or not all_distinct(known)):
+        raise ValueError(f"expected distinct 'positions' below {written}, got {table}")
+
+
+def check_generations(table: torch.Tensor, length: int) -> None:
+    """Raises ValueError where a slot of the first ``length`` was never written, or one that often
+    as nobody can have written it."""
+    known = table.numpy()
+    if len(known) and (known.min() < -1 or known.max() > _MOST or (known[:length] < 0).any()):
+        raise ValueError(
+            f"expected 'generations' of all {length} stored records, up to {_MOST}, got {table}"
+        )
+
+
+def _checked_table(
+    state: dict[str, Any], name: str, fewest: int, most: int
+) -> torch.Tensor | MappedRows | None:
+    if name not in state:
+        raise ValueError(f"expected the entry {name!r} in a ledger's state")
+    table = state[name]
+    if table is None:
+        return None
+    if (
+        not isinstance(table, (torch.Tensor, MappedRows))
+        or table.dtype != torch.int64
+        or len(table.shape) != 1
+    ):
+        raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
+    if not fewest <= len(table) <= most:
+        raise ValueError(f"expected {fewest} to {most} entries in {name!r}, got {len(table)}")
+    return table
 
 
 _core = native.core()
@@ -374,3 +569,60 @@ class Ledger(Tables):
 def is_plain_index(slots: torch.Tensor) -> bool:
     """Whether the core can read the tensor as the int64 numbers that it is."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+
+
+Array = np.ndarray[Any, Any]
+
+
+class MovedPositions:
+    """From the positions that stored records had in one ledger to those they have in another.
+
+    Args:
+        old: the ledger as it was saved.
+        new: the one that was restored from it.
+        rows: as for ``Ledger.restore``.
+
+    Attributes:
+        oldest: the lowest old position of a record that is stored now.
+        shift: what that record's position has grown by.
+
+    Cost: O(1) where every record keeps its slot and positions follow from the counters, a pass over
+    all positions where it does and they do not; else a sort of them.
+    """
+
+    def __init__(self, old: Ledger, new: Ledger, rows: torch.Tensor | None) -> None:
+        self._count = new.length
+        self._sorted: tuple[Array, Array] | None = None
+        self._old: Array | None = None
+        if rows is None and old.in_order and new.in_order:
+            self.oldest = old.next_position - old.length
+            self.shift = new.next_position - old.next_position
+            return
+        table = old.tables()[0]
+        if rows is None and table is not None and not new.in_order:
+            # All have moved alike.
+            self._old = table.numpy()
+            first = int(new.positions(torch.zeros(1, dtype=torch.int64, device="cpu")))
+            self.oldest, self.shift = int(self._old.min()), first - int(self._old[0])
+            return
+        kept = arange(new.length) if rows is None else rows
+        before = old.positions(kept).numpy()
+        now = new.positions(arange(new.length)).numpy()
+        order = np.argsort(before, kind="stable")
+        self._sorted = before[order], now[order]
+        self.oldest = int(before[order[0]])
+        self.shift = int(now[order[0]]) - self.oldest
+
+    def find(self, positions: Array) -> tuple[Array, Array]:
+        """Looks up old positions: which of them, bool ``[K]``, are stored now, and the new
+        positions of those."""
+        if self._old is not None:
+            there = contained(positions, self._old)
+            return there, positions[there] + self.shift
+        if self._sorted is None:
+            there = (positions >= self.oldest) & (positions < self.oldest + self._count)
+            return there, positions[there] + self.shift
+        before, now = self._sorted
+        at = np.minimum(np.searchsorted(before, positions), len(before) - 1)
+        there = before[at] == positions
+        return there, now[at[there]]

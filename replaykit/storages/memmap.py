@@ -18,15 +18,14 @@ from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
 from replaykit.recovery import Home, check_file, give_up_rows
 from replaykit.schema import Rows, Schema
-from replaykit.storages.allocation import as_device
-from replaykit.storages.beside import Grow
-from replaykit.storages.by_value import by_value, from_value
 from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
+from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_rows import KeptOnce
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.once import OnceColumns
-from replaykit.storages.once_kept import KeptOnce
-from replaykit.storages.pairs import DedupNext, Mismatch, Pairs
+from replaykit.storages.memory import as_device
+from replaykit.storages.next_rows import DedupNext, Mismatch, Pairs
+from replaykit.storages.overflow_table import Grow
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.row_files import (
     RowFiles,
@@ -36,6 +35,7 @@ from replaykit.storages.row_files import (
     refuse_taken,
     remove_empty,
 )
+from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
 from replaykit.ted import unravel

@@ -19,11 +19,11 @@ from replaykit.mapping import map_common
 from replaykit.native import join_pages
 from replaykit.recovery import who_uses
 from replaykit.schema import Schema
-from replaykit.storages.allocation import column_shapes, format_bytes, storage_bytes
-from replaykit.storages.beside import Grow
-from replaykit.storages.carrying import carried
 from replaykit.storages.columns import Columns
+from replaykit.storages.memory import column_shapes, format_bytes, storage_bytes
+from replaykit.storages.overflow_table import Grow
 from replaykit.storages.records import RecordLayout, plan_records
+from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
 __all__ = [

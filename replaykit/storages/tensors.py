@@ -8,31 +8,32 @@ from typing import Any, ClassVar
 
 import torch
 
-from replaykit.episodes.stream_keys import stream_keys
+from replaykit.episodes.interleaved import stream_keys
 from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.schema import Rows, Schema, take_apart
-from replaykit.storages.beside import Grow, grow_in_memory
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
-from replaykit.storages.continuity import check_batch, check_newest, check_streams
-from replaykit.storages.indexes import EpisodeIndexes
+from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_streams import StreamColumns
+from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.links import chains
-from replaykit.storages.mapped_rows import adopt_mapped, mapped_rows
-from replaykit.storages.matching import MatchedRows
-from replaykit.storages.once import OnceColumns
-from replaykit.storages.once_streams import StreamColumns
-from replaykit.storages.pairs import (
+from replaykit.storages.next_rows import (
     DedupNext,
     Mismatch,
     Pairs,
+    chains,
+    check_batch,
+    check_newest,
+    check_streams,
     checked_keys,
     checked_mismatch,
     pairs_of,
 )
-from replaykit.storages.restorable import RestorableStorage
-from replaykit.storages.shared import Sharing, memory_folder
+from replaykit.storages.overflow_table import Grow, grow_in_memory
+from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows
+from replaykit.storages.schema_match import MatchedRows
+from replaykit.storages.shared_storage import Sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key
 

@@ -10,9 +10,8 @@ Example:
 
 from __future__ import annotations
 
-from replaykit.testing.hub import LoopbackHub
-from replaykit.testing.hub_faults import Fault, lfs_pointer
-from replaykit.testing.hub_state import Request
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.hub_repositories import Fault, Request, lfs_pointer
+from replaykit.testing.hub_server import LoopbackHub
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 __all__ = ["Fault", "LoopbackHub", "Request", "RoboHiveWriter", "lfs_pointer", "make_trial"]

@@ -1,17 +1,11 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.transforms.base import (
-    Compose,
-    Transform,
-)
-from replaykit.transforms.bootstrap import (
+from replaykit.transforms.discounting import (
     Bootstrap,
 )
-from replaykit.transforms.cast import (
-    Cast,
-)
-from replaykit.transforms.frame_stream import (
+from replaykit.transforms.frames import (
     FrameStream,
+    StackFrames,
 )
 from replaykit.transforms.hindsight import (
     HindsightGoal,
@@ -21,42 +15,38 @@ from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
 )
-from replaykit.transforms.images import (
-    ImageScale,
-)
 from replaykit.transforms.keys import (
     CatTensors,
     ExcludeTransform,
+    KeepRaw,
     RenameTransform,
     SelectTransform,
 )
 from replaykit.transforms.n_step import (
     NStep,
-)
-from replaykit.transforms.n_step_writing import (
     NStepWriting,
 )
 from replaykit.transforms.previous_step import (
     PreviousStep,
     StepCount,
 )
-from replaykit.transforms.raw import (
-    KeepRaw,
-)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
-from replaykit.transforms.rewards import (
+from replaykit.transforms.trajectory_edits import (
+    TrajectoryTransform,
+)
+from replaykit.transforms.transform import (
+    Compose,
+    Transform,
+)
+from replaykit.transforms.value_transforms import (
+    Cast,
+    ImageScale,
     RewardClip,
     RewardMap,
     RewardScale,
     RewardShift,
-)
-from replaykit.transforms.stack_frames import (
-    StackFrames,
-)
-from replaykit.transforms.trajectory import (
-    TrajectoryTransform,
 )
 
 __all__ = [

@@ -12,9 +12,9 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
-from replaykit.storages.steps_ahead import Led, StepsPlan
+from replaykit.storages.history_kernels import Led, StepsPlan
 from replaykit.structure import Node, Path
-from replaykit.transforms.base import Transform
+from replaykit.transforms.transform import Transform
 
 __all__ = ["Around", "HistoryTransform", "Surroundings"]
 

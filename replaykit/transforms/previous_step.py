@@ -12,14 +12,13 @@ import torch
 from replaykit.episodes import Needs
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batches import over_features, real_of, set_all, set_real
+from replaykit.transforms.batch_values import as_number, over_features, real_of, set_all, set_real
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,
     Surroundings,
     as_tensor_like,
 )
-from replaykit.transforms.values import as_number
 
 __all__ = ["PreviousStep", "StepCount"]
 

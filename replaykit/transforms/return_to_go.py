@@ -12,15 +12,15 @@ import torch
 from replaykit._compat import is_tensordict, new_tensordict
 from replaykit.episodes import EndReason, EpisodeIndex
 from replaykit.storages import Storage
-from replaykit.storages.carrying import carried
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import unravel_index
+from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 from replaykit.ted import Key, end_flags, format_key, unravel
-from replaykit.transforms.base import Transform
+from replaykit.transforms.batch_values import as_number
 from replaykit.transforms.discounting import discounted_returns
-from replaykit.transforms.edited import EditedEpisodes
-from replaykit.transforms.values import as_number
+from replaykit.transforms.trajectory_edits import EditedEpisodes
+from replaykit.transforms.transform import Transform
 
 __all__ = ["ReturnToGo"]
 

@@ -1,20 +1,18 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.writers.base import (
-    Writer,
-)
-from replaykit.writers.immutable import (
-    ImmutableDatasetWriter,
-)
 from replaykit.writers.lanes import (
     LaneWriter,
 )
 from replaykit.writers.max_value import (
     TensorDictMaxValueWriter,
 )
-from replaykit.writers.round_robin import (
+from replaykit.writers.ring_writers import (
+    ImmutableDatasetWriter,
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
+)
+from replaykit.writers.writer import (
+    Writer,
 )
 
 __all__ = [

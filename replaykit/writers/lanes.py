@@ -9,7 +9,7 @@ import torch
 
 from replaykit.checkpoint import MappedRows
 from replaykit.episodes import InterleavedIndex
-from replaykit.episodes.stream_keys import stream_keys
+from replaykit.episodes.interleaved import stream_keys
 from replaykit.errors import BufferFull
 from replaykit.schema import Rows
 from replaykit.storages import Storage
@@ -17,7 +17,7 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import last_occurrences
 from replaykit.structure import Branch
 from replaykit.ted import format_key
-from replaykit.writers.base import Writer, ledger_of
+from replaykit.writers.writer import Writer, ledger_of
 
 __all__ = ["LaneWriter"]
 

@@ -18,7 +18,7 @@ from replaykit.storages import Storage
 from replaykit.storages.indexing import last_occurrences
 from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
-from replaykit.writers.base import Writer, ledger_of
+from replaykit.writers.writer import Writer, ledger_of
 
 __all__ = ["TensorDictMaxValueWriter"]
 

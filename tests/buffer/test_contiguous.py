@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
-from replaykit.leafwise import contiguous
+from replaykit.structure import contiguous
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -161,7 +161,7 @@ _PROGRAM = """
 import hashlib, json, sys, torch
 from tensordict import TensorDict
 import replaykit as rk
-from replaykit.leafwise import raw_bytes
+from replaykit.structure import raw_bytes
 
 def rows(start, count):
     ids = torch.arange(start, start + count)

@@ -23,7 +23,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from replaykit.buffer.parcel import Parcel
+from replaykit.buffer.buffer_dataset import Parcel
 from tests.buffer.workers import WORKER_MARKS
 
 pytestmark = WORKER_MARKS

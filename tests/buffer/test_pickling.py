@@ -22,7 +22,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.storages.by_value import by_value, from_value
+from replaykit.storages.tensor_bytes import by_value, from_value
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {

@@ -290,7 +290,7 @@ def test_a_fork_waits_for_the_draw_under_way(monkeypatch: pytest.MonkeyPatch) ->
         generator=torch.Generator().manual_seed(0),
     )
     rb.extend(torch.arange(1000))
-    monkeypatch.setattr("replaykit.buffer.forks._MOST_SECONDS", 60)
+    monkeypatch.setattr("replaykit.buffer.thread_pool._MOST_SECONDS", 60)
     begun = threading.Semaphore(0)
     sample = rb.sampler.sample
 

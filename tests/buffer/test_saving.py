@@ -25,7 +25,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import FORMAT_VERSION
 from replaykit.errors import CheckpointError
-from replaykit.storages.plain_state import from_plain
+from replaykit.storages.content import from_plain
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 

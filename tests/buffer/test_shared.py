@@ -32,7 +32,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.storages import shared
+from replaykit.storages import shared_storage
 from tests.storages.sharing import another, shown
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -387,7 +387,7 @@ def test_what_killed_processes_left_is_removed_by_the_next_one(
     assert folder.exists()
     used = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
     assert folder.exists(), "one may be in the making"
-    long_ago = time.time() - 2 * shared._YOUNG
+    long_ago = time.time() - 2 * shared_storage._YOUNG
     for one in (folder, folder_of(used)):
         os.utime(one, (long_ago, long_ago))
     ReplayBuffer(storage=LazyTensorStorage(10), shared=True)

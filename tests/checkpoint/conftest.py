@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
 from replaykit.checkpoint import chunks
-from replaykit.episodes.codes import RESTORED
+from replaykit.episodes.episode_laws import RESTORED
 
 
 def _make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
@@ -102,4 +102,4 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 6 * chunks.PAGE_BYTES + 1000)
     monkeypatch.setattr(chunks, "PAGED_BYTES", 1000)
     monkeypatch.setattr(chunks, "chunk_bytes", lambda total: chunks._CHUNK_BYTES)
-    monkeypatch.setattr("replaykit.checkpoint.saving.chunk_bytes", chunks.chunk_bytes)
+    monkeypatch.setattr("replaykit.checkpoint.checkpoint_writer.chunk_bytes", chunks.chunk_bytes)

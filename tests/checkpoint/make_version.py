@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-from replaykit.checkpoint import changes
+from replaykit.checkpoint import dirty_chunks
 
 
 def rows(start: int, count: int) -> TensorDict:
@@ -30,7 +30,7 @@ def rows(start: int, count: int) -> TensorDict:
 
 def make(folder: str) -> None:
     # Chunks of few rows, so that the second save names some of the first again.
-    with patch.object(changes, "_LEAST_BYTES", 1):
+    with patch.object(dirty_chunks, "_LEAST_BYTES", 1):
         buffer = ReplayBuffer(
             storage=LazyTensorStorage(12),
             sampler=PrioritizedSampler(alpha=0.7, beta=0.5),

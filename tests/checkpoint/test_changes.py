@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.checkpoint import chunks
-from replaykit.checkpoint.changes import Changes, TrackedTensor
-from replaykit.checkpoint.kept_changes import KeptChanges
+from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
+from replaykit.checkpoint.shared_dirty_chunks import KeptChanges
 
 KEYS = ("a", "b")
 
@@ -129,7 +129,7 @@ def test_a_save_has_not_what_is_written_meanwhile_round_the_end_of_such_a_ring(
         append(writer, data)
 
     monkeypatch.setattr(chunks.ChunkWriter, "_append", late)
-    monkeypatch.setattr("replaykit.checkpoint.saving._BLOCK_BYTES", 300)
+    monkeypatch.setattr("replaykit.checkpoint.checkpoint_writer._BLOCK_BYTES", 300)
     rb.dumps(tmp_path / "saved")
     assert written
     loaded = ReplayBuffer(storage=LazyTensorStorage(slots))

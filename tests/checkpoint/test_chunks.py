@@ -20,9 +20,9 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
 )
-from replaykit.checkpoint import RowChunks, changes, chunks
+from replaykit.checkpoint import RowChunks, chunks, dirty_chunks
 from replaykit.checkpoint.chunks import ChunkWriter, chunk_bytes
-from replaykit.checkpoint.row_chunks import map_tensor
+from replaykit.checkpoint.reader import map_tensor
 
 EXOTIC = [torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.complex32, torch.bool]
 ignore_complex32 = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_many_files_goes_into_every_storage_and_capacity(
     limit: int, make: Any, monkeypatch: Any, tmp_path: Path
 ):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", limit)
-    monkeypatch.setattr(changes, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(dirty_chunks, "_LEAST_BYTES", 1)
     raw = (torch.arange(40 * 2) % 100).to(torch.uint8).view(40, 2)
     columns = {str(dtype): raw.view(dtype) for dtype in (torch.bfloat16, torch.uint16)}
     columns["float8"] = raw.view(torch.float8_e4m3fn)

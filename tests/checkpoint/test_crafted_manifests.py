@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
-from replaykit.buffer.state import checked_draw
+from replaykit.buffer.buffer_state import checked_draw
 from replaykit.errors import CheckpointError
 
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-from replaykit.checkpoint import changes, checkpoint_versions
+from replaykit.checkpoint import checkpoint_versions, dirty_chunks
 from replaykit.errors import CheckpointError
 
 ROWS = 30
@@ -52,7 +52,7 @@ def plain(buffer: ReplayBuffer) -> Any:
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, dict[int, Any]]:
     """A directory with three checkpoints that share files, and their states."""
-    monkeypatch.setattr(changes, "_LEAST_BYTES", 200)
+    monkeypatch.setattr(dirty_chunks, "_LEAST_BYTES", 200)
     buffer, states = new(), {}
     extend(buffer, 0, ROWS)
     for version in (1, 2, 3):

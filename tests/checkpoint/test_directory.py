@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replaykit import native
-from replaykit.checkpoint import FORMAT_VERSION, Checkpoint, chunks, directory, save_checkpoint
+from replaykit.checkpoint import FORMAT_VERSION, Checkpoint, chunks, reader, save_checkpoint
 from replaykit.errors import CheckpointError
 
 # -- damage ---------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_what_is_copied_does_not_wait_for_the_files_before_it(
             assert goes_on.wait(20)
         return native.crc32(data, value)
 
-    monkeypatch.setattr(directory, "crc32", crc32)
+    monkeypatch.setattr(reader, "crc32", crc32)
     with Checkpoint(tmp_path) as saved:
         saved.verify(wait=False)
         assert saved.part("b")["t"].tolist() == [0, 1, 2]

@@ -20,7 +20,7 @@ from replaykit import (
     ReplayBuffer,
 )
 from replaykit.checkpoint import FORMAT_VERSION, checkpoint_versions
-from replaykit.checkpoint.changes import RECORDS, Changes, TrackedTensor
+from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from tests.checkpoint import make_parts
 from tests.checkpoint.values import plain
 

@@ -26,7 +26,7 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
     TensorStorage,
 )
-from replaykit.checkpoint import changes, chunks, saving
+from replaykit.checkpoint import checkpoint_writer, chunks, dirty_chunks
 from tests.checkpoint.values import plain
 
 CAPACITY = 60
@@ -84,8 +84,8 @@ def state_of(buffer: ReplayBuffer) -> Any:
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, most: int = 4096) -> None:
-    monkeypatch.setattr(changes, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(changes, "_MOST_CHUNKS", most)
+    monkeypatch.setattr(dirty_chunks, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(dirty_chunks, "_MOST_CHUNKS", most)
 
 
 class Player:
@@ -198,7 +198,7 @@ def failing_after(count: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks.ChunkWriter, "_append", write)
-        patch.setattr(saving, "publish", publish)
+        patch.setattr(checkpoint_writer, "publish", publish)
         yield
 
 
@@ -422,7 +422,9 @@ def test_a_save_has_the_state_at_the_call_whatever_happens_meanwhile(
     chance = random.Random(f"{kind}{seed}{resaved}")
     torch.manual_seed(seed)
     small_chunks(monkeypatch, chance.choice([7, 20, 4096]))
-    monkeypatch.setattr("replaykit.checkpoint.saving._BLOCK_BYTES", chance.choice([300, 5000]))
+    monkeypatch.setattr(
+        "replaykit.checkpoint.checkpoint_writer._BLOCK_BYTES", chance.choice([300, 5000])
+    )
     lanes = (2,) if kind == "lanes" else ()
     buffer = make(STORAGES[kind](tmp_path))
     player = Player(buffer, chance, lanes)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict
 
 import replaykit
-from replaykit.checkpoint.tree import decode, encode
+from replaykit.checkpoint.checkpoint_format import decode, encode
 
 
 class Point(TensorClass):
@@ -290,7 +290,7 @@ def faults(tree: ast.AST) -> list[str]:
     return found
 
 
-BETWEEN_PROCESSES = ["buffer/parcel.py", "remote/packing.py"]
+BETWEEN_PROCESSES = ["buffer/buffer_dataset.py", "remote/wire_format.py"]
 """They pickle what one process of a user hands to another one, as multiprocessing and Ray do all
 the time; nothing of it comes from a file."""
 

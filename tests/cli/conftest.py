@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from replaykit.cli import main
-from replaykit.testing.hub import LoopbackHub
+from replaykit.testing.hub_server import LoopbackHub
 
 
 @dataclass

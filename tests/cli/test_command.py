@@ -17,11 +17,11 @@ import pytest
 
 import replaykit
 from replaykit.cli import main
-from replaykit.cli.listing import families
+from replaykit.cli.data_sets import families
 from replaykit.cli.output import Output
 from replaykit.testing import Fault
-from replaykit.testing.hub import LoopbackHub
-from replaykit.testing.robohive import RoboHiveWriter
+from replaykit.testing.hub_server import LoopbackHub
+from replaykit.testing.robohive_files import RoboHiveWriter
 
 COMMANDS = ("datasets", "download", "convert", "inspect", "validate", "push", "pull")
 
@@ -238,7 +238,7 @@ def test_download_errors(command, hub, tmp_path):
 # -- processes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["rich", "replaykit.cli.running"])
+@pytest.mark.parametrize("module", ["rich", "replaykit.cli.app"])
 def test_an_interrupt_while_it_loads_is_one_sentence(command, monkeypatch, module):
     real = builtins.__import__
 

@@ -16,7 +16,7 @@ import pytest
 import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.datasets import Policies
-from replaykit.testing.hub import LoopbackHub
+from replaykit.testing.hub_server import LoopbackHub
 
 OWN = """
 from replaykit.datasets import STEPS, Field, Groups, Layout
@@ -394,7 +394,7 @@ def test_checkpoints_are_inspected_and_validated(command, tmp_path):
 
 
 def test_a_split_data_set_and_a_page_of_it(command, demos, tmp_path):
-    from replaykit.datasets.split import ensure_split
+    from replaykit.datasets.dataset_passes import ensure_split
 
     command("convert", demos, "--to", tmp_path / "data")
     split = ensure_split(tmp_path / "data", tmp_path / "split", progress=False).path

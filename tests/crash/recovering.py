@@ -20,7 +20,7 @@ from replaykit import (
     ReplayBuffer,
     TensorDictMaxValueWriter,
 )
-from replaykit.episodes.codes import RESTORED
+from replaykit.episodes.episode_laws import RESTORED
 
 SLOTS = 24
 

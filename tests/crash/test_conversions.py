@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 from replaykit.datasets import publish
 from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ import torch
 
 from replaykit import ReplayBuffer
 from replaykit.recovery import Home
-from replaykit.storages import shared
+from replaykit.storages import shared_storage
 from tests.crash.recovering import kill_at
 from tests.crash.sharing import assert_whole, extends, new_buffer, rows, samples, size_of
 
@@ -395,10 +395,10 @@ def test_a_child_forked_while_the_first_rows_are_written(
         return called
 
     module, name = {
-        "columns_in_files": (shared, "columns_in_files"),
-        "begin": (shared.Sharing, "begin"),
+        "columns_in_files": (shared_storage, "columns_in_files"),
+        "begin": (shared_storage.Sharing, "begin"),
         "published": (Home, "publish"),
-        "opened": (shared.Sharing, "_open_log"),
+        "opened": (shared_storage.Sharing, "_open_log"),
     }[place]
     monkeypatch.setattr(module, name, forking(getattr(module, name)))
     buffer.extend(rows(0, 0, 0, 3))

@@ -20,10 +20,10 @@ import torch
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.opened import Published
+from replaykit.datasets.publishing import Published
 from replaykit.datasets.sources import Sources
 from replaykit.testing import LoopbackHub
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 # -- the hub --------------------------------------------------------------------------------------
 

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaykit import filesystem
-from replaykit.datasets import checksum, columns, publish
-from replaykit.datasets.checksum import crc32_of_parts, joined_crc32
-from replaykit.datasets.engine import storing, stretch
+from replaykit.datasets import column_files, dataset_manifest, publishing
+from replaykit.datasets.dataset_manifest import crc32_of_parts, joined_crc32
+from replaykit.datasets.engine import row_batches, row_writer
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.filesystem import EarlySync
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 @given(st.binary(max_size=3000), st.binary(max_size=3000))
@@ -50,11 +50,13 @@ def test_checksum_goes_on_over_a_block_of_which_a_part_is_known(block, start, da
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
 def test_columns_that_share_a_checksum_have_the_right_ones(tmp_path, monkeypatch, block_bytes):
     """All of their bytes, whatever the blocks: as a reading of the files finds them."""
-    monkeypatch.setattr(storing, "LEAST_SHARED", 1)
-    monkeypatch.setattr(storing, "_LEAST_COMMON", 1)
-    monkeypatch.setattr(stretch, "_TOGETHER_BYTES", 0)  # each trial by itself
+    monkeypatch.setattr(row_writer, "LEAST_SHARED", 1)
+    monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1)
+    monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
     joined = []
-    monkeypatch.setattr(checksum, "joined_crc32", lambda *a: joined.append(a) or joined_crc32(*a))
+    monkeypatch.setattr(
+        dataset_manifest, "joined_crc32", lambda *a: joined.append(a) or joined_crc32(*a)
+    )
     with RoboHiveWriter(tmp_path / "a.h5") as writer:
         for k, records in enumerate((40, 2, 3, 17)):
             writer.add_trial(**make_trial(records, seed=k))
@@ -95,8 +97,8 @@ def test_busy_disk_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
     """The system tells it once: it must not get lost."""
-    monkeypatch.setattr(columns, "_SYNC_BYTES", 1)
-    monkeypatch.setattr(publish, "sync_tree", lambda directory: pytest.fail("it was too late"))
+    monkeypatch.setattr(column_files, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(publishing, "sync_tree", lambda directory: pytest.fail("it was too late"))
     with RoboHiveWriter(tmp_path / "a.h5") as writer:
         writer.add_trial(**make_trial(9))
     sources = Sources.local([tmp_path / "a.h5"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.columns import ColumnSpec, create_columns
+from replaykit.datasets.column_files import ColumnSpec, create_columns
 
 LEAVES: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]] = {
     ("observation",): ((3, 4), torch.float32),
@@ -64,7 +64,7 @@ def test_they_are_laid_out_as_tensordict_does_it(tmp_path, rows):
 
 def test_keys_that_have_one_file_are_refused(tmp_path, monkeypatch):
     # As on a file system that does not tell small letters from large ones.
-    monkeypatch.setattr("replaykit.datasets.columns._file_name", str.lower)
+    monkeypatch.setattr("replaykit.datasets.column_files._file_name", str.lower)
     specs = [ColumnSpec((name,), (), torch.uint8) for name in ("Arm", "arm")]
     with pytest.raises(ValueError, match="'Arm' and 'arm' have one file name on this file system"):
         create_columns(tmp_path / "data", specs, (3,))

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 
 SAMPLE_SHA256 = "cb7a813a94d88c8e1b0b3a769c810bee8008fc96801d26ce0bfc5fd72bdafe1d"
 

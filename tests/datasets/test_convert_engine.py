@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.engine.row_writer import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published
+from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 
 
 def test_progress_bar_is_shown_on_request_only(tmp_path, capfd, convert, write):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies, convert
-from replaykit.datasets.engine import episodes as episodes_module
-from replaykit.datasets.engine import finding, reading, stretch
+from replaykit.datasets.engine import finding, row_batches
+from replaykit.datasets.engine import plan as episodes_module
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
 from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Groups
-from replaykit.datasets.engine.layout import Facts
-from replaykit.datasets.engine.names import Names
+from replaykit.datasets.engine.layout import SourceFacts
+from replaykit.datasets.engine.places import NameTable
+from replaykit.datasets.engine.plan import EpisodeSpan, SourceEpisode, SourceEpisodes, Spans
 from replaykit.datasets.families import D4RL, ROBOMIMIC
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from tests.datasets.converted import content, growth, needs_proc
 
@@ -103,8 +103,8 @@ def test_rows_do_not_depend_on_how_a_file_is_cut(
         file["timeouts"][99] = file["terminals"][99] = False
         file["terminals"][17] = True  # where nothing was reset
     made(path, tmp_path / "whole", 1 << 20)
-    monkeypatch.setattr(stretch, "_EPISODES", episodes)
-    monkeypatch.setattr(reading, "_KEPT_BYTES", block)
+    monkeypatch.setattr(row_batches, "_EPISODES", episodes)
+    monkeypatch.setattr(row_batches, "_KEPT_BYTES", block)
     monkeypatch.setattr(finding, "_TOGETHER", 3)
     monkeypatch.setattr(episodes_module, "_TOGETHER", 4)
     made(path, tmp_path / "cut", block)
@@ -116,7 +116,7 @@ def test_an_error_in_a_later_part_names_its_record_in_the_file(tmp_path, monkeyp
     path = flat(tmp_path / "a.h5", 20, 5)
     with h5py.File(path, "r+") as file:
         file["actions"][63] = np.nan
-    monkeypatch.setattr(stretch, "_EPISODES", 4)
+    monkeypatch.setattr(row_batches, "_EPISODES", 4)
     policies = Policies(on_invalid="skip")
     with pytest.warns(UserWarning, match=r"\[60:65\]: .*actions, record 63: .*NaN"):
         data = convert(path, D4RL, tmp_path / "data", policies=policies)
@@ -125,17 +125,19 @@ def test_an_error_in_a_later_part_names_its_record_in_the_file(tmp_path, monkeyp
 
 def test_episodes_are_those_that_were_added():
     spans = Spans()
-    episodes, wanted = Episodes(spans, is_whole=False), []
+    episodes, wanted = SourceEpisodes(spans, is_whole=False), []
     for span in range(3):
         first = len(wanted)
         for at in range(span + 1):
-            facts = Facts(at, at - 1, (None, True, False)[at])
+            facts = SourceFacts(at, at - 1, (None, True, False)[at])
             place = (span, f"g{span}", at, 10 * at, 10, 9, 9 * len(wanted))
-            wanted.append(Episode(*place, bool(at % 2), False, facts, 5 * (span == 2)))
+            wanted.append(SourceEpisode(*place, bool(at % 2), False, facts, 5 * (span == 2)))
             episodes.append(wanted[-1])
         rows = 9 * (len(wanted) - first)
         leaves = frozenset("ab"[: 1 + span % 2])
-        spans.append(Span(span, f"g{span}", 30, first, len(wanted), 9 * first, rows, leaves, span))
+        spans.append(
+            EpisodeSpan(span, f"g{span}", 30, first, len(wanted), 9 * first, rows, leaves, span)
+        )
     assert list(episodes) == wanted == [episodes[at] for at in range(6)]
     assert episodes[-1] == wanted[-1]
     assert list(episodes.names()) == [episode.name for episode in wanted]
@@ -149,7 +151,7 @@ def test_episodes_are_those_that_were_added():
 
 
 def test_names_can_be_cut():
-    names = Names(["a", "", "\u00e9\u00df", "d"])
+    names = NameTable(["a", "", "\u00e9\u00df", "d"])
     names.cut(3)
     names.append("e")
     assert list(names) == ["a", "", "\u00e9\u00df", "e"]

@@ -13,9 +13,9 @@ from tensordict import TensorDict
 from replaykit.datasets import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])

@@ -13,7 +13,7 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 
 
 def edited(change: Callable[[dict[str, Any]], Any], records: int = 5) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import torch
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.datasets.converted import growth, needs_proc
 from tests.limits import limited
 
@@ -77,7 +77,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, lim
     target = tmp_path / "here" / "data"
     for look_ahead in (True, False):
         if not look_ahead:
-            monkeypatch.setattr("replaykit.datasets.columns.require_room", lambda *_: None)
+            monkeypatch.setattr("replaykit.datasets.column_files.require_room", lambda *_: None)
         with limited(resource.RLIMIT_FSIZE, limit), pytest.raises(OSError) as caught:
             convert(target, path)
         assert caught.value.errno == errno.EFBIG

@@ -18,14 +18,14 @@ import pytest
 from replaykit.datasets import Policies
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.milestones import kept_memory
-from replaykit.datasets.engine.write import RowWriter, _StretchWriter
+from replaykit.datasets.engine.row_writer import RowWriter, _StretchWriter
+from replaykit.datasets.engine.statistics import kept_memory
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import UNFINISHED_NAME, open_published, remove_published
+from replaykit.datasets.publishing import UNFINISHED_NAME, open_published, remove_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import siblings
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
 
@@ -151,7 +151,7 @@ def test_interrupted_after_the_last_row_no_row_is_written_again(
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("replaykit.datasets.publish.sync_tree", stop)
+        patch.setattr("replaykit.datasets.publishing.sync_tree", stop)
         with pytest.raises(Stop):
             quietly(target, *files)
     assert written(lambda: quietly(target, *files)) == []
@@ -308,7 +308,7 @@ from pathlib import Path
 import torch
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.filesystem import remove_tree, siblings
 from replaykit.datasets.engine import filework, unfinished
@@ -417,7 +417,7 @@ SMALL = ConvertOptions(block_bytes=500)  # each trial by itself
 
 @pytest.fixture
 def marked(monkeypatch) -> None:
-    monkeypatch.setattr("replaykit.datasets.engine.filework._MARKED_BYTES", 1)
+    monkeypatch.setattr("replaykit.datasets.engine.write_files._MARKED_BYTES", 1)
 
 
 @pytest.fixture
@@ -519,7 +519,7 @@ def test_flat_arrays_go_on_where_they_were_interrupted(
     tmp_path, target, groups, marked, monkeypatch, family
 ):
     """Cut after every episode; where one begins is compared with where the one before arrived."""
-    monkeypatch.setattr("replaykit.datasets.engine.stretch._PART_BYTES", 1)
+    monkeypatch.setattr("replaykit.datasets.engine.row_batches._PART_BYTES", 1)
     (tmp_path / "files").mkdir()
     path = CORPORA[family].write(tmp_path / "files")
 

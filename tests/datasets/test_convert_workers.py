@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies, convert
-from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.engine.row_writer import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 
 
 def content(root: Path) -> dict[str, bytes]:

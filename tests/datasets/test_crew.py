@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from replaykit.datasets.crew import Crew
-from replaykit.datasets.worker import Piece
+from replaykit.datasets.worker_pool import Piece, WorkerPool
 
 PIECES = [(k, k + 1) for k in range(12)]
 
@@ -58,7 +57,7 @@ def forked() -> Iterator[None]:
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_caller_and_workers_share_the_pieces(count):
     found = []
-    with Crew(who, PIECES, count) as crew:
+    with WorkerPool(who, PIECES, count) as crew:
         while (piece := crew.take()) is not None:
             found.append(who(piece))
         while (answer := crew.answer()) is not None:
@@ -68,7 +67,7 @@ def test_caller_and_workers_share_the_pieces(count):
 
 
 def test_workers_go_on_while_the_caller_is_at_work(tmp_path):
-    with Crew(Note(tmp_path), PIECES, 1) as crew:
+    with WorkerPool(Note(tmp_path), PIECES, 1) as crew:
         begun = time.monotonic()
         while len(list(tmp_path.iterdir())) < len(PIECES) and time.monotonic() - begun < 30:
             time.sleep(0.01)
@@ -79,7 +78,7 @@ def test_workers_go_on_while_the_caller_is_at_work(tmp_path):
 
 
 def test_workers_do_not_run_far_ahead(tmp_path):
-    with Crew(Note(tmp_path), PIECES, 1, ahead=2) as crew:
+    with WorkerPool(Note(tmp_path), PIECES, 1, ahead=2) as crew:
         while len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.01)
         time.sleep(0.1)
@@ -104,7 +103,7 @@ class Handed:
 
 
 def test_who_asks_at_once_for_the_next_answer_gets_it(tmp_path):
-    crew = Crew(Note(tmp_path), PIECES, 1, ahead=1)
+    crew = WorkerPool(Note(tmp_path), PIECES, 1, ahead=1)
     crew._answers = Handed(crew._answers)
     with crew:
         assert [crew.answer() for _ in PIECES] == PIECES
@@ -112,32 +111,35 @@ def test_who_asks_at_once_for_the_next_answer_gets_it(tmp_path):
 
 
 def test_there_is_no_answer_yet():
-    with Crew(sleep, PIECES, 1) as crew:
+    with WorkerPool(sleep, PIECES, 1) as crew:
         assert crew.answer(waits=False) is None
 
 
 def test_death_of_a_worker_is_told():
     with (
         pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"),
-        Crew(die, PIECES, 2) as crew,
+        WorkerPool(die, PIECES, 2) as crew,
     ):
         crew.answer()
 
 
 def test_error_in_a_worker_is_raised_with_where_it_was():
-    with pytest.raises(ValueError, match="no such piece") as caught, Crew(fail, PIECES, 2) as crew:
+    with (
+        pytest.raises(ValueError, match="no such piece") as caught,
+        WorkerPool(fail, PIECES, 2) as crew,
+    ):
         crew.answer()
     assert "in fail" in str(caught.value.__cause__)
 
 
 def test_workers_end_with_the_block_whatever_they_are_at():
-    with pytest.raises(KeyboardInterrupt), Crew(sleep, PIECES, 2):
+    with pytest.raises(KeyboardInterrupt), WorkerPool(sleep, PIECES, 2):
         raise KeyboardInterrupt
 
 
 def test_who_gets_no_piece_any_more_ends_at_once():
     before = multiprocessing.active_children()
-    with Crew(who, PIECES[:2], 2) as crew:
+    with WorkerPool(who, PIECES[:2], 2) as crew:
         answers = [crew.answer()[0] for _ in range(2)]
         begun = time.monotonic()
         while multiprocessing.active_children() != before and time.monotonic() - begun < 30:

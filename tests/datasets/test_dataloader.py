@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from replaykit import ImmutableDatasetWriter, ReplayBuffer, SamplerWithoutReplacement
-from replaykit.datasets.mapped import MappedStorage
-from replaykit.datasets.opened import open_directory
+from replaykit.datasets.published_buffer import MappedStorage
+from replaykit.datasets.publishing import open_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 

@@ -19,13 +19,11 @@ from replaykit.datasets import (
     Layout,
     Segments,
 )
-from replaykit.datasets.engine.decoding import Preceded, Text, image_module
-from replaykit.datasets.engine.episodes import Episode, Episodes, Spans
-from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.fields import Preceded, Target, Text, image_module
 from replaykit.datasets.engine.h5 import open_h5
-from replaykit.datasets.engine.layout import Facts
-from replaykit.datasets.engine.runs import Runs
-from replaykit.datasets.engine.stretch import EpisodeRows
+from replaykit.datasets.engine.layout import SourceFacts
+from replaykit.datasets.engine.plan import SourceEpisode, SourceEpisodes, Spans
+from replaykit.datasets.engine.row_batches import EpisodeRows, Runs
 from replaykit.errors import CorpusError
 
 
@@ -126,8 +124,8 @@ def test_alignment_of_ones_own():
     assert Field("a", "action", ("action",)).targets(own, "a")[0].offset == 1
 
 
-def episode(base: int, records: int, rows: int, start: int, is_open: bool = False) -> Episode:
-    return Episode(0, "", 0, base, records, rows, start, is_open, False, Facts())
+def episode(base: int, records: int, rows: int, start: int, is_open: bool = False) -> SourceEpisode:
+    return SourceEpisode(0, "", 0, base, records, rows, start, is_open, False, SourceFacts())
 
 
 def test_runs_take_each_row_to_its_record():
@@ -138,7 +136,7 @@ def test_runs_take_each_row_to_its_record():
         episode(6, 3, 2, 5),
         episode(9, 2, 1, 7),
     ]
-    known = Episodes(Spans(), is_whole=False)
+    known = SourceEpisodes(Spans(), is_whole=False)
     for each in episodes:
         known.append(each)
     for offset, is_after in ((0, False), (1, True), (0, True)):

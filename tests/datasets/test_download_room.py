@@ -11,7 +11,7 @@ import pytest
 
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.families import D4RL
-from replaykit.datasets.planning import require_room_for_columns, room_needed_at
+from replaykit.datasets.sources import require_room_for_columns, room_needed_at
 from replaykit.errors import DownloadError
 from replaykit.filesystem import private_path
 from replaykit.testing import LoopbackHub

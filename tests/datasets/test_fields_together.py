@@ -26,7 +26,7 @@ from replaykit.datasets import (
 from replaykit.datasets.engine.layout import Ends, Flags
 from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE, ROBOMIMIC
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter
+from replaykit.testing.robohive_files import RoboHiveWriter
 
 POSE = np.arange(24.0).reshape(6, 4) ** 2
 STATE = Field("pose", "observation", ("observation",), ("next", "observation"))

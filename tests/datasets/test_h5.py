@@ -15,9 +15,9 @@ import pytest
 
 from replaykit.datasets.engine import h5
 from replaykit.datasets.engine.h5 import open_h5
-from replaykit.datasets.engine.signature import SIGNATURE, check_signature
+from replaykit.datasets.engine.h5_checks import SIGNATURE, check_signature
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Field, convert
-from replaykit.datasets.engine import h5_storage
-from replaykit.datasets.engine.decoding import Images, Preceded, Text
+from replaykit.datasets.engine import h5_checks
+from replaykit.datasets.engine.fields import Images, Preceded, Text
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.errors import CorpusError
 from replaykit.inspection import opened
@@ -232,7 +232,7 @@ def test_external_storage_without_values_is_refused_too(folder, shape):
         _external(("secret.bin", 0, UNLIMITED), shape=shape)(file, "x", folder)
     with open_h5(folder / "a.h5") as file:
         [leaf] = file.leaves("")
-    assert leaf.problem == h5_storage.ELSEWHERE
+    assert leaf.problem == h5_checks.ELSEWHERE
 
 
 def _bomb(path: Path, rows: int, chunk: int, stored: bytes, **how: Any) -> None:
@@ -256,7 +256,7 @@ def _deflated(nbytes: int, times: int = 1) -> bytes:
 def test_a_chunk_that_inflates_beyond_the_bound_is_refused(
     tmp_path, monkeypatch, shuffle, fletcher32, rows
 ):
-    monkeypatch.setattr(h5_storage, "MOST_CHUNK_BYTES", 32 << 20)
+    monkeypatch.setattr(h5_checks, "MOST_CHUNK_BYTES", 32 << 20)
     content = _deflated(256 << 20) + bytes(4 * fletcher32)
     _bomb(tmp_path / "a.h5", rows, 1 << 20, content, shuffle=shuffle, compression=9,
           fletcher32=fletcher32)  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_chunk_that_inflates_beyond_the_bound_is_refused(
 
 
 def test_what_was_compressed_twice_is_refused_unless_it_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(h5_storage, "MOST_CHUNK_BYTES", 32 << 20)
+    monkeypatch.setattr(h5_checks, "MOST_CHUNK_BYTES", 32 << 20)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk((1 << 20,))
     create.set_deflate(9)
@@ -309,7 +309,7 @@ def test_large_chunks_within_the_bound_are_read(tmp_path, monkeypatch, dtype, co
     if by_hdf5:
         monkeypatch.setattr("replaykit.datasets.engine.h5.inflate", lambda *_: False)
     # So small a bound that every chunk has to be looked at.
-    monkeypatch.setattr(h5_storage, "MOST_CHUNK_BYTES", 90 * 900_000)
+    monkeypatch.setattr(h5_checks, "MOST_CHUNK_BYTES", 90 * 900_000)
     values = np.random.default_rng(0).normal(size=(5, 100_000)).astype(dtype)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(1, 100_000), compression=compression)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import convert
-from replaykit.datasets.engine import h5_texts
+from replaykit.datasets.engine import h5_values
 from replaykit.datasets.engine.h5 import H5File, open_h5
 from replaykit.datasets.families import ROBOMIMIC
 from replaykit.errors import CorpusError
@@ -28,7 +28,7 @@ TEXTS = h5py.string_dtype()
 
 @pytest.fixture(autouse=True)
 def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h5_texts, "MOST_TEXT_BYTES", BOUND)
+    monkeypatch.setattr(h5_values, "MOST_TEXT_BYTES", BOUND)
 
 
 def _reference(path: Path, dataset: str) -> bytes:
@@ -215,7 +215,7 @@ HOW: list[dict[str, Any]] = [
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("how", HOW)
 def test_values_within_the_bound_are_those_of_h5py(tmp_path, monkeypatch, how, libver, piece):
-    monkeypatch.setattr(h5_texts, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(h5_values, "_PIECE_BYTES", piece)
     with h5py.File(tmp_path / "a.h5", "w", libver=libver) as file:
         file.create_dataset("texts", (37,), TEXTS, **how)[:30] = WORDS[:30]
         node = file.create_dataset("numbers", (37,), SEQUENCES, **how)

@@ -11,11 +11,11 @@ import pytest
 from replaykit.datasets.engine import scan
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.h5 import open_h5
-from replaykit.datasets.engine.held import Held, HeldValues
+from replaykit.datasets.engine.h5_values import Held, HeldValues
 from replaykit.datasets.families import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 @pytest.fixture

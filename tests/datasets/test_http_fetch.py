@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from replaykit.datasets import download
-from replaykit.datasets.http_cache import DownloadCache, WebFile, default_downloads
-from replaykit.datasets.http_fetch import fetch_files
-from replaykit.datasets.retry import Retry
+from replaykit.datasets.http_files import DownloadCache, WebFile, default_downloads, fetch_files
+from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault, LoopbackHub, lfs_pointer
 

@@ -21,7 +21,7 @@ SOME = 20_000
 SHA256 = hashlib.sha256(DATA).hexdigest()
 FETCH = """
 import sys
-from replaykit.datasets.http_fetch import download
+from replaykit.datasets.http_files import download
 [path] = download(sys.argv[1], checksums={sys.argv[1]: sys.argv[2]})
 print(path)
 """

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from replaykit.datasets.hub import HubListing, Progress, Retry, fetch, list_files
+from replaykit.datasets.hub_files import HubListing, Progress, Retry, fetch, list_files
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault, lfs_pointer
 

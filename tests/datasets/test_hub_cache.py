@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from replaykit.datasets.hub import HubListing, fetch
-from replaykit.datasets.hub_cache import HubCache, cache_root, endpoint, is_offline
-from replaykit.datasets.hub_listing import HubFile
+from replaykit.datasets.hub_cache import HubCache, HubFile, cache_root, endpoint, is_offline
+from replaykit.datasets.hub_files import HubListing, fetch
 
 DATA = b"data of a file"
 FILE = HubFile("dir/a.h5", len(DATA), hashlib.sha256(DATA).hexdigest(), None)

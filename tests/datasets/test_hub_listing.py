@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replaykit.datasets.hub import HubFile, HubListing, Retry, fetch, list_files
+from replaykit.datasets.hub_files import HubFile, HubListing, Retry, fetch, list_files
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from replaykit.datasets.hub import HubListing, Retry, fetch, list_files
 from replaykit.datasets.hub_cache import HubCache, cache_root
+from replaykit.datasets.hub_files import HubListing, Retry, fetch, list_files
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault
 

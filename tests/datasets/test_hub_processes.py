@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.datasets.hub import HubListing, fetch, list_files
+from replaykit.datasets.hub_files import HubListing, fetch, list_files
 from replaykit.testing import Fault, LoopbackHub
 
 REPO = "me/data"
 DATA = {f"door/seed{seed}/a.h5": os.urandom(200_000) for seed in range(3)}
 
 FETCH = """
-from replaykit.datasets.hub import fetch, list_files
+from replaykit.datasets.hub_files import fetch, list_files
 fetch(list_files("me/data", directory="door", suffix=".h5"))
 """
 
 # Prints what each step gives: paths, or the error.
 OFFLINE = """
 import json, pathlib, sys
-from replaykit.datasets.hub import HubListing, fetch, list_files
+from replaykit.datasets.hub_files import HubListing, fetch, list_files
 listing = HubListing.from_json(json.loads(sys.argv[1]))
 
 def attempt(step):
@@ -112,7 +112,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 
 def test_importing_the_layer_imports_no_client() -> None:
     code = (
-        "import sys; import replaykit.datasets.hub, replaykit.testing\n"
+        "import sys; import replaykit.datasets.hub_files, replaykit.testing\n"
         "print(sorted({'huggingface_hub', 'httpx', 'httpx2', 'h5py'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

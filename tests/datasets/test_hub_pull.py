@@ -21,9 +21,9 @@ import torch
 import replaykit.datasets
 from replaykit import SliceSampler
 from replaykit.datasets import pull, push
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
-from replaykit.datasets.retry import Retry
-from replaykit.datasets.split import ensure_split
+from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault
 

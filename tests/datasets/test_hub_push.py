@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from replaykit.datasets import pull, push
-from replaykit.datasets.hub_push import FORMAT_TAG
+from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.errors import UploadError
 from replaykit.testing import Fault
 

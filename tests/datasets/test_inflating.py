@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from isal import isal_zlib
 
-from replaykit.datasets.engine import inflating
+from replaykit.datasets.engine import h5_values
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.errors import CorpusError
 
@@ -24,14 +24,14 @@ GZIP: dict[str, Any] = {"compression": "gzip"}
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each reading of an array was done without HDF5."""
     said: list[bool] = []
-    original = inflating.inflate
+    original = h5_values.inflate
 
     def watched(*args: Any) -> bool:
         said.append(original(*args))
         return said[-1]
 
     monkeypatch.setattr("replaykit.datasets.engine.h5.inflate", watched)
-    monkeypatch.setattr(inflating, "_LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(h5_values, "_LEAST_CHUNK_BYTES", 1)
     return said
 
 
@@ -129,12 +129,12 @@ def test_damaged_chunks_are_refused_in_the_words_of_hdf5(tmp_path, stored):
 
 def test_small_chunks_are_left_to_hdf5_which_is_faster(tmp_path, taken, monkeypatch):
     monkeypatch.undo()
-    assert inflating._LEAST_CHUNK_BYTES > 1
+    assert h5_values._LEAST_CHUNK_BYTES > 1
     values = np.arange(70_000, dtype=np.float32).reshape(10_000, 7)
     path = _write(tmp_path / "a.h5", values, chunks=(4, 7), **GZIP)
     into = np.empty_like(values)
     with h5py.File(path) as file:
-        assert not inflating.inflate(file["values"].id, 0, 10_000, into, h5py.h5t.NATIVE_FLOAT)
+        assert not h5_values.inflate(file["values"].id, 0, 10_000, into, h5py.h5t.NATIVE_FLOAT)
 
 
 def test_no_record_beyond_the_end_is_made_up(tmp_path):
@@ -143,13 +143,13 @@ def test_no_record_beyond_the_end_is_made_up(tmp_path):
     into = np.empty((9, 4096), np.float32)
     with h5py.File(path) as file:
         node = file["values"].id
-        assert inflating.inflate(node, 5, 10, into[:5], h5py.h5t.NATIVE_FLOAT)
+        assert h5_values.inflate(node, 5, 10, into[:5], h5py.h5t.NATIVE_FLOAT)
         np.testing.assert_array_equal(into[:5], values[5:])
-        assert not inflating.inflate(node, 5, 14, into, h5py.h5t.NATIVE_FLOAT)
+        assert not h5_values.inflate(node, 5, 14, into, h5py.h5t.NATIVE_FLOAT)
 
 
 def test_without_the_library_hdf5_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(inflating, "_decompressor", lambda: None)
+    monkeypatch.setattr(h5_values, "_decompressor", lambda: None)
     _check(_write(tmp_path / "a.h5", np.arange(40_000.0).reshape(1000, 40), **GZIP))
 
 
@@ -177,7 +177,7 @@ def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
         node = file["values"].id
 
         def run(chunk: tuple[int, bytes] | Exception, into: np.ndarray[Any, Any] = values) -> bool:
-            return inflating.inflate(Answering(node, chunk), 0, 1000, into, h5py.h5t.NATIVE_FLOAT)
+            return h5_values.inflate(Answering(node, chunk), 0, 1000, into, h5py.h5t.NATIVE_FLOAT)
 
         yield run
 

@@ -22,10 +22,10 @@ from replaykit import (
 )
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.mapped import MappedStorage
-from replaykit.datasets.publish import open_published
+from replaykit.datasets.published_buffer import MappedStorage
+from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 def publish(target: Path, records: int = 6, *, force: bool = False) -> MappedStorage:

@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from replaykit.datasets import Field, Policies, convert
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import make_trial
+from replaykit.testing.robohive_files import make_trial
 from tests.datasets.arms import arm_layout
 
 ARM = arm_layout(

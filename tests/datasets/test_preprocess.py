@@ -15,7 +15,7 @@ from replaykit import ReplayBuffer, TensorStorage
 from replaykit.datasets import BaseDatasetExperienceReplay
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from replaykit.transforms import CatTensors, Compose
 
 ROWS = 3 + 7 + 2 + 5

@@ -22,9 +22,9 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import TensorStorage
-from replaykit.datasets import preprocess
-from replaykit.datasets.locking import target_lock
-from replaykit.datasets.preprocess import preprocess_rows
+from replaykit.datasets import dataset_passes
+from replaykit.datasets.dataset_passes import preprocess_rows
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, siblings
 
 HERE = os.getpid()
@@ -68,7 +68,7 @@ def test_no_more_workers_than_rows(out):
 
 
 def test_pieces_of_large_rows_are_bounded_in_bytes(out, monkeypatch):
-    monkeypatch.setattr(preprocess, "_PIECE_BYTES", 5 * 8)
+    monkeypatch.setattr(dataset_passes, "_PIECE_BYTES", 5 * 8)
     share = Counter(pids(run(with_pid, out, max_tasks_per_child=1)))
     assert set(share.values()) == {5}
 
@@ -236,7 +236,7 @@ import torch
 from tensordict import TensorDict
 from replaykit import TensorStorage
 from replaykit.datasets import worker
-from replaykit.datasets.preprocess import preprocess_rows
+from replaykit.datasets.dataset_passes import preprocess_rows
 
 folder, method, parent = Path(sys.argv[1]), sys.argv[2], os.getpid()
 
@@ -263,7 +263,7 @@ if __name__ == "__main__":
 
 INTERRUPTED = """
 import multiprocessing, os, signal
-from replaykit.datasets.workers import run_in_processes
+from replaykit.datasets.worker_pool import run_in_processes
 
 def work(piece):
     return piece

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets import publish
+from replaykit.datasets import publishing
+from replaykit.datasets.dataset_manifest import Manifest
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.manifest import Manifest
-from replaykit.datasets.publish import open_published, remove_published, verify_published
+from replaykit.datasets.publishing import open_published, remove_published, verify_published
 
 
 def test_nothing_at_the_path_is_file_not_found(tmp_path, names):
@@ -218,7 +218,7 @@ def test_columns_are_of_the_data_set_that_the_manifest_is_of(
 ):
     """A new version that is swapped in between manifest and columns is not mixed in."""
     write_source(source, 5, seed=1)
-    monkeypatch.setattr(publish, "remove_tree", lambda path: None)
+    monkeypatch.setattr(publishing, "remove_tree", lambda path: None)
     swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     found = open_published(target)
     assert found.columns["next", "reward"][0] == 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.filesystem import siblings
 
 
@@ -55,7 +55,7 @@ def test_half_built_directory_does_not_load(tmp_path, source, monkeypatch, conve
             open_published(private)
         seen.append(private)
 
-    monkeypatch.setattr("replaykit.datasets.engine.write.RowWriter.finish", look)
+    monkeypatch.setattr("replaykit.datasets.engine.row_writer.RowWriter.finish", look)
     convert(tmp_path / "data", source)
     assert len(seen) == 1
     assert not seen[0].exists()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from replaykit import filesystem
-from replaykit.datasets import publish
+from replaykit.datasets import publishing
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import open_published, remove_published, verify_published
+from replaykit.datasets.publishing import open_published, remove_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path
@@ -22,7 +22,7 @@ from replaykit.filesystem import private_path
 @pytest.fixture(params=["exchange", "two renames"])
 def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "two renames":
-        monkeypatch.setattr(publish, "exchange", lambda *_: False)
+        monkeypatch.setattr(publishing, "exchange", lambda *_: False)
     return request.param
 
 
@@ -50,9 +50,9 @@ def test_force_that_fails_keeps_the_old_version(
         raise fault
 
     if when == "finish":
-        monkeypatch.setattr("replaykit.datasets.engine.write.RowWriter.finish", fail)
+        monkeypatch.setattr("replaykit.datasets.engine.row_writer.RowWriter.finish", fail)
     elif when == "put":
-        monkeypatch.setattr(publish, "_put", fail)
+        monkeypatch.setattr(publishing, "_put", fail)
     with pytest.raises(type(fault)):
         ensure_dataset(
             target,
@@ -66,7 +66,7 @@ def test_force_that_fails_keeps_the_old_version(
 
 
 def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch, convert, names):
-    monkeypatch.setattr(publish, "exchange", lambda *_: False)
+    monkeypatch.setattr(publishing, "exchange", lambda *_: False)
     real = os.rename
 
     def rename(old: Any, new: Any) -> None:
@@ -167,13 +167,13 @@ def test_what_is_put_there_while_the_new_one_is_made_stays(
     target, source, swap, convert, write_source, monkeypatch
 ):
     write_source(source, 9, seed=2)
-    put = publish._put
+    put = publishing._put
 
     def late(directory: Path, at: Path) -> None:
         (target / "notes.txt").write_text("mine")
         put(directory, at)
 
-    monkeypatch.setattr(publish, "_put", late)
+    monkeypatch.setattr(publishing, "_put", late)
     with pytest.raises(RuntimeError, match=r"data holds notes\.txt"):
         convert(target, source, force=True)
     assert (target / "notes.txt").read_text() == "mine"

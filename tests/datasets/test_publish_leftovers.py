@@ -11,8 +11,8 @@ import pytest
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.locking import target_lock
-from replaykit.datasets.publish import open_published
+from replaykit.datasets.publishing import open_published
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, siblings
 
 
@@ -40,7 +40,7 @@ from pathlib import Path
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.engine.write import RowWriter
+from replaykit.datasets.engine.row_writer import RowWriter
 RowWriter.finish = lambda self: os._exit(9)
 source, target = map(Path, sys.argv[1:3])
 ensure_dataset(target, get_sources=lambda: Sources.local([source]), layout=ROBOHIVE, force=True)

@@ -12,8 +12,8 @@ import pytest
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.locking import target_lock
 from replaykit.datasets.sources import Sources
+from replaykit.datasets.transfers import target_lock
 
 
 @pytest.mark.pitfall("DS12")

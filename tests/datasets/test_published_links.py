@@ -12,8 +12,8 @@ import pytest
 
 from replaykit.datasets import open as open_dataset
 from replaykit.datasets import push
-from replaykit.datasets.episode_table import EPISODE_DIRECTORY, GROUP_FILE
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.column_files import EPISODE_DIRECTORY, GROUP_FILE
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.inspection import opened, validate
 
 

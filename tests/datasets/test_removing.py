@@ -13,9 +13,9 @@ from tensordict import TensorDict
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.engine import conversion
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publish import verify_published
+from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 def trials() -> dict[int, dict[str, Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies, convert
-from replaykit.datasets.engine.report import lines_of
+from replaykit.datasets.engine.conversion_report import lines_of
 from replaykit.datasets.families import ROBOMIMIC
 from replaykit.errors import CorpusError
 from replaykit.inspection import opened

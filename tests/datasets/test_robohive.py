@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.engine.finding import natural_key
-from replaykit.datasets.engine.h5 import Member
-from replaykit.datasets.engine.layout import DropLeaves, Ends, Facts, Flags, Window
+from replaykit.datasets.engine.h5 import H5Member
+from replaykit.datasets.engine.layout import DropLeaves, Ends, Flags, SourceFacts, SourceWindow
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.opened import Published
+from replaykit.datasets.publishing import Published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 HERE = Place(Path("/data/a.h5"), "a.h5", "Trial3")
 
@@ -34,8 +34,8 @@ def convert(tmp_path: Path, named: dict[str, dict[str, Any]]) -> Published:
     )
 
 
-def group(name: str, *children: str) -> Member:
-    return Member(name, True, children or ("actions", "observations"))
+def group(name: str, *children: str) -> H5Member:
+    return H5Member(name, True, children or ("actions", "observations"))
 
 
 # -- names and numbers -------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numb
 
 
 def test_members_that_are_no_trials_are_reported(tmp_path):
-    members = [Member("log", False), group("Trial0"), group("Trial1", "observations")]
+    members = [H5Member("log", False), group("Trial0"), group("Trial1", "observations")]
     found = ROBOHIVE.episodes.select(members, HERE, ROBOHIVE.name)
     assert [episode.group for episode in found.episodes] == ["Trial0"]
     assert [name for name, _ in found.strangers] == ["log", "Trial1"]
 
 
 @pytest.mark.parametrize(
-    "members", [[], [Member("actions", False)], [group("data", "demo_0", "demo_1")]]
+    "members", [[], [H5Member("actions", False)], [group("data", "demo_0", "demo_1")]]
 )
 def test_file_without_a_trial_is_another_layout(members):
     with pytest.raises(CorpusError, match="no trial of the layout 'robohive-trials'") as caught:
@@ -148,7 +148,7 @@ def ends(*done: int) -> Ends:
 
 
 def flags_of(done: Ends, last: dict[str, np.ndarray], notes: Notes) -> Flags:
-    return ROBOHIVE.flags({"done": done}, last, Facts(), HERE, notes)
+    return ROBOHIVE.flags({"done": done}, last, SourceFacts(), HERE, notes)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_rewards_of_both_ranks_are_one_column(tmp_path):
 # -- what the infos say of the alignment -----------------------------------------------------------
 
 
-def window(arrays: dict[str, np.ndarray], memory: dict[str, Any] | None = None) -> Window:
+def window(arrays: dict[str, np.ndarray], memory: dict[str, Any] | None = None) -> SourceWindow:
     notes = Notes()
     records = len(arrays["observations"])
-    return Window(arrays, records, HERE, notes, {} if memory is None else memory)
+    return SourceWindow(arrays, records, HERE, notes, {} if memory is None else memory)
 
 
 def arrays_of(trial: dict[str, Any], shift: int = 0) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.families import ROBOHIVE, RoboHiveLayout
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter
+from replaykit.testing.robohive_files import RoboHiveWriter
 
 RELABELLED = RoboHiveLayout(reward="relabelled")
 AFTER = RoboHiveLayout(infos="after")

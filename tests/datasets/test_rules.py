@@ -14,22 +14,20 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import Field, Groups, Layout, Policies, publish
-from replaykit.datasets.columns import ColumnFile
+from replaykit.datasets import Field, Groups, Layout, Policies, publishing
+from replaykit.datasets.column_files import ColumnOutput
 from replaykit.datasets.converting import local_sources
-from replaykit.datasets.engine import storing
+from replaykit.datasets.dataset_manifest import Manifest
+from replaykit.datasets.engine import row_writer
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.episodes import Episode
 from replaykit.datasets.engine.fields import Target
-from replaykit.datasets.engine.finding import EpisodeRefs, Found
-from replaykit.datasets.engine.names import Names
-from replaykit.datasets.engine.reading import StretchReader
-from replaykit.datasets.engine.runs import Runs
+from replaykit.datasets.engine.finding import EpisodeRefs, FoundEpisodes
+from replaykit.datasets.engine.places import NameTable
+from replaykit.datasets.engine.plan import SourceEpisode
+from replaykit.datasets.engine.row_batches import EpisodeRows, Runs, StretchReader
 from replaykit.datasets.engine.scan import _Scan
-from replaykit.datasets.engine.stretch import EpisodeRows
 from replaykit.datasets.families import D4RL
-from replaykit.datasets.manifest import Manifest
-from replaykit.datasets.opened import Published
+from replaykit.datasets.publishing import Published
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
 from tests.datasets.arms import arm_layout
@@ -164,16 +162,16 @@ def test_row_of_which_nothing_was_stored_is_found(
     tmp_path, made, monkeypatch, block_bytes, row, at
 ):
     """V28, N7: rows that read as zero in every column, where the source does not."""
-    path, real = write(tmp_path / "a.h5", 4, 6), ColumnFile.write
+    path, real = write(tmp_path / "a.h5", 4, 6), ColumnOutput.write
 
-    def lose(self: ColumnFile, position: int, entries: np.ndarray, **options: Any) -> None:
+    def lose(self: ColumnOutput, position: int, entries: np.ndarray, **options: Any) -> None:
         if position <= row < position + len(entries):
             entries = entries.copy()
             entries[row - position] = 0
         real(self, position, entries, **options)
 
-    monkeypatch.setattr(ColumnFile, "write", lose)
-    monkeypatch.setattr(storing, "check_alignment", lambda *args: None)
+    monkeypatch.setattr(ColumnOutput, "write", lose)
+    monkeypatch.setattr(row_writer, "check_alignment", lambda *args: None)
     with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: nothing .*row {row} .*\[V28\]"):
         made(path, block_bytes=block_bytes)
     assert not (tmp_path / "data").exists()
@@ -199,7 +197,7 @@ def test_rows_that_the_layout_does_not_give_are_found(tmp_path, made, monkeypatc
     """V34: the rows of an episode follow from its records by the formula of its family."""
     path, real = write(tmp_path / "a.h5", 4, 6), _Scan._episodes
 
-    def fewer(self: _Scan, *args: Any) -> Iterator[Episode]:
+    def fewer(self: _Scan, *args: Any) -> Iterator[SourceEpisode]:
         for episode in real(self, *args):
             yield episode._replace(rows=episode.rows - (episode.group == "run1"))
 
@@ -226,12 +224,12 @@ def test_rows_that_were_not_all_written_are_found(tmp_path, made, monkeypatch):
 class ByBytes(Groups):
     """Finds groups as h5py lists them."""
 
-    def find(self, *args: Any) -> Found:
+    def find(self, *args: Any) -> FoundEpisodes:
         found = super().find(*args)
         names = list(found.episodes.names or ())
         order = sorted(range(len(names)), key=lambda at: names[at])
         found.episodes = EpisodeRefs(
-            found.episodes.numbers[order], Names(names[at] for at in order)
+            found.episodes.numbers[order], NameTable(names[at] for at in order)
         )
         return found
 
@@ -270,14 +268,14 @@ def test_result_that_is_not_what_its_manifest_says_does_not_appear(
     tmp_path, made, monkeypatch, kind
 ):
     """V61: sizes, shapes and counts, on the files that are about to be published."""
-    path, real = write(tmp_path / "a.h5", 4), publish.sync_tree
+    path, real = write(tmp_path / "a.h5", 4), publishing.sync_tree
 
     def cut(directory: Path) -> None:
         real(directory)
         os.truncate(directory / "action.memmap", 8)
 
     if kind == "short file":
-        monkeypatch.setattr(publish, "sync_tree", cut)
+        monkeypatch.setattr(publishing, "sync_tree", cut)
     else:
         real_rows = Manifest._json
         monkeypatch.setattr(Manifest, "_json", lambda self: {**real_rows(self), "episodes": 2})

@@ -14,8 +14,8 @@ from replaykit import SliceSampler
 from replaykit.datasets import RobosetExperienceReplay, convert
 from replaykit.datasets import open as open_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.selection import chosen_episodes
-from replaykit.testing.robohive import make_trial
+from replaykit.datasets.published_buffer import chosen_episodes
+from replaykit.testing.robohive_files import make_trial
 
 ID = "DAPG(human)/pen_v2d-v1"
 

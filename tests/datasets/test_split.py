@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit.datasets import split as split_module
+from replaykit.datasets import dataset_passes as split_module
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.opened import Published
-from replaykit.datasets.publish import open_published, verify_published
+from replaykit.datasets.publishing import Published, open_published, verify_published
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.split import ensure_split
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 def flat(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Published:
@@ -191,9 +190,9 @@ def test_flat_form_that_is_replaced_meanwhile_is_split_as_it_is_then(tmp_path, m
 
 PEAK = """
 import sys
-from replaykit.datasets import split as split_module
+from replaykit.datasets import dataset_passes as split_module
 from replaykit.datasets.engine.conversion import ConvertOptions
-from replaykit.datasets.split import ensure_split
+from replaykit.datasets.dataset_passes import ensure_split
 def peak():
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
 small, large = sys.argv[1:3]

@@ -16,13 +16,13 @@ import torch
 from replaykit import SliceSampler
 from replaykit.datasets import Policies, convert, pull, push
 from replaykit.datasets import open as open_dataset
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL, ROBOHIVE
-from replaykit.datasets.publish import verify_published
-from replaykit.datasets.split import ensure_split
-from replaykit.inspection.corpus import corpus_facts
-from replaykit.inspection.ted_rules import ted_findings
+from replaykit.datasets.publishing import verify_published
+from replaykit.inspection.source_facts import corpus_facts
+from replaykit.inspection.validation import ted_findings
 from replaykit.testing import LoopbackHub
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.datasets.mutated.corpora import CORPORA
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Field, Policies, convert
-from replaykit.datasets.engine import stretch
-from replaykit.datasets.engine.runs import Runs
+from replaykit.datasets.engine import row_batches
+from replaykit.datasets.engine.row_batches import Runs
 from replaykit.errors import CorpusError
 from tests.datasets.arms import arm_layout
 from tests.datasets.converted import content
@@ -43,7 +43,7 @@ def test_rows_do_not_depend_on_how_many_groups_are_read_together(tmp_path, monke
     lengths = [4, 1, 7, 2, 3, 40, 5, 5, 5, 1, 1, 9]
     write(tmp_path / "a.h5", lengths)
     together = convert(tmp_path / "a.h5", LAB, tmp_path / "together")
-    monkeypatch.setattr(stretch, "_TOGETHER_BYTES", nbytes)
+    monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", nbytes)
     convert(tmp_path / "a.h5", LAB, tmp_path / "other")
     assert content(tmp_path / "together") == content(tmp_path / "other")
     rows, table = together[:], together.episode_table

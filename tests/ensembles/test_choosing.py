@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit.ensembles.choosing import chosen
+from replaykit.ensembles.ensemble_storage import chosen
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from replaykit import (
     StorageEnsemble,
     WriterEnsemble,
 )
-from replaykit.ensembles.told import Layout
+from replaykit.ensembles.batch_info import InfoSpec
 from tests.ensembles.members import STRIDE, check_rows, make_ensemble, make_member, rows_of, same
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -562,4 +562,4 @@ def test_components_follow_the_members() -> None:
     ensemble[1].extend(rows_of(1, 3))
     assert ensemble.stats()["capacity"] == 53
     check_rows(ensemble.sample(6))
-    assert Layout.of(ensemble.members).width == 1
+    assert InfoSpec.of(ensemble.members).width == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaykit import native
-from replaykit.episodes import ring_writes
+from replaykit.episodes import index
 from replaykit.episodes.ring import RingEpisodes
 
 KERNELS = [
@@ -18,5 +18,5 @@ KERNELS = [
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel of all indexes that a test makes."""
     if request.param == "numpy":
-        monkeypatch.setattr(ring_writes, "new_ring", RingEpisodes)
+        monkeypatch.setattr(index, "new_ring", RingEpisodes)
     return request.param

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import CountLaw, EpisodeIndex, Head
-from replaykit.episodes.native_ring import NativeRing
-from replaykit.episodes.ring_writes import RingWrites
+from replaykit.episodes.index import RingWrites
+from replaykit.episodes.ring_kernels import NativeRing
 
 LAWS = [CountLaw.strict(1), CountLaw.strict(3), CountLaw(1, 1, past=1, open_future=1)]
 

@@ -289,9 +289,9 @@ def test_streams_are_those_that_a_scan_finds(
     rows: Any, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if behind:  # small writes are noted together also in small rings
-        monkeypatch.setattr("replaykit.episodes.stream_writes._BEHIND", 4)
-        monkeypatch.setattr("replaykit.episodes.stream_writes._LEAST", 8)
-    monkeypatch.setattr("replaykit.episodes.stream_writes._BLOCK", 3)
+        monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
+        monkeypatch.setattr("replaykit.episodes.interleaved._LEAST", 8)
+    monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load"]
 
     @settings(max_examples=40, deadline=None)
@@ -467,8 +467,8 @@ def test_files_and_copies_have_streams_too(tmp_path: Path) -> None:
 def test_rows_that_a_large_write_takes_away_are_noted_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("replaykit.episodes.stream_writes._BEHIND", 4)
-    monkeypatch.setattr("replaykit.episodes.stream_writes._LEAST", 8)
+    monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
+    monkeypatch.setattr("replaykit.episodes.interleaved._LEAST", 8)
     buffer = ReplayBuffer(storage=LazyTensorStorage(16, lane_key="env"))
     buffer.extend(stream([0] * 13))
     buffer.extend(stream([1, 1]))
@@ -492,7 +492,7 @@ def test_how_streams_began_is_loaded_also_where_positions_go_on(tmp_path: Path) 
 
 
 def test_rows_placed_by_hand_sever_what_they_lie_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaykit.episodes.stream_writes._BLOCK", 3)
+    monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
     assert lengths(buffer) == [4, 4]

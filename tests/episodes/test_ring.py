@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from replaykit import native
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, RingEpisodes
-from replaykit.episodes.codes import NOT_INIT, RESTORED, SEVERED, SWITCHED
-from replaykit.episodes.kernels import new_ring
-from replaykit.episodes.native_ring import NativeRing
+from replaykit.episodes.episode_laws import NOT_INIT, RESTORED, SEVERED, SWITCHED
+from replaykit.episodes.ring_kernels import NativeRing, new_ring
 
 Array = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, native
-from replaykit.episodes import EpisodeIndex, ring_writes
+from replaykit.episodes import EpisodeIndex, index
 
 
 def new_index(columns: dict[Any, torch.Tensor], slots: int, ndim: int = 1) -> EpisodeIndex:
@@ -97,7 +97,7 @@ def test_the_core_says_which_columns_it_cannot_read(done: torch.Tensor, reads: b
     """It reads all that are usual: else every write would go the long way, with the same result."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     rb.extend(TensorDict({"next": {"done": done}}, [4]))
-    columns, ring = rb.storage.require(), ring_writes.new_ring(4, 1)
+    columns, ring = rb.storage.require(), index.new_ring(4, 1)
     bound = rb.storage.episodes.bound
     assert ring.append_columns(bound, columns, 0, 3) is reads
     assert ring.hi == 3 * reads

@@ -14,8 +14,8 @@ import pytest
 from replaykit.datasets import Layout, Policies, convert
 from replaykit.datasets.families import ISAACLAB, ROBOHIVE
 from replaykit.errors import CorpusError
-from replaykit.inspection import h5, layout_named, opened
-from replaykit.testing.robohive import RoboHiveWriter
+from replaykit.inspection import layout_named, opened, source_facts
+from replaykit.testing.robohive_files import RoboHiveWriter
 
 REFUSED = "a conversion would be refused: "
 
@@ -77,7 +77,7 @@ FILES: dict[str, tuple[str, Callable[[Path], None], str | None]] = {
 def test_what_convert_refuses_is_said_in_its_words(tmp_path, monkeypatch, name, is_whole):
     layout, write, rule = FILES[name]
     if not is_whole:
-        monkeypatch.setattr(h5, "_WHOLE_BYTES", 0)
+        monkeypatch.setattr(source_facts, "_WHOLE_BYTES", 0)
     path = tmp_path / "a.h5"
     write(path)
     refusal = None

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from replaykit.datasets.split import ensure_split
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.inspection import validate
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from replaykit import native
-from replaykit.native import lanes, moments
+from replaykit.native import fallback, moments
 
 DTYPES = [
     "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
 ]  # fmt: skip
-LENGTHS = [1, 2, 15, 16, 17, 33, 1000, 5001, lanes.MOST]
+LENGTHS = [1, 2, 15, 16, 17, 33, 1000, 5001, fallback.MOST]
 
 
 def _draw(dtype: str, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -47,14 +47,14 @@ def test_core_and_numpy_find_the_same_bits(dtype):
         if dtype.startswith("float"):
             values[::7] = np.nan
             values[3::11] = -0.0
-        ours, theirs = native.core().moments(values), lanes.moments(values)
+        ours, theirs = native.core().moments(values), fallback.moments(values)
         assert ours[0] == theirs[0]
         if ours[0]:
             assert np.array(ours[1:], object).tolist() == np.array(theirs[1:], object).tolist()
             assert [type(part) for part in ours] == [type(part) for part in theirs]
 
 
-@pytest.mark.parametrize("found_by", [moments, lanes.moments])
+@pytest.mark.parametrize("found_by", [moments, fallback.moments])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nan_is_no_number_and_infinity_is_one(dtype, found_by):
     values = np.array([np.nan, 2.0, np.nan, -1.0, 5.0], dtype)
@@ -76,6 +76,6 @@ def test_the_core_refuses_more_than_it_can_hold_and_what_are_no_numbers():
     if not native.HAS_CORE:
         pytest.skip("no core")
     with pytest.raises(ValueError, match="65536"):
-        native.core().moments(np.zeros(lanes.MOST + 1, np.uint8))
+        native.core().moments(np.zeros(fallback.MOST + 1, np.uint8))
     with pytest.raises(TypeError, match="expected integers"):
         native.core().moments(np.zeros(3, np.complex64))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.pace.counts import SharedCounts
 from replaykit.pace.limiter import INSERT, SAMPLE
-from replaykit.pace.seats import Seat
+from replaykit.pace.limiter_state import Seat, SharedCounts
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

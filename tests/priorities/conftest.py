@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replaykit import SumSegmentTree
-from replaykit.priorities.kernels import available_kernels
+from replaykit.priorities.tree_kernels import available_kernels
 
 KERNELS = available_kernels()
 

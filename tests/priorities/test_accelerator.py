@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from replaykit import MinSegmentTree, SumSegmentTree
-from replaykit.priorities.torch_kernel import TorchKernel
+from replaykit.priorities.tree_kernels import TorchKernel
 
 F64 = torch.float64
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
-from replaykit.priorities import kernels
-from replaykit.priorities.kernels import available_kernels
+from replaykit.priorities import tree_kernels
+from replaykit.priorities.tree_kernels import available_kernels
 
 TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
 DTYPES = [torch.float32, torch.float64]
@@ -180,7 +180,7 @@ def test_a_kernel_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_a_kernel_that_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available_kernels", lambda: ["portable", "torch"])
+    monkeypatch.setattr(tree_kernels, "available_kernels", lambda: ["portable", "torch"])
     monkeypatch.setenv("REPLAYKIT_TREE", "avx512")
     with pytest.raises(RuntimeError, match="one of portable, torch, got avx512"):
         SumSegmentTree(3)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.errors import EmptyDistributionError
-from replaykit.priorities.kernels import available_kernels
+from replaykit.priorities.tree_kernels import available_kernels
 
 KERNELS = available_kernels()
 F64 = torch.float64

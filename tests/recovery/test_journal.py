@@ -99,7 +99,7 @@ def test_a_full_disk_is_said_before_anything_is_noted(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("replaykit.recovery.files.reserve_blocks", full)
+    monkeypatch.setattr("replaykit.recovery.journal.reserve_blocks", full)
     with pytest.raises(OSError, match="journal"):
         journal.save(1, 0, rows, range(2))
     monkeypatch.undo()
@@ -160,7 +160,7 @@ def test_growth_that_fails_leaves_no_file_without_blocks(
 
     file = MappedFile(tmp_path / "numbers", 64)
     before = (tmp_path / "numbers").stat().st_size
-    monkeypatch.setattr("replaykit.recovery.files.reserve_blocks", full)
+    monkeypatch.setattr("replaykit.recovery.journal.reserve_blocks", full)
     with pytest.raises(OSError, match="numbers"):
         file.grow(1 << 20)
     assert (tmp_path / "numbers").stat().st_size == before == len(file)

@@ -8,27 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.recovery import Members
+from replaykit.recovery import ProcessRegistry
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def test_the_last_one_leaves_nobody(tmp_path: Path) -> None:
     path = tmp_path / "members"
-    assert not Members.nobody(path), "there is no such folder to clear"
-    members = [Members(path) for _ in range(3)]
+    assert not ProcessRegistry.nobody(path), "there is no such folder to clear"
+    members = [ProcessRegistry(path) for _ in range(3)]
     for member in members:
-        assert not Members.nobody(path)
+        assert not ProcessRegistry.nobody(path)
         member.let_go()
         member.let_go()
-    assert Members.nobody(path)
-    assert Members.nobody(path), "asking takes nothing"
+    assert ProcessRegistry.nobody(path)
+    assert ProcessRegistry.nobody(path), "asking takes nothing"
 
 
 def test_one_that_is_forgotten_is_none(tmp_path: Path) -> None:
-    member = Members(tmp_path / "members")
+    member = ProcessRegistry(tmp_path / "members")
     del member
-    assert Members.nobody(tmp_path / "members")
+    assert ProcessRegistry.nobody(tmp_path / "members")
 
 
 @needs_fork
@@ -37,21 +37,21 @@ def test_the_kernel_forgets_who_is_killed(tmp_path: Path) -> None:
     hear, told = os.pipe()
     child = os.fork()
     if not child:
-        member = Members(path)
+        member = ProcessRegistry(path)
         os.write(told, b"there")
         signal.pause()
         member.let_go()
     os.read(hear, 5)
-    assert not Members.nobody(path)
+    assert not ProcessRegistry.nobody(path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert Members.nobody(path)
+    assert ProcessRegistry.nobody(path)
 
 
 @needs_fork
 def test_a_forked_child_stays_when_its_parent_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "members"
-    member = Members(path)
+    member = ProcessRegistry(path)
     waiting, leave = os.pipe()
     child = os.fork()
     if not child:
@@ -59,7 +59,7 @@ def test_a_forked_child_stays_when_its_parent_lets_go(tmp_path: Path) -> None:
         os.read(waiting, 1)
         os._exit(0)
     member.let_go()
-    assert not Members.nobody(path)
+    assert not ProcessRegistry.nobody(path)
     os.close(leave)
     os.waitpid(child, 0)
-    assert Members.nobody(path)
+    assert ProcessRegistry.nobody(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.recovery import SharedLock, shared_lock
+from replaykit.recovery import SharedLock, locks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -49,7 +49,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 def test_a_long_timeout_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it looks meanwhile."""
-    monkeypatch.setattr(shared_lock, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(locks, "_PAUSES", (0.0, 0.0))
     one, other = new(tmp_path), new(tmp_path)
     looks, flock = 0, other._flock
 

@@ -28,7 +28,7 @@ class _GetTimeoutError(Exception):
 
 
 class Ray:
-    """What `replaykit.remote.replies` uses of Ray; references are functions."""
+    """What `replaykit.remote.requests` uses of Ray; references are functions."""
 
     exceptions = SimpleNamespace(
         RayTaskError=_TaskError, RayActorError=_ActorError, GetTimeoutError=_GetTimeoutError
@@ -47,8 +47,10 @@ class Ray:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has handles use this in the place of Ray."""
-    monkeypatch.setattr("replaykit.remote.replies.ray_module", Ray)
-    monkeypatch.setattr("replaykit.remote.outbox._PENDING", {})  # those of others have a real Ray
+    monkeypatch.setattr("replaykit.remote.requests.ray_module", Ray)
+    monkeypatch.setattr(
+        "replaykit.remote.write_queue._PENDING", {}
+    )  # those of others have a real Ray
 
 
 class Actor:

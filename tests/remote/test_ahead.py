@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from replaykit.remote.ahead import Ahead
-from replaykit.remote.packing import pack
-from replaykit.remote.replies import RemoteResult, Reply
+from replaykit.remote.requests import RemoteResult, Reply, RequestQueue
+from replaykit.remote.wire_format import pack
 from tests.remote.stand_in import Ray
 
 
@@ -65,7 +64,7 @@ class Actor:
 def test_polling_sends_no_further_requests() -> None:
     """What is not there yet stays under way; nothing is asked for in its place."""
     actor = Actor()
-    ahead = Ahead(actor.request, depth=4)
+    ahead = RequestQueue(actor.request, depth=4)
     for _ in range(50):
         with pytest.raises(TimeoutError):
             ahead.next(timeout=0.0)
@@ -79,7 +78,7 @@ def test_polling_sends_no_further_requests() -> None:
 
 def test_without_depth_each_request_is_made_when_it_is_asked_for() -> None:
     actor = Actor()
-    ahead = Ahead(actor.request, depth=0)
+    ahead = RequestQueue(actor.request, depth=0)
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     assert len(actor.sent) == 1
@@ -91,7 +90,7 @@ def test_without_depth_each_request_is_made_when_it_is_asked_for() -> None:
 def test_an_error_drops_no_batch_that_was_drawn() -> None:
     """Each batch that the actor has answered with is handed out, in order."""
     actor = Actor()
-    ahead = Ahead(actor.request, depth=4)
+    ahead = RequestQueue(actor.request, depth=4)
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     actor.answer(ValueError("a bad row"), ValueError("another"))
@@ -109,7 +108,7 @@ def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
         answers[0].say(RuntimeError(f"request {len(actor.sent)}"))
         return answers
 
-    ahead = Ahead(refused, depth=2)
+    ahead = RequestQueue(refused, depth=2)
     with pytest.raises(RuntimeError, match=r"request 1$"):
         ahead.next()
     with pytest.raises(RuntimeError, match=r"request 4$"):
@@ -132,7 +131,7 @@ def test_small_batches_are_asked_for_together(depth: int, together: int) -> None
     """In order, none before there is room: never more of them than ``depth`` after a call, and less
     by what one message asks for, but one."""
     actor = Actor()
-    ahead = Ahead(actor.request, depth, together=together)
+    ahead = RequestQueue(actor.request, depth, together=together)
     taken = []
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
@@ -150,7 +149,7 @@ def test_small_batches_are_asked_for_together(depth: int, together: int) -> None
 
 def test_batches_are_asked_for_one_by_one_while_they_are_large() -> None:
     actor = Actor()
-    ahead = Ahead(actor.request, depth=4, together=2)
+    ahead = RequestQueue(actor.request, depth=4, together=2)
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     for turn in range(12):
@@ -167,7 +166,7 @@ def test_batches_are_asked_for_one_by_one_while_they_are_large() -> None:
 def test_what_was_dropped_is_asked_for_anew_and_at_once() -> None:
     """The whole depth of it; what was taken before comes as it would have."""
     actor = Actor()
-    ahead = Ahead(actor.request, depth=4, together=2)
+    ahead = RequestQueue(actor.request, depth=4, together=2)
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     small(actor)
@@ -185,7 +184,7 @@ def test_what_was_dropped_is_asked_for_anew_and_at_once() -> None:
 
 def test_one_error_of_a_message_leaves_its_other_batches() -> None:
     actor = Actor()
-    ahead = Ahead(actor.request, depth=4, together=2)
+    ahead = RequestQueue(actor.request, depth=4, together=2)
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
     small(actor)
@@ -213,7 +212,7 @@ class Interrupted(Answer):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError()], ids=repr)
 def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> None:
     answers: list[Any] = [Interrupted(error), *(Answer() for _ in range(5))]
-    ahead = Ahead(lambda _: [answers.pop(0)], depth=2)
+    ahead = RequestQueue(lambda _: [answers.pop(0)], depth=2)
     with pytest.raises(type(error)):
         ahead.next(timeout=1.0)
     assert ahead.next() == "drawn"
@@ -225,7 +224,7 @@ def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> 
 def test_an_error_of_an_early_request_is_nobodys_without_waiting_too() -> None:
     """It is told to whoever's own request failed, once; others get what was drawn."""
     actor = Actor()
-    ahead = Ahead(actor.request, depth=2)
+    ahead = RequestQueue(actor.request, depth=2)
     first = ahead.take()
     actor.answer(*(RuntimeError(f"request {number}") for number in range(3)))
     assert first.is_ready()
@@ -249,9 +248,9 @@ def some_come(replies: list[Any], timeout: float | None) -> Any:
 
 def test_without_order_whatever_has_come_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that others overtook in the actor holds up nobody, and is not lost."""
-    monkeypatch.setattr("replaykit.remote.ahead.first_come", some_come)
+    monkeypatch.setattr("replaykit.remote.requests.first_come", some_come)
     actor = Actor()
-    ahead = Ahead(actor.request, depth=2, any_order=True)
+    ahead = RequestQueue(actor.request, depth=2, any_order=True)
     later = ahead.take()
     actor.sent[2].say("third")
     assert later.is_ready()
@@ -283,14 +282,14 @@ def test_a_coroutine_gets_whatever_has_come(monkeypatch: pytest.MonkeyPatch) -> 
             done = [ref for ref in refs if ref.done()]
             return done[:1], [ref for ref in refs if ref not in done[:1]]
 
-    monkeypatch.setattr("replaykit.remote.replies.ray_module", Some)
+    monkeypatch.setattr("replaykit.remote.requests.ray_module", Some)
     sent: list[Ref] = []
 
     def request(_: int) -> list[Reply]:
         sent.append(Ref())
         return [Reply(sent[-1])]
 
-    ahead = Ahead(request, depth=2, any_order=True)
+    ahead = RequestQueue(request, depth=2, any_order=True)
 
     async def both() -> list[Any]:
         waiting = [RemoteResult(ahead.take()) for _ in range(2)]

@@ -20,7 +20,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from replaykit.errors import ActorLost
-from replaykit.remote.outbox import MOST_UNDER_WAY
+from replaykit.remote.write_queue import MOST_UNDER_WAY
 from tests.conftest import make_rows
 from tests.ray_cluster import RAY_MARKS
 

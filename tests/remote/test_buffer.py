@@ -25,7 +25,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from replaykit.errors import SchemaError
-from replaykit.remote import owner
+from replaykit.remote import ray_buffer
 from replaykit.remote.host import Host
 from replaykit.testing import RoboHiveWriter, make_trial
 from tests.conftest import make_rows
@@ -293,11 +293,11 @@ def test_an_actor_that_can_never_start_says_what_it_asks_for(monkeypatch: pytest
         wait=lambda refs, timeout: ([], refs), cluster_resources=lambda: dict(cluster)
     )
     actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: "asked"))
-    monkeypatch.setattr(owner, "running_ray", lambda: ray)
-    monkeypatch.setattr(owner, "fetch", lambda ref: ref)
+    monkeypatch.setattr(ray_buffer, "running_ray", lambda: ray)
+    monkeypatch.setattr(ray_buffer, "fetch", lambda ref: ref)
     asked = {"num_cpus": 1000, "resources": {"learner": 1}}
     with pytest.raises(TimeoutError, match=r"asks for .*1000.* has \{'learner': 0, 'CPU': 2.0\}"):
-        owner._ready(actor, asked)
+        ray_buffer._ready(actor, asked)
     # What there is enough of is waited for: others may let go of it, or it is slow to be made.
     cluster.update(CPU=1000.0, learner=1.0)
-    assert owner._ready(actor, asked) == "asked"
+    assert ray_buffer._ready(actor, asked) == "asked"

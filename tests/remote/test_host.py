@@ -18,8 +18,8 @@ from replaykit import (
 from replaykit.errors import SchemaError
 from replaykit.remote import host as module
 from replaykit.remote.host import Host
-from replaykit.remote.packing import pack, unpack
-from replaykit.remote.replies import unpack_reply
+from replaykit.remote.requests import unpack_reply
+from replaykit.remote.wire_format import pack, unpack
 from tests.conftest import make_rows
 
 

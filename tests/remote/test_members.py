@@ -21,10 +21,10 @@ from replaykit import (
 )
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.mapped import MappedStorage
+from replaykit.datasets.published_buffer import MappedStorage
 from replaykit.datasets.sources import Sources
 from replaykit.errors import ActorLost
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.ensembles.members import check_rows, make_member, rows_of, same
 from tests.remote.stand_in import Actor, client_of, stand_in
 

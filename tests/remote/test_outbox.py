@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from replaykit.errors import ActorLost
-from replaykit.remote import outbox as module
-from replaykit.remote.outbox import MOST_UNDER_WAY, Outbox, leave_all
-from replaykit.remote.replies import Reply, one_of
+from replaykit.remote import write_queue as module
+from replaykit.remote.requests import Reply, one_of
+from replaykit.remote.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from tests.remote.stand_in import Ray, failing, no_answer, stand_in
 
 
@@ -19,13 +19,13 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
 
-def outbox() -> Outbox:
+def outbox() -> WriteQueue:
     """One whose writes all fail, with what was written."""
 
     def call(name: str, data: Any, keywords: Any) -> Any:
         return failing(ValueError(f"write {data}"))
 
-    return Outbox(lambda counts, rows: None, call, actor=object())
+    return WriteQueue(lambda counts, rows: None, call, actor=object())
 
 
 def test_each_error_that_nobody_asked_for_is_raised_once() -> None:
@@ -95,7 +95,7 @@ def test_what_is_under_way_is_known_after_its_handle_has_gone(
     monkeypatch.setattr(module, "_looked_at", [2])
     actor, here, largest = object(), len(module._PENDING), 0
     for _ in range(50):
-        box = Outbox(lambda counts, rows: None, lambda *_: lambda: [0, None], actor=actor)
+        box = WriteQueue(lambda counts, rows: None, lambda *_: lambda: [0, None], actor=actor)
         box.put("add", 0, {})
         largest = max(largest, len(module._PENDING) - here)
     assert 1 <= largest <= 6
@@ -113,7 +113,7 @@ def test_writes_that_are_lost_with_the_actor_are_told_when_it_is_closed() -> Non
     def lost() -> Any:
         raise Ray.exceptions.RayActorError("killed")
 
-    box = Outbox(lambda counts, rows: None, lambda *_: lost, actor=object())
+    box = WriteQueue(lambda counts, rows: None, lambda *_: lost, actor=object())
     box.put("add", 0, {})
     (error,), unanswered = leave_all(None, box.actor)
     assert type(error) is ActorLost
@@ -125,7 +125,7 @@ def test_what_is_lost_when_the_program_ends_is_warned_of(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_AT_EXIT_SECONDS", 0.0)
     box = outbox()
     box.put("add", 7, {})
-    silent = Outbox(lambda counts, rows: None, lambda *_: no_answer)
+    silent = WriteQueue(lambda counts, rows: None, lambda *_: no_answer)
     silent.put("add", 0, {})
     with pytest.warns(RuntimeWarning, match=r"ValueError: write 7; TimeoutError: 1 messages"):
         module._leave_at_exit()
@@ -143,7 +143,7 @@ def test_who_waits_for_an_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
                 raise self.exceptions.GetTimeoutError
             return [0, "there"]
 
-    monkeypatch.setattr("replaykit.remote.replies.ray_module", Slow)
+    monkeypatch.setattr("replaykit.remote.requests.ray_module", Slow)
     reply = Reply(object())
     first = threading.Thread(target=reply.get, daemon=True)
     first.start()

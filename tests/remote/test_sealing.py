@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.remote.packing import ITSELF, pack, unpack
-from replaykit.remote.sealing import opened, seal
+from replaykit.remote.wire_format import ITSELF, opened, pack, seal, unpack
 from tests.conftest import make_rows
 from tests.remote.test_packing import VALUES, check
 

@@ -34,7 +34,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.samplers.live import LiveSlots
+from replaykit.samplers.consuming import LiveSlots
 from tests.samplers.chi_square import chi_square_p
 
 

@@ -14,8 +14,13 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import CountLaw
-from replaykit.samplers.draws import iid, stratified, without_replacement
-from replaykit.samplers.measures import MEASURES, Anchors
+from replaykit.samplers.window_measures import (
+    MEASURES,
+    Anchors,
+    iid,
+    stratified,
+    without_replacement,
+)
 
 
 def _anchors(

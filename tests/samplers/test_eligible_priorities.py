@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
-from replaykit.samplers.eligible_priorities import EligiblePriorities
+from replaykit.samplers.priority_draws import EligiblePriorities
 from replaykit.transforms.history import HistoryTransform
 
 # -- a model --------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ laws = st.builds(
 @pytest.fixture(params=["never all rows", "all rows where it is less work"])
 def share(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "never all rows":
-        monkeypatch.setattr("replaykit.samplers.eligible_priorities._MANY", 0)
+        monkeypatch.setattr("replaykit.samplers.priority_draws._MANY", 0)
 
 
 @pytest.mark.usefixtures("share")

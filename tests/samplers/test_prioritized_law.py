@@ -19,7 +19,7 @@ from replaykit import (
     PrioritizedSampler,
     ReplayBuffer,
 )
-from replaykit.samplers.priority_law import PriorityLaw
+from replaykit.samplers.priority_rules import PriorityLaw
 from replaykit.samplers.priority_table import PriorityTable
 
 CAPACITIES = [1, 2, 3, 8, 63, 64, 65]

@@ -476,10 +476,10 @@ def test_lanes_update_by_row() -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "replaykit.samplers.prioritized_slices.PrioritizedSliceSampler._drawn",
-        "replaykit.samplers.windows.Window.numbers",
-        "replaykit.samplers.eligible_priorities.EligiblePriorities._derive_all",
-        "replaykit.samplers.eligible_priorities.EligiblePriorities._derive",
+        "replaykit.samplers.prioritized.PrioritizedSliceSampler._drawn",
+        "replaykit.samplers.window_forms.Window.numbers",
+        "replaykit.samplers.priority_draws.EligiblePriorities._derive_all",
+        "replaykit.samplers.priority_draws.EligiblePriorities._derive",
     ],
 )
 def test_a_draw_that_fails_changes_no_priority(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replaykit.samplers.priority_law import PriorityLaw, importance_weights
+from replaykit.samplers.priority_rules import PriorityLaw, importance_weights
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaykit.samplers import priority_table
-from replaykit.samplers.priority_law import PriorityLaw
+from replaykit.samplers.priority_rules import PriorityLaw
 from replaykit.samplers.priority_table import PriorityTable
 
 

@@ -18,7 +18,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from replaykit.errors import NotEnoughData
-from replaykit.samplers.base import drawing_device
+from replaykit.samplers.sampler import drawing_device
 
 
 def _seeded(seed: int) -> torch.Generator:

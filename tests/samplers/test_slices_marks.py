@@ -206,7 +206,7 @@ def test_tensors_of_a_device_are_marked_alike(
     data["next", "truncated"][6] = True
     data["next", "terminated"][6] = False
     here = sliced(data, slice_len=4, **options).sample(80)
-    monkeypatch.setattr("replaykit.samplers.markers._array", lambda tensor: tensor)
+    monkeypatch.setattr("replaykit.samplers.window_forms._array", lambda tensor: tensor)
     there = sliced(data, slice_len=4, **options).sample(80)
     assert (here == there).all()
     assert set(here.keys(True)) == set(there.keys(True))

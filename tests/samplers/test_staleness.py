@@ -30,8 +30,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.samplers.version_groups import VersionGroups
-from replaykit.samplers.versions_followed import FollowedVersions
+from replaykit.samplers.policy_versions import FollowedVersions, VersionGroups
 from tests.samplers.chi_square import chi_square_p
 
 

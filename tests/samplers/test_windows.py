@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import WINDOWS, EpisodeIndex
-from replaykit.samplers.windows import ALIGNS, PADS, SHORTS, Window, WindowForm
+from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, Window, WindowForm
 
 
 def _index(rows: Any) -> EpisodeIndex:

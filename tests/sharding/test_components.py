@@ -28,8 +28,8 @@ from replaykit import (
     Transform,
 )
 from replaykit.errors import SchemaError
-from replaykit.sharding.holder import ShardHolder
-from replaykit.sharding.wire import encoded
+from replaykit.sharding.protocol import encoded
+from replaykit.sharding.shard_server import ShardHolder
 from tests.sharding.laws import chi_square, counts, episodes
 
 
@@ -83,7 +83,7 @@ class ShardlessRay:
 def test_ray_goes_on_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Others may have come to use it since it was started for the shards."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
-    from replaykit.sharding.actors import RaySupervisor
+    from replaykit.sharding.shards import RaySupervisor
 
     ray = ShardlessRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
@@ -103,7 +103,7 @@ def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from ray.exceptions import GetTimeoutError
 
-    from replaykit.sharding.actors import RaySupervisor
+    from replaykit.sharding.shards import RaySupervisor
 
     class Full(ShardlessRay):
         def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -122,7 +122,7 @@ def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe
 
 def test_what_fails_when_an_actor_is_made_is_its_answer(recipe: Any) -> None:
     """Its own type and text, not those of an actor that has died."""
-    from replaykit.sharding.actors import _ShardActor
+    from replaykit.sharding.shards import _ShardActor
 
     holder = ShardHolder(recipe(), 0)
     holder.save_own()

@@ -12,9 +12,7 @@ from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, ShardLoss
 from replaykit.sharding import ShardLossWarning
-from replaykit.sharding.facts import ShardFacts
-from replaykit.sharding.losses import Losses
-from replaykit.sharding.wire import encoded
+from replaykit.sharding.protocol import Losses, ShardFacts, encoded
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -238,7 +236,7 @@ def test_a_save_that_fails_is_logged_and_tried_again(
 def test_the_saver_of_an_actor_outlives_what_goes_wrong(
     recipe: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from replaykit.sharding.actors import _ShardActor
+    from replaykit.sharding.shards import _ShardActor
 
     async def watched() -> None:
         actor = _ShardActor(recipe(0.0), 0, 0)

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from replaykit.errors import CheckpointError
-from replaykit.sharding.recipe import ShardRecipe
-from replaykit.sharding.saved_shard import SavedShard
+from replaykit.sharding.shard_config import ShardRecipe
+from replaykit.sharding.shard_server import SavedShard
 
 
 def numbered(first: int, count: int) -> TensorDict:

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from replaykit import PrioritizedSampler
 from replaykit.errors import SchemaError
 from replaykit.sharding import ShardSilent
-from replaykit.sharding.outbox import Outbox
+from replaykit.sharding.client_writes import ShardOutbox
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -144,7 +144,7 @@ def test_an_error_reaches_who_asks_or_who_writes_next(gated: tuple[Any, Gate]) -
 
 
 def test_its_thread_ends_with_it_after_what_was_given() -> None:
-    outbox, done = Outbox(), threading.Event()
+    outbox, done = ShardOutbox(), threading.Event()
     gate = threading.Event()
     assert outbox.put(lambda: 5).result() == 5
     outbox.put(gate.wait)

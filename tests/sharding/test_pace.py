@@ -25,8 +25,8 @@ from replaykit import (
 )
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT
-from replaykit.sharding import core
-from replaykit.sharding.pacing import LocalPace
+from replaykit.sharding import sharded_buffer
+from replaykit.sharding.shard_pacing import LocalPace
 from tests.pace.calls import counts, numbers, started
 
 
@@ -315,7 +315,7 @@ def test_nothing_but_writes_waits_for_writes_that_are_held_up(
     assert second.result(20) == 6
     assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     lost = rb.extend_async(numbers(7, 3))
-    monkeypatch.setattr(core, "_SETTLING_S", 0.05)
+    monkeypatch.setattr(sharded_buffer, "_SETTLING_S", 0.05)
     with pytest.raises(RuntimeError, match="still had to wait for samples when the buffer was clo"):
         rb.close()
     with pytest.raises(RuntimeError, match="shut down"):

@@ -11,10 +11,9 @@ import pytest
 from replaykit import RateLimiter
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE
-from replaykit.sharding import pace_actor
-from replaykit.sharding.facts import ShardFacts
-from replaykit.sharding.pace_actor import Paced
-from replaykit.sharding.pacing import ShardsPace, Told
+from replaykit.sharding import shard_pacing
+from replaykit.sharding.protocol import ShardFacts
+from replaykit.sharding.shard_pacing import Paced, ShardsPace, Told
 
 
 def facts(rows: int, version: int = 0, written: int | None = None) -> ShardFacts:
@@ -119,7 +118,7 @@ def test_what_dead_clients_held_is_given_back() -> None:
 def test_no_shard_is_waited_for_to_give_back_what_dead_clients_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace_actor, "_ANSWERED_WITHIN_S", 0.01)
+    monkeypatch.setattr(shard_pacing, "_ANSWERED_WITHIN_S", 0.01)
 
     async def test(desk: Desk) -> None:
         desk.silent, desk.dead = 1, 2
@@ -174,7 +173,7 @@ def test_what_shards_hold_is_looked_at_while_somebody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows whose writer has got no answer, and told nobody."""
-    monkeypatch.setattr(pace_actor, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(shard_pacing, "_LOOK_AGAIN_S", 0.01)
 
     async def test(desk: Desk) -> None:
         await desk.known("a")

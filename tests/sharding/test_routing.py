@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
 from replaykit.errors import SchemaError
-from replaykit.sharding.naming import Names
+from replaykit.sharding.protocol import GlobalIndex
 from replaykit.sharding.routing import ByKey, InTurn, stable_hash
 from tests.sharding.laws import episodes
 
@@ -32,7 +32,7 @@ def test_the_hash_of_a_key_is_the_same_everywhere() -> None:
 
 @given(st.integers(1, 9), st.lists(st.integers(-1, 10**12), min_size=1))
 def test_a_name_says_shard_and_slot(shards: int, slots: list[int]) -> None:
-    names, given_slots = Names(shards), torch.tensor(slots)
+    names, given_slots = GlobalIndex(shards), torch.tensor(slots)
     for shard in range(shards):
         index = names.join(shard, given_slots)
         assert names.slots(index).tolist() == slots
@@ -42,9 +42,9 @@ def test_a_name_says_shard_and_slot(shards: int, slots: list[int]) -> None:
 @given(st.integers(0, 10**6), st.integers(0, 1000))
 def test_generations_of_other_incarnations_are_no_generations(count: int, lives: int) -> None:
     plain = torch.tensor([count, -1])
-    told = Names.stamped(plain, lives)
-    assert Names.unstamped(told, lives).tolist() == [count, -1]
-    assert Names.unstamped(told, lives + 1).tolist() == [-1, -1]
+    told = GlobalIndex.stamped(plain, lives)
+    assert GlobalIndex.unstamped(told, lives).tolist() == [count, -1]
+    assert GlobalIndex.unstamped(told, lives + 1).tolist() == [-1, -1]
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 40), max_size=8), st.data())

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, Transform
 from replaykit.errors import CheckpointError
-from replaykit.sharding import saving
-from replaykit.sharding.barrier import Barrier, Known, Stamp, missing_parts
-from replaykit.sharding.errors import BarrierBusy
+from replaykit.sharding import shard_saves
+from replaykit.sharding.protocol import BarrierBusy
+from replaykit.sharding.shard_server import Barrier, KnownWrites, Stamp, missing_parts
 from tests.sharding.laws import chi_square, counts, episodes
 
 
@@ -217,7 +217,7 @@ def test_a_shard_that_dies_while_it_writes_files_leaves_the_save_before(
     with pytest.raises(RuntimeError, match="shard 0 has been restarted while all were saved"):
         rb.dumps(tmp_path)
     last.call = send
-    monkeypatch.setattr(saving, "_DRAIN_S", 0.05)  # the rows that died with it do not come
+    monkeypatch.setattr(shard_saves, "_DRAIN_S", 0.05)  # the rows that died with it do not come
     assert list((tmp_path / "shards").iterdir()) == before
     other = sharded(3)
     other.loads(tmp_path)
@@ -231,7 +231,7 @@ def test_a_write_that_was_lost_is_waited_for_once(
     sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the first save after its shard died; later ones hold nobody for it."""
-    monkeypatch.setattr(saving, "_DRAIN_S", 0.02)
+    monkeypatch.setattr(shard_saves, "_DRAIN_S", 0.02)
     rb = sharded(3, on_loss=lambda loss: None)
     rb.extend(numbered(0, 9))
     rb._members.shards[0].kill()
@@ -435,7 +435,10 @@ def test_writes_that_are_long_done_are_forgotten() -> None:
     two.came(Stamp("a", 0, 0b11, 0), None)
     assert len(one.state()) == 2
     assert missing_parts({0: one.freeze("t", 1), 1: two.freeze("t", 1)}) == {}
-    assert missing_parts({0: Known({}, {"a": 5}), 1: Known({("a", 3): 0b11}, {"a": 3})}) == {}
+    assert (
+        missing_parts({0: KnownWrites({}, {"a": 5}), 1: KnownWrites({("a", 3): 0b11}, {"a": 3})})
+        == {}
+    )
 
 
 def test_writes_do_not_wait_longer_than_was_promised() -> None:
@@ -450,7 +453,7 @@ def test_clients_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     """Handles may come and go without end; what each shard keeps of them does not grow. Nobody
     is asked for the parts of a write that others may have forgotten."""
     now = 0.0
-    monkeypatch.setattr("replaykit.sharding.barrier.time.monotonic", lambda: now)
+    monkeypatch.setattr("replaykit.sharding.shard_server.time.monotonic", lambda: now)
     one, two = Barrier(within=10.0), Barrier(within=10.0)
     for number in range(1000):
         now += 1.0

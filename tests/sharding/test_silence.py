@@ -96,7 +96,7 @@ def test_a_silent_supervisor_is_not_waited_for_without_end(monkeypatch: pytest.M
     ray.get, ray.exceptions = get, exceptions  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    from replaykit.sharding.actors import RaySupervisor
+    from replaykit.sharding.shards import RaySupervisor
 
     class Actor:
         def __getattr__(self, name: str) -> Any:

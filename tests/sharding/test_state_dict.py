@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, RandomSampler
-from replaykit.sharding.wire import decoded, encoded
+from replaykit.sharding.protocol import decoded, encoded
 
 
 def numbered(first: int, count: int) -> TensorDict:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit.leafwise import raw_bytes
+from replaykit.structure import raw_bytes
 
 
 @pytest.fixture(scope="session")

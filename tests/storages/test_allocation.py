@@ -10,8 +10,8 @@ import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.schema import Schema, take_apart
-from replaykit.storages import allocation
-from replaykit.storages.allocation import (
+from replaykit.storages import memory
+from replaykit.storages.memory import (
     allocate,
     available_memory,
     column_shapes,
@@ -55,12 +55,12 @@ def test_an_over_large_request_is_refused_before_memory_is_taken(
 ) -> None:
     """WR19: the message names the rows, the bytes that are needed and those there are."""
     rb = ReplayBuffer(storage=LazyTensorStorage(2**45))
-    monkeypatch.setattr(allocation, "available_memory", lambda _: 3 * 2**30)
+    monkeypatch.setattr(memory, "available_memory", lambda _: 3 * 2**30)
 
     def taken(*_: Any, **__: Any) -> None:
         raise AssertionError("memory was taken")
 
-    monkeypatch.setattr(allocation.torch, "empty", taken)
+    monkeypatch.setattr(memory.torch, "empty", taken)
     with pytest.raises(MemoryError) as caught:
         rb.extend(make_rows(0, 3))
     assert str(caught.value) == (
@@ -84,25 +84,25 @@ def test_no_machine_has_a_pebibyte(make_rows: Any) -> None:
 
 
 def test_what_just_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "available_memory", lambda _: 60)
+    monkeypatch.setattr(memory, "available_memory", lambda _: 60)
     assert len(allocate(_schema(), 5, torch.Size(), CPU, None)[0]) == 2
-    monkeypatch.setattr(allocation, "available_memory", lambda _: 59)
+    monkeypatch.setattr(memory, "available_memory", lambda _: 59)
     with pytest.raises(MemoryError, match=r"5 rows of 12 bytes needs 60 B.* 59 B are available"):
         allocate(_schema(), 5, torch.Size(), CPU, None)
 
 
 def test_a_device_that_does_not_tell_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory(torch.device("meta")) is None
-    monkeypatch.setattr(allocation, "_free_of_machine", lambda: None)
-    monkeypatch.setattr(allocation, "_free_of_group", lambda: None)
+    monkeypatch.setattr(memory, "_free_of_machine", lambda: None)
+    monkeypatch.setattr(memory, "_free_of_group", lambda: None)
     assert available_memory(CPU) is None
     assert len(allocate(_schema(), 5, torch.Size(), CPU, None)[0]) == 2
 
 
 def test_the_tighter_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "_free_of_machine", lambda: 500)
+    monkeypatch.setattr(memory, "_free_of_machine", lambda: 500)
     for group, expected in ((300, 300), (700, 500), (None, 500)):
-        monkeypatch.setattr(allocation, "_free_of_group", lambda group=group: group)
+        monkeypatch.setattr(memory, "_free_of_group", lambda group=group: group)
         assert available_memory(CPU) == expected
 
 
@@ -141,16 +141,16 @@ def test_the_limit_of_a_container_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: dict[str, str], free: int | None
 ) -> None:
     _groups(tmp_path, layout)
-    monkeypatch.setattr(allocation, "FilePath", lambda _: tmp_path)
-    assert allocation._free_of_group() == free
+    monkeypatch.setattr(memory, "FilePath", lambda _: tmp_path)
+    assert memory._free_of_group() == free
 
 
 def test_the_memory_of_the_machine_is_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(allocation, "open", missing, raising=False)
-    free = allocation._free_of_machine()
+    monkeypatch.setattr(memory, "open", missing, raising=False)
+    free = memory._free_of_machine()
     assert free is None or free > 2**20
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit.schema import Schema, take_apart
-from replaykit.storages.beside import Beside, grow_in_memory
+from replaykit.storages.overflow_table import Beside, grow_in_memory
 
 CPU = torch.device("cpu")
 PATHS = [("small",), ("wide",)]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit.leafwise import raw_bytes
-from replaykit.storages import bits
-from replaykit.storages.bits import any_differing, differing
+from replaykit.storages import tensor_bytes
+from replaykit.storages.tensor_bytes import any_differing, differing
+from replaykit.structure import raw_bytes
 
 
 def _by_bytes(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
@@ -49,7 +49,7 @@ def test_rows_that_differ(
 
 
 def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_bytes, "_BLOCK_BYTES", 64)
     a = torch.randint(
         0, 2, (101, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, take_apart
-from replaykit.storages import torch_rows
-from replaykit.storages.carrying import carried
+from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
+from replaykit.storages.tensor_bytes import carried
 
 
 def _columns(data: Any, ndim: int = 1) -> Columns:
@@ -300,7 +300,7 @@ def test_an_interrupt_is_passed_on_after_the_last_column(
     """A record is never left half old and half new (G4), not even by Ctrl-C."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     rb.extend(make_rows(0, 4))
-    whole = torch_rows.scatter
+    whole = row_kernels.scatter
     calls: list[int] = []
 
     class ThirdTime(dict[Any, Any]):
@@ -320,7 +320,7 @@ def test_an_interrupt_is_passed_on_after_the_last_column(
 
     # The core is not interrupted at all; torch is, between two columns.
     rb.storage.require()._native = None
-    monkeypatch.setattr(torch_rows, "scatter", interrupted)
+    monkeypatch.setattr(row_kernels, "scatter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rb.extend(make_rows(7, 2))
     assert len(calls) == 2

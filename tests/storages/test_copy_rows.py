@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.storages import restorable, torch_rows
+from replaykit.storages import restorable, row_kernels
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads, each with several blocks, of a few rows."""
-    monkeypatch.setattr(torch_rows, "_ENOUGH_BYTES", 64)
-    monkeypatch.setattr(torch_rows, "_BLOCK_BYTES", 40)
+    monkeypatch.setattr(row_kernels, "_ENOUGH_BYTES", 64)
+    monkeypatch.setattr(row_kernels, "_BLOCK_BYTES", 40)
     monkeypatch.setattr(restorable, "_WHOLE_BYTES", 500)
 
 
@@ -37,7 +37,7 @@ def test_every_row_arrives_whatever_the_blocks(
     source = values.to(dtype)[::step]
     around = torch.full((rows + 2, *shape), 1).to(dtype)
     target = around.clone()
-    torch_rows.copy_rows(target[1 : rows + 1], source)
+    row_kernels.copy_rows(target[1 : rows + 1], source)
     assert torch.equal(target[1 : rows + 1], source)
     assert torch.equal(target[[0, -1]], around[[0, -1]])
 

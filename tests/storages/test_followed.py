@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaykit.checkpoint import RowChunks
-from replaykit.storages.followed import FollowedColumn, plain_column, rebuilt_column
+from replaykit.storages.content import FollowedColumn, plain_column, rebuilt_column
 
 
 @given(st.data())

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, native
 from replaykit.schema import Schema, take_apart
 from replaykit.storages.columns import Columns
-from replaykit.storages.frames import Before, Frames
+from replaykit.storages.history_kernels import Before, Frames
 from replaykit.storages.records import plan_records
 
 pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
-from replaykit.leafwise import raw_bytes
 from replaykit.schema import Schema, take_apart
-from replaykit.storages.matching import MatchedRows, Matcher
+from replaykit.storages.schema_match import MatchedRows, Matcher
+from replaykit.structure import raw_bytes
 
 COUNT = 5
 PRIORITY = ("td_error",)

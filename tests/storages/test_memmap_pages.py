@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
 from replaykit.storages.columns import Columns
-from replaykit.storages.native_rows import _COLD_BATCHES
+from replaykit.storages.row_kernels import _COLD_BATCHES
 
 pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
 

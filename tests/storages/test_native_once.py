@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
-from replaykit.storages.native_once import NativeOnce
+from replaykit.storages.dedup_native import NativeOnce
 
 CORE = pytest.mark.skipif(native.Followed is None, reason="needs the compiled core")
 

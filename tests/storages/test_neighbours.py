@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit.storages.neighbours import neighbours
+from replaykit.storages.slot_sets import neighbours
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaykit.storages.number_sets import all_distinct, contained
+from replaykit.storages.slot_sets import all_distinct, contained
 
 NUMBERS = st.one_of(
     st.lists(st.integers(0, 40), max_size=30),

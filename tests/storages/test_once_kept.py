@@ -17,9 +17,9 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
-from replaykit.storages.native_once import NativeOnce
-from replaykit.storages.once_settling import SettledRows
-from replaykit.storages.once_streams import StreamColumns
+from replaykit.storages.dedup_native import NativeOnce
+from replaykit.storages.dedup_rows import SettledRows
+from replaykit.storages.dedup_streams import StreamColumns
 
 SLOTS = 19
 OPTIONS: dict[str, dict[str, Any]] = {

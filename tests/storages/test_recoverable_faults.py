@@ -24,7 +24,7 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 from replaykit.recovery import MappedFile, States
-from replaykit.samplers.set_elements import SetElements
+from replaykit.samplers.priority_table import SetElements
 from replaykit.storages.columns import Columns
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -192,7 +192,7 @@ def test_a_first_write_that_found_no_room_can_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = opened(tmp_path)
-    monkeypatch.setattr("replaykit.recovery.home.MappedFile", full)
+    monkeypatch.setattr("replaykit.recovery.recovery_folder.MappedFile", full)
     with pytest.raises(OSError, match="space"):
         rb.extend(rows(0, 3))
     monkeypatch.undo()

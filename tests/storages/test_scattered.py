@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit.schema import Schema, take_apart
-from replaykit.storages.columns import Columns
-from replaykit.storages.scattered import ScatteredColumns
+from replaykit.storages.columns import Columns, ScatteredColumns
 
 STARTS, LENGTHS = torch.tensor([3, 20, 21, 60]), torch.tensor([5, 1, 30, 4])
 ROWS = torch.cat([torch.arange(a, a + n) for a, n in zip(STARTS, LENGTHS, strict=True)])

@@ -24,7 +24,7 @@ from replaykit import (
     ReplayBuffer,
     SliceSampler,
 )
-from replaykit.storages import shared
+from replaykit.storages import shared_storage as shared
 from tests.storages.sharing import another, drawn, shown
 
 SLOTS, LANES = 7, 2

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler, StackFrames
-from replaykit.storages import following
+from replaykit.storages import shared_storage
 from tests.storages.sharing import another
 
 SLOTS = 8
@@ -64,7 +64,7 @@ def meanwhile(
 
 
 needs_order = pytest.mark.skipif(
-    not following._ORDERED,
+    not shared_storage._ORDERED,
     reason="a processor that does not show stores in order: draws take the lock",
 )
 
@@ -151,7 +151,7 @@ def test_priorities_that_have_changed_take_the_lock(monkeypatch: pytest.MonkeyPa
 
 
 def test_elsewhere_draws_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_ORDERED", False)
+    monkeypatch.setattr(shared_storage, "_ORDERED", False)
     mine, other = handles()
     ways = meanwhile(mine, monkeypatch, lambda: None)
     other.extend(rows(SLOTS, 3))

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, native
 from replaykit.storages.columns import Columns
-from replaykit.storages.steps_ahead import StepsPlan
+from replaykit.storages.history_kernels import StepsPlan
 
 pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 SAMPLE = Path(__file__).parents[2] / "../shared/data/robohive/fk1_random_policy_trace.h5"
 SAMPLE_SHA256 = "cb7a813a94d88c8e1b0b3a769c810bee8008fc96801d26ce0bfc5fd72bdafe1d"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 from replaykit import join_trajectories, pad_collate, split_trajectories
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.split import ensure_split
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 FLAGS = ("done", "truncated", "terminated")
 

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer, to_device
-from replaykit.leafwise import raw_bytes
-from replaykit.transfer.moving import _ALONE_BYTES, _move_packed, _moved
-from replaykit.transfer.packing import is_plain
+from replaykit.structure import raw_bytes
+from replaykit.transfer import _ALONE_BYTES, _move_packed, _moved, is_plain
 
 
 class Moves:

@@ -18,8 +18,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, to_device
 from replaykit.buffer import sampling
-from replaykit.transfer import Arrival, Staging
-from replaykit.transfer.engines import CudaEngine, engine_for
+from replaykit.transfer import Arrival, CudaEngine, Staging, engine_for
 
 _GARBAGE = 0xEE
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import native
-from replaykit.transforms import HindsightGoal, goals
-from replaykit.transforms.goals import (
+from replaykit.transforms import HindsightGoal, hindsight
+from replaykit.transforms.hindsight import (
     REACHED,
     distance_rewards,
     later_goals,
@@ -192,7 +192,7 @@ def test_leaves_that_the_core_does_not_know() -> None:
 
 
 def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goals, "_core", None)
+    monkeypatch.setattr(hindsight, "_core", None)
     rows, fresh, leaves = leaves_of(6, 3, torch.float32, False, 0)
     assert relabelled(rows.numpy(), fresh, leaves, *KEYS) is None
 

@@ -27,8 +27,8 @@ from replaykit import (
     native,
 )
 from replaykit.episodes import Needs
-from replaykit.transforms import goals as goals_module
 from replaykit.transforms import hindsight
+from replaykit.transforms import hindsight as goals_module
 from replaykit.transforms.history import Around, Surroundings
 
 SMALLEST_P = 1e-4

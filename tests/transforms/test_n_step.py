@@ -31,7 +31,7 @@ from replaykit import (
     native,
 )
 from replaykit.samplers import Sampler
-from replaykit.storages.steps_ahead import StepsAhead
+from replaykit.storages.history_kernels import StepsAhead
 from replaykit.transforms.discounting import discounted_sums
 from replaykit.transforms.history import HistoryTransform
 

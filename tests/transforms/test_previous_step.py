@@ -20,7 +20,7 @@ from replaykit import (
     ReplayBuffer,
     StepCount,
 )
-from replaykit.buffer.around import StoredSurroundings
+from replaykit.buffer.row_context import StoredSurroundings
 from replaykit.transforms import Surroundings
 
 

@@ -20,11 +20,11 @@ from replaykit import (
     SliceSampler,
     StackFrames,
 )
-from replaykit.buffer.around import StoredSurroundings
+from replaykit.buffer.row_context import StoredSurroundings
 from replaykit.episodes import Needs
 from replaykit.samplers import Sampler
 from replaykit.storages.columns import Columns
-from replaykit.storages.frames import Frames
+from replaykit.storages.history_kernels import Frames
 from replaykit.transforms import Surroundings
 
 

@@ -16,26 +16,38 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaykit.datasets.columns import ColumnFile, create_columns, synced_early
-from replaykit.datasets.engine.condense import condense
-from replaykit.datasets.engine.decoding import Preceded
-from replaykit.datasets.engine.filework import Written, write_files
+from replaykit.datasets.column_files import (
+    EPISODE_DIRECTORY,
+    ColumnOutput,
+    create_columns,
+    synced_early,
+    write_episode_table,
+)
+from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, provenance
+from replaykit.datasets.engine.conversion_report import (
+    duplicates,
+    make_report,
+    summary,
+    warn_caller,
+)
+from replaykit.datasets.engine.fields import Preceded
 from replaykit.datasets.engine.layout import DropLeaves, Layout
-from replaykit.datasets.engine.once import store_once
 from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.engine.removing import kept_episodes, without_episodes
-from replaykit.datasets.engine.report import duplicates, make_report, summary, warn_caller
+from replaykit.datasets.engine.resuming import Excluded, Unfinished, conversion_digest
 from replaykit.datasets.engine.scan import scan
-from replaykit.datasets.engine.specs import column_specs
-from replaykit.datasets.engine.unfinished import Excluded, Unfinished, conversion_digest
-from replaykit.datasets.episode_table import EPISODE_DIRECTORY, write_episode_table
-from replaykit.datasets.manifest import MANIFEST_NAME, Array, Manifest, provenance
-from replaykit.datasets.opened import Published
-from replaykit.datasets.progress import progress_bar
-from replaykit.datasets.publish import ensure_published, hold_back
+from replaykit.datasets.engine.write_files import (
+    WrittenFile,
+    condense,
+    kept_episodes,
+    store_once,
+    without_episodes,
+    write_files,
+)
+from replaykit.datasets.publishing import Published, ensure_published, hold_back
 from replaykit.datasets.sources import Sources
+from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
@@ -123,7 +135,7 @@ def ensure_dataset(
         >>> from replaykit.datasets.engine.conversion import ensure_dataset
         >>> from replaykit.datasets.families.robohive import ROBOHIVE
         >>> from replaykit.datasets.sources import Sources
-        >>> from replaykit.testing.robohive import RoboHiveWriter
+        >>> from replaykit.testing.robohive_files import RoboHiveWriter
         >>> root = Path(tempfile.mkdtemp())
         >>> with RoboHiveWriter(root / "a.h5") as writer:
         ...     _ = writer.add_trial(
@@ -313,7 +325,7 @@ def _columns(
     unfinished: Unfinished,
     without: Mapping[str, str],
     excluded: Excluded,
-) -> dict[Key, ColumnFile]:
+) -> dict[Key, ColumnOutput]:
     """Makes the columns of a plan: with the rows of the files that are finished, or empty."""
     goes_on = unfinished.is_of(plan)
     if not goes_on:
@@ -335,12 +347,14 @@ class _Made:
     """What was written before it was known which episodes are to be left out."""
 
     plan: Plan
-    columns: Mapping[Key, ColumnFile]
-    written: Written
+    columns: Mapping[Key, ColumnOutput]
+    written: WrittenFile
     notes: Notes
 
 
-def _copies(plan: Plan, written: Written, sources: Sources, policies: Policies) -> dict[int, str]:
+def _copies(
+    plan: Plan, written: WrittenFile, sources: Sources, policies: Policies
+) -> dict[int, str]:
     """Returns the episodes that are to be left out as copies of others, and why (rule V36).
 
     Raises:
@@ -369,7 +383,7 @@ def _copies(plan: Plan, written: Written, sources: Sources, policies: Policies) 
 
 
 def _arrays(
-    directory: Path, plan: Plan, columns: Mapping[Key, ColumnFile], written: Written
+    directory: Path, plan: Plan, columns: Mapping[Key, ColumnOutput], written: WrittenFile
 ) -> tuple[Array, ...]:
     facts: dict[Key, dict[str, Any]] = {
         target.key: {

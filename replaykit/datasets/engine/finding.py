@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.h5 import H5File, Leaf, Member
-from replaykit.datasets.engine.names import Names
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.h5 import H5File, H5Leaf, H5Member
+from replaykit.datasets.engine.places import NameTable, Place
 
 if TYPE_CHECKING:
     from replaykit.datasets.engine.layout import Layout
@@ -23,7 +22,7 @@ __all__ = [
     "EpisodeRef",
     "EpisodeRefs",
     "Finder",
-    "Found",
+    "FoundEpisodes",
     "Groups",
     "Segments",
     "WholeFile",
@@ -69,7 +68,7 @@ class EpisodeRefs:
     """
 
     numbers: Index
-    names: Names | None = None
+    names: NameTable | None = None
     bases: Index | None = None
     records: Index | None = None
     terminated: npt.NDArray[np.bool_] | None = None
@@ -97,7 +96,7 @@ class EpisodeRefs:
                 yield "", self
             return
         for at, name in enumerate(self.names):
-            yield name, EpisodeRefs(self.numbers[at : at + 1], Names([name]))
+            yield name, EpisodeRefs(self.numbers[at : at + 1], NameTable([name]))
 
     @property
     def has_twins(self) -> bool:
@@ -108,7 +107,7 @@ class EpisodeRefs:
 
 
 @dataclass
-class Found:
+class FoundEpisodes:
     """What a finder sees in a file: the episodes in order, and what is none, with why.
 
     ``odd`` has what stops nothing: rule, text and place.
@@ -124,7 +123,7 @@ class Found:
 class Finder(Protocol):
     """Says where the episodes of a file are."""
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
         """Returns the episodes of a file, in their order.
 
         Raises:
@@ -159,18 +158,18 @@ class Groups:
     beside: tuple[str, ...] = ()
     noun: str = "episode"
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
         """Returns the episodes of a file; see `Finder`."""
         if self.below and not file.has_group(self.below):
             return self.select(file.members(), place, layout.name)
         return self.select(file.members(self.below), place, layout.name, is_inside=bool(self.below))
 
     def select(
-        self, members: Iterable[Member], place: Place, layout: str, *, is_inside: bool = False
-    ) -> Found:
+        self, members: Iterable[H5Member], place: Place, layout: str, *, is_inside: bool = False
+    ) -> FoundEpisodes:
         """Returns the episodes among the entries of a group."""
-        found = Found()
-        groups = Names()
+        found = FoundEpisodes()
+        groups = NameTable()
         seen: list[str] = []
         above = f"{self.below}/" if is_inside else ""
         for member in members:
@@ -212,11 +211,11 @@ class Groups:
             numbers = np.arange(len(groups))
         else:
             numbers = numbers[order]
-        names = Names(f"{above}{groups[at]}" for at in order.tolist())
+        names = NameTable(f"{above}{groups[at]}" for at in order.tolist())
         found.episodes = EpisodeRefs(numbers, names)
         return found
 
-    def _order(self, groups: Names, numbers: Index) -> Index:
+    def _order(self, groups: NameTable, numbers: Index) -> Index:
         """Returns the natural order of names, see `natural_key`, whose numbers are known."""
         pairs = zip(groups, numbers.tolist(), strict=True)
         if all(name == f"{self.prefix}{number}" for name, number in pairs):
@@ -246,7 +245,7 @@ class WholeFile:
 
     having: tuple[str, ...]
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
         """Returns the episode of a file; see `Finder`."""
         names = [member.name for member in file.members()]
         lacking = [repr(name) for name in self.having if name not in names]
@@ -258,7 +257,7 @@ class WholeFile:
                 "V04",
             )
         match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(place.name).stem)
-        return Found(EpisodeRefs(np.array([int(match[1]) if match else 0])))
+        return FoundEpisodes(EpisodeRefs(np.array([int(match[1]) if match else 0])))
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class Segments:
 
     beside: tuple[str, ...] = ()
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
         """Returns the episodes of a file; see `Finder`."""
         leaves = {leaf.path: leaf for leaf in file.leaves("", without=self.beside)}
         clock = leaves.get(layout.clock)
@@ -303,7 +302,7 @@ class Segments:
                 cut[start : start + len(block)] |= block
                 if entry.role == "terminated":
                     terminated[start : start + len(block)] |= block
-        found = Found()
+        found = FoundEpisodes()
         cut = self.cuts(file, layout, place, (cut, terminated), block_bytes, found)
         stops = np.flatnonzero(cut) + 1
         if records and (not stops.size or stops[-1] != records):
@@ -327,7 +326,7 @@ class Segments:
         place: Place,
         flags: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
         block_bytes: int,
-        found: Found,
+        found: FoundEpisodes,
     ) -> npt.NDArray[np.bool_]:
         """Returns after which records an episode ends; for a subclass that knows more than flags.
 
@@ -339,7 +338,7 @@ class Segments:
 
 
 def _flags(
-    file: H5File, leaf: Leaf, records: int, place: Place, block_bytes: int
+    file: H5File, leaf: H5Leaf, records: int, place: Place, block_bytes: int
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
     """Yields blocks of a flag as bool ``[n]``, each with the index of its first record."""
     if leaf.problem is not None:

@@ -19,18 +19,30 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.h5_errors import FAULTS, naming
-from replaykit.datasets.engine.h5_links import entries_of, link_problem, links_of
-from replaykit.datasets.engine.h5_storage import ChunkChecks, storage_of
-from replaykit.datasets.engine.h5_texts import attribute_problem, pieces_of, require_texts
-from replaykit.datasets.engine.h5_types import Types, not_numbers
-from replaykit.datasets.engine.held import HeldValues
-from replaykit.datasets.engine.inflating import LEAST_BYTES, inflate
-from replaykit.datasets.engine.places import Part, Place
-from replaykit.datasets.engine.signature import check_signature
+from replaykit.datasets.engine.h5_checks import (
+    FAULTS,
+    ChunkChecks,
+    Types,
+    check_signature,
+    entries_of,
+    link_problem,
+    links_of,
+    naming,
+    not_numbers,
+    storage_of,
+)
+from replaykit.datasets.engine.h5_values import (
+    LEAST_BYTES,
+    HeldValues,
+    attribute_problem,
+    inflate,
+    pieces_of,
+    require_texts,
+)
+from replaykit.datasets.engine.places import Place, SourcePart
 from replaykit.errors import CorpusError
 
-__all__ = ["H5File", "Leaf", "Member", "open_h5"]
+__all__ = ["H5File", "H5Leaf", "H5Member", "open_h5"]
 
 _NO_DATA: Final = "it is neither an array nor a group"
 _SLOTS: Final = 10_007
@@ -72,7 +84,7 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
 
 
 @dataclass(frozen=True)
-class Member:
+class H5Member:
     """An entry of the file's root; ``children`` are the entries of a group, sorted.
 
     A link by name, soft or external, is followed nowhere: it is no group, whatever it leads to.
@@ -85,7 +97,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class H5Leaf:
     """A dataset as the file declares it.
 
     ``dtype`` is the native NumPy dtype. ``problem`` says why the values cannot be a column of
@@ -107,8 +119,8 @@ class H5File:
         listed: what `leaves` would return for some groups, where that is known already.
     """
 
-    parts: tuple[Part, ...] = ()
-    listed: Mapping[str, list[Leaf]] = MappingProxyType({})
+    parts: tuple[SourcePart, ...] = ()
+    listed: Mapping[str, list[H5Leaf]] = MappingProxyType({})
 
     def __init__(self, path: Path, handle: Any, is_verified: bool = False) -> None:
         self.path = path
@@ -145,7 +157,7 @@ class H5File:
                     return False
         return True
 
-    def members(self, group: str = "") -> Iterator[Member]:
+    def members(self, group: str = "") -> Iterator[H5Member]:
         """Yields the entries of a group, or of the root, in the library's (byte) order.
 
         Links by name are listed and not followed.
@@ -156,11 +168,11 @@ class H5File:
             for name, node in entries_of(self._node(group)):
                 if isinstance(node, h5py.h5g.GroupID):
                     children = tuple(sorted(_text(child) for child, _ in links_of(node)))
-                    yield Member(_text(name), True, children)
+                    yield H5Member(_text(name), True, children)
                 else:
-                    yield Member(_text(name), False, is_link=isinstance(node, str))
+                    yield H5Member(_text(name), False, is_link=isinstance(node, str))
 
-    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[Leaf]:
+    def leaves(self, group: str, *, without: Collection[str] = ()) -> list[H5Leaf]:
         """Returns every dataset below a group, with paths relative to the group.
 
         Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
@@ -172,7 +184,7 @@ class H5File:
         """
         if not without and group in self.listed:
             return self.listed[group]
-        found: list[Leaf] = []
+        found: list[H5Leaf] = []
         with self._naming(group or "/"):
             above = f"{group}/" if group else ""
             self._walk(self._node(group), "", (), found, without, base=above)
@@ -369,7 +381,7 @@ class H5File:
             count = math.prod(-(-n // step) for n, step in zip(shape[1:], chunk[1:], strict=True))
             return int(chunk[0]), count * math.prod(chunk) * node.get_type().get_size()
 
-    def _hold(self, dataset: str, node: Any, leaf: Leaf, ratio: int) -> None:
+    def _hold(self, dataset: str, node: Any, leaf: H5Leaf, ratio: int) -> None:
         """Holds the values of a leaf that is open, if there is room; what cannot be read is left
         to `read`, which says so."""
         import h5py
@@ -392,7 +404,7 @@ class H5File:
         node: Any,
         prefix: str,
         above: tuple[int, ...],
-        found: list[Leaf],
+        found: list[H5Leaf],
         without: Collection[str] = (),
         base: str = "",
     ) -> None:
@@ -415,29 +427,29 @@ class H5File:
                 self._hold(base + path, child, leaf, ratio)
             else:
                 why = child if isinstance(child, str) else _NO_DATA
-                found.append(Leaf(path, (), np.uint8, why))
+                found.append(H5Leaf(path, (), np.uint8, why))
             if len(found) > _MAX_LEAVES:
                 raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
 
-    def _leaf(self, path: str, node: Any) -> tuple[Leaf, int]:
+    def _leaf(self, path: str, node: Any) -> tuple[H5Leaf, int]:
         """Returns what a dataset declares, and how far its chunks may inflate."""
         import h5py
 
         space = node.get_space()
         shape = space.get_simple_extent_dims()
         if not shape and space.get_simple_extent_type() == h5py.h5s.NULL:
-            return Leaf(path, (), np.uint8, "it has no values at all"), 1
+            return H5Leaf(path, (), np.uint8, "it has no values at all"), 1
         try:
             dtype = self._types.of(node)
         except (TypeError, ValueError) as error:
-            return Leaf(path, shape, np.uint8, f"its type is not supported ({error})"), 1
+            return H5Leaf(path, shape, np.uint8, f"its type is not supported ({error})"), 1
         problem, ratio = storage_of(node)
         other = not_numbers(dtype)
         if problem is None and other is not None:
             problem = f"it holds {other}, which cannot be a column of numbers"
         elif problem is None and 0 not in shape and _is_unwritten(node):
             problem = "its values were never written"
-        return Leaf(path, shape, dtype, problem), ratio
+        return H5Leaf(path, shape, dtype, problem), ratio
 
 
 def _is_unwritten(node: Any) -> bool:

@@ -1,40 +1,85 @@
-"""What a corpus declares, so that one engine converts them all.
-
-A `Layout` says where the episodes of a file are, which dataset of an episode becomes which TED
-key, how states, actions and outcomes are aligned, and why an episode ended. The engine does the
-rest: scanning, the common schema, validation, writing, publishing. See `fields` for the words.
-"""
+"""Define what a corpus declares, so that one engine converts them all."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
-from replaykit.datasets.engine.decoding import Decoder
-from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Field
+from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Decoder, Field
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.own_keys import key_problems
 from replaykit.datasets.engine.places import Notes, Place
+from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = [
+    "ALWAYS",
     "Bounds",
     "Counters",
     "DropLeaves",
     "Ends",
-    "Facts",
     "Flags",
     "Layout",
-    "Window",
+    "SourceFacts",
+    "SourceWindow",
+    "key_problems",
     "rules_digest",
 ]
+
+ALWAYS: Final[tuple[Key, ...]] = (
+    *((name,) for name in DEFAULT_DONE_KEYS),
+    *(("next", name) for name in DEFAULT_DONE_KEYS),
+    ("episode",),
+    ("seed",),
+)
+"""The keys that the engine fills in every data set."""
+
+
+def key_problems(fields: Iterable[Field]) -> Iterator[str]:
+    """Yields what is wrong with the keys of fields, if anything.
+
+    What a group of datasets fills is known when there is a file; `column_specs` looks at it then.
+    """
+    seen: list[tuple[Key, Field]] = []
+    for entry in fields:
+        for key in (entry.before, entry.after):
+            if key is None:
+                continue
+            for other in ALWAYS:
+                if _meet(key, other, entry.is_group, False):
+                    yield (
+                        f"the field {entry.name!r} fills {key}, but every data set has the key "
+                        f"{other} besides: give it another key"
+                    )
+            for other, before in seen:
+                may_both_be = before is entry or entry.required or before.required
+                if may_both_be and _meet(key, other, entry.is_group, before.is_group):
+                    what = "the key" if key == other else f"{key} and"
+                    yield (
+                        f"the fields {before.name!r} and {entry.name!r} fill {what} {other}; "
+                        "expected keys that are not equal and not below one another: give one of "
+                        "them another key [V10]"
+                    )
+            seen.append((key, entry))
+
+
+def _meet(key: Key, other: Key, is_group: bool, is_other_group: bool) -> bool:
+    """Whether two fields fill one key, or one a key below that of the other, in every file."""
+    if is_group and is_other_group:
+        return False  # that depends on the names in the groups
+    if is_group:
+        return key[: len(other)] == other
+    if is_other_group:
+        return other[: len(key)] == key
+    shorter = min(len(key), len(other))
+    return key[:shorter] == other[:shorter]
+
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """Smallest and largest value, each one number or one for each value of a record."""
@@ -43,7 +88,7 @@ Counters = tuple[tuple[str, Literal["episodes", "records"]], ...]
 
 
 @dataclass(frozen=True)
-class Facts:
+class SourceFacts:
     """What is known of an episode besides its arrays.
 
     Attributes:
@@ -63,7 +108,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Window:
+class SourceWindow:
     """The first records of an episode, of the leaves that `Layout.witnesses` named.
 
     Attributes:
@@ -121,7 +166,7 @@ class Layout:
     """The declaration of one corpus family, or of a corpus of your own.
 
     What cannot be said by the attributes is said by a subclass that overrides a method. An
-    instance holds no state: what is learnt of a file goes into `Window.memory`.
+    instance holds no state: what is learnt of a file goes into `SourceWindow.memory`.
 
     Attributes:
         name: names the layout in messages and manifests.
@@ -318,7 +363,7 @@ class Layout:
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
-    ) -> Facts:
+    ) -> SourceFacts:
         """Returns what is known of an episode besides its arrays.
 
         Args:
@@ -326,7 +371,7 @@ class Layout:
             name: the path of its file in the corpus.
             records: the length of its clock.
         """
-        return Facts(self.source_seed(name))
+        return SourceFacts(self.source_seed(name))
 
     def beside(self, place: Place) -> dict[str, Any]:
         """Returns what files beside a source file say of it, for the manifest; JSON values."""
@@ -347,7 +392,7 @@ class Layout:
         self,
         ends: Mapping[str, Ends],
         last: Mapping[str, npt.NDArray[Any]],
-        facts: Facts,
+        facts: SourceFacts,
         place: Place,
         notes: Notes,
     ) -> Flags:
@@ -383,7 +428,7 @@ class Layout:
         """Returns the paths that `examine` wants to see together; none by default."""
         return ()
 
-    def examine(self, window: Window) -> None:
+    def examine(self, window: SourceWindow) -> None:
         """Checks leaves against each other, on the first records of an episode.
 
         Raises:

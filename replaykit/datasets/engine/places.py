@@ -1,7 +1,8 @@
-"""Where in a corpus something was seen, and what was found there that stops nothing."""
+"""Name places in a corpus, collect notes on them, and judge episodes by them."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,47 @@ from typing import Final
 
 from replaykit.errors import CorpusError
 
-__all__ = ["WHOLE_FILE", "Note", "Notes", "Part", "Place", "path_below"]
+__all__ = ["WHOLE_FILE", "Judge", "NameTable", "Note", "Notes", "Place", "SourcePart", "path_below"]
+
+
+class NameTable:
+    """Texts in order, which take no object each.
+
+    Example:
+        >>> from replaykit.datasets.engine.places import Names
+        >>> names = Names(["demo_0", "", "demo_12"])
+        >>> len(names), names[2], list(names)
+        (3, 'demo_12', ['demo_0', '', 'demo_12'])
+    """
+
+    __slots__ = ("_ends", "_text")
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._text = bytearray()
+        self._ends = array("q")
+        for name in names:
+            self.append(name)
+
+    def append(self, name: str) -> None:
+        """Adds a text at the end."""
+        self._text += name.encode("utf-8")
+        self._ends.append(len(self._text))
+
+    def cut(self, count: int) -> None:
+        """Keeps the first ones only."""
+        del self._ends[count:]
+        del self._text[self._ends[-1] if self._ends else 0 :]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        begin = self._ends[index - 1] if index else 0
+        return self._text[begin : self._ends[index]].decode("utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
 
 WHOLE_FILE: Final = "the whole file"
 """Stands in the report for the name of an episode."""
@@ -22,7 +63,7 @@ def path_below(group: str, path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A file of several that are read as one: where its records begin among those of all."""
 
     start: int
@@ -43,7 +84,7 @@ class Place:
     group: str | None = None
     key: str | None = None
     record: int | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SourcePart, ...] = ()
 
     def at(
         self, *, group: str | None = None, key: str | None = None, record: int | None = None
@@ -60,10 +101,10 @@ class Place:
         return self._below(self._part.name, self._part.start)
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> SourcePart:
         """The file that the record is in."""
         if not self.parts or self.record is None:
-            return Part(0, self.file, self.name)
+            return SourcePart(0, self.file, self.name)
         return self.parts[bisect_right([part.start for part in self.parts], self.record) - 1]
 
     def _below(self, file: str, start: int) -> str:
@@ -140,3 +181,42 @@ class Notes:
 
     def __iter__(self) -> Iterator[Note]:
         return iter(self._notes.values())
+
+
+class Judge:
+    """Decides what becomes of an episode that breaks a rule; see `Policies.on_invalid`.
+
+    Attributes:
+        bad: why each episode is to be left out, by position.
+    """
+
+    def __init__(self, on_invalid: str, notes: Notes) -> None:
+        self.bad: dict[int, str] = {}
+        self.notes = notes
+        self._on_invalid = on_invalid
+
+    @property
+    def skips(self) -> bool:
+        """Whether bad episodes are left out."""
+        return self._on_invalid == "skip"
+
+    def condemn(self, position: int, error: CorpusError) -> None:
+        """Notes that an episode cannot be rows.
+
+        Raises:
+            CorpusError: the one given, unless bad episodes are left out.
+        """
+        if not self.skips:
+            raise error
+        self.bad.setdefault(position, str(error))
+
+    def fail(self, position: int, place: Place, what: str, rule: str) -> None:
+        """Notes that values of an episode break a rule.
+
+        Raises:
+            CorpusError: if that stops the conversion.
+        """
+        if self._on_invalid == "keep":
+            self.notes.add(rule, f"{what}, and is kept", place)
+        else:
+            self.condemn(position, place.error(what, rule))

@@ -1,18 +1,46 @@
-"""What a caller decides about a conversion."""
+"""Define what a caller decides about a conversion, and suggest the nearest names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from replaykit.datasets.engine.nearest import meant
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["Policies"]
+__all__ = ["Policies", "meant", "nearest"]
+
+_MOST: Final = 3
+
+
+def nearest(entry: str, names: Iterable[str]) -> list[str]:
+    """Return at most three names that look like ``entry``, the most similar first.
+
+    Upper and lower case count as equal. A name that contains ``entry`` looks like it too.
+    Cost: one comparison for each name, for an error text.
+
+    Example:
+        >>> from replaykit.datasets.engine.policies import nearest
+        >>> nearest("Hoper-v2", ["hopper-v2", "walker-v2"])
+        ['hopper-v2']
+    """
+    known = {name.casefold(): name for name in names}
+    wanted = entry.casefold()
+    found = get_close_matches(wanted, known, _MOST, 0.7)
+    if not found and len(wanted) > 2:
+        found = [name for name in known if wanted in name][:_MOST]
+    return [known[name] for name in found or get_close_matches(wanted, known, 1)]
+
+
+def meant(entry: str, names: Iterable[str]) -> str:
+    """Return ``" (meant: 'a' or 'b'?)"``, or an empty text where no name looks like ``entry``."""
+    found = nearest(entry, names)
+    return f" (meant: {' or '.join(map(repr, found))}?)" if found else ""
+
 
 _Choice = Literal["keep", "drop"]
 _MOST_NAMES: Final = 50
@@ -100,7 +128,9 @@ class Policies:
                 raise ValueError(f"expected {name} as one of {known}, got {given!r}")
         casts = {}
         for source, target in self.casts.items():
-            from replaykit.datasets.columns import torch_dtype  # the command's help needs no torch
+            from replaykit.datasets.column_files import (
+                torch_dtype,  # the command's help needs no torch
+            )
 
             try:
                 torch_dtype(target)

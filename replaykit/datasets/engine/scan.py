@@ -1,40 +1,111 @@
-"""The scan of a corpus: its episodes and the schema they share.
-
-Nothing is written before all files have been scanned, so that a key that is missing from the last
-trial of the last file is known when the first row is laid out. The scan reads declarations, the
-flags of flat files, and of optional float leaves as many values as show that they are not NaN
-throughout.
-"""
+"""Scan a corpus for its episodes and the schema they share."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from replaykit.datasets.engine.episodes import Episode, Episodes, Span, Spans
+from replaykit.datasets.engine.conversion_report import skipped_lines
 from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Segments
-from replaykit.datasets.engine.flat import Excluded, flat_episodes, gives_no_row
-from replaykit.datasets.engine.h5 import H5File, Leaf
-from replaykit.datasets.engine.held import Held
-from replaykit.datasets.engine.joined import open_sources, units_of
-from replaykit.datasets.engine.layout import Facts, Layout
-from replaykit.datasets.engine.listing import NOT_LISTED, Listing, listings
+from replaykit.datasets.engine.h5 import H5File, H5Leaf
+from replaykit.datasets.engine.h5_values import Held
+from replaykit.datasets.engine.layout import Layout, SourceFacts
 from replaykit.datasets.engine.places import WHOLE_FILE, Notes, Place, path_below
-from replaykit.datasets.engine.plan import Plan, Skipped
-from replaykit.datasets.engine.planned import check_plan
+from replaykit.datasets.engine.plan import (
+    ALWAYS_KEYS,
+    EpisodeSpan,
+    Plan,
+    Skipped,
+    SourceEpisode,
+    SourceEpisodes,
+    Spans,
+    check_plan,
+)
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.engine.report import skipped_lines
-from replaykit.datasets.engine.schema import SchemaUnion
-from replaykit.datasets.engine.specs import ALWAYS_KEYS
+from replaykit.datasets.engine.schema_union import SchemaUnion
+from replaykit.datasets.engine.source_files import (
+    NOT_LISTED,
+    Listing,
+    listings,
+    open_sources,
+    units_of,
+)
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 
-__all__ = ["Excluded", "scan"]
+__all__ = ["Excluded", "flat_episodes", "gives_no_row", "scan"]
+
+Excluded = Mapping[tuple[int, str, int], str]
+"""Episodes to leave out, by file, group and first record, and why."""
+
+
+def gives_no_row(records: int) -> str:
+    """Says why an episode is left out that is too short (rule V37)."""
+    return f"it has {records} record{'s' * (records != 1)}, so it gives no row [V37]"
+
+
+def flat_episodes(
+    refs: EpisodeRefs,
+    layout: Layout,
+    last_steps: str,
+    unit: Sequence[int],
+    starts: Sequence[int],
+    excluded: Excluded,
+    row: int,
+) -> tuple[dict[str, npt.NDArray[Any]], list[Skipped]]:
+    """Return the columns of the episodes that give rows, and the episodes that are left out.
+
+    Args:
+        refs: with the first record, the length, and how each ended.
+        layout: what the corpus declares.
+        last_steps: as ``Policies.last_steps``.
+        unit: the files that are read as one, by their positions.
+        starts: where the records of each of them begin.
+        excluded: episodes that are to be left out.
+        row: the first row.
+    """
+    assert refs.bases is not None
+    assert refs.records is not None
+    assert refs.terminated is not None
+    bases, records = refs.bases, refs.records
+    parts = np.zeros(len(refs), np.int64) if refs.parts is None else refs.parts
+    files = np.array(unit)[parts]
+    is_open = np.full(len(refs), layout.is_open and last_steps == "keep")
+    if layout.is_open and last_steps == "terminated":
+        is_open = refs.terminated & (records > 0)
+    rows = records - layout.lost + is_open
+    why = {at: gives_no_row(int(records[at])) for at in np.flatnonzero(rows < 1).tolist()}
+    if excluded:
+        for at, key in enumerate(zip(files.tolist(), bases.tolist(), strict=True)):
+            text = excluded.get((key[0], "", key[1]))
+            if text is not None:
+                why[at] = text
+    skipped = []
+    for at in sorted(why):
+        first = int(bases[at]) - starts[int(parts[at])]
+        name = f"[{first}:{first + int(records[at])}]"
+        skipped.append(Skipped(int(files[at]), name, why[at]))
+    kept = np.ones(len(refs), np.bool_)
+    kept[list(why)] = False
+    rows = rows[kept]
+    columns = {
+        "file": files[kept],
+        "number": refs.numbers[kept],
+        "base": bases[kept],
+        "records": records[kept],
+        "rows": rows,
+        "start": row + np.cumsum(rows) - rows,
+        "is_open": is_open[kept],
+        "terminated": refs.terminated[kept],
+    }
+    return columns, skipped
+
 
 _MOST_KINDS: Final = 5
 """Reasons that an error lists."""
@@ -109,7 +180,7 @@ class _Scan:
     def __post_init__(self) -> None:
         self.spans = Spans()
         is_flat = isinstance(self.layout.episodes, Segments)
-        self.episodes = Episodes(self.spans, is_whole=not is_flat)
+        self.episodes = SourceEpisodes(self.spans, is_whole=not is_flat)
 
     def fail(self, index: int, error: Exception) -> None:
         """Notes that a file cannot be read at all, or is of another layout; or raises that."""
@@ -291,12 +362,12 @@ class _Scan:
         except CorpusError:
             self.episodes.cut(first)
             raise
-        span = Span(index, group, records, first, stop, self.rows, rows - self.rows,
+        span = EpisodeSpan(index, group, records, first, stop, self.rows, rows - self.rows,
                     frozenset(specs), form)  # fmt: skip
         self.spans.append(span)
         self.rows = rows
 
-    def _facts(self, file: H5File, group: str, records: int, place: Place) -> Facts:
+    def _facts(self, file: H5File, group: str, records: int, place: Place) -> SourceFacts:
         assert self.schema is not None
         layout = self.schema.layout
         names, attributes = layout.seen_attributes, self.listed.attributes.get(group)
@@ -318,14 +389,14 @@ class _Scan:
         index: int,
         file: H5File,
         refs: Iterable[EpisodeRef],
-        leaves: Mapping[str, Leaf],
+        leaves: Mapping[str, H5Leaf],
         total: int,
-        facts: Facts,
-    ) -> Iterator[Episode]:
+        facts: SourceFacts,
+    ) -> Iterator[SourceEpisode]:
         assert self.schema is not None
         layout, start, unit = self.schema.layout, self.rows, self.units[index]
         is_whole = self.episodes.is_whole
-        variants: dict[bool | None, Facts] = {None: facts}
+        variants: dict[bool | None, SourceFacts] = {None: facts}
         variants |= {said: replace(facts, terminated=said) for said in (True, False)}
         for ref in refs:
             begins = unit[ref.part]
@@ -342,7 +413,7 @@ class _Scan:
                 name = ref.group if is_whole else f"{ref.group}[{first}:{first + records}]"
                 self.skipped.append(Skipped(begins, name, why))
                 continue
-            yield Episode(
+            yield SourceEpisode(
                 begins, ref.group, ref.number, ref.base, records, rows, start, is_open,
                 is_whole, facts, within,
             )  # fmt: skip
@@ -352,9 +423,9 @@ class _Scan:
         self,
         file: H5File,
         ref: EpisodeRef,
-        leaves: Mapping[str, Leaf],
+        leaves: Mapping[str, H5Leaf],
         records: int,
-        facts: Facts,
+        facts: SourceFacts,
     ) -> bool:
         """Whether the last step is kept although the state that it led to is not known."""
         assert self.schema is not None

@@ -29,7 +29,7 @@ from replaykit.datasets.families.robomimic import (
     ROBOSUITE,
     RobosuiteLayout,
 )
-from replaykit.datasets.families.roboset_real import (
+from replaykit.datasets.families.roboset import (
     ROBOSET_REAL,
 )
 from replaykit.datasets.families.vd4rl import (

@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from replaykit.datasets.engine.decoding import Decoder, Images, image_module
-from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.fields import STEPS, Alignment, Decoder, Field, Images, image_module
 from replaykit.datasets.engine.finding import Finder, WholeFile
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout

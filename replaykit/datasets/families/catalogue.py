@@ -8,29 +8,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from replaykit import registry
-from replaykit.buffer.generic import SamplerT
-from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.buffer.core import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.nearest import meant, nearest
+from replaykit.datasets.engine.policies import meant, nearest
 from replaykit.datasets.families.aloha import ALOHA
-from replaykit.datasets.families.d4rl import D4RL
-from replaykit.datasets.families.d4rl_files import d4rl_file, d4rl_ids
+from replaykit.datasets.families.d4rl import D4RL, d4rl_file, d4rl_ids
 from replaykit.datasets.families.isaaclab import ISAACLAB
 from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.maniskill import MANISKILL
-from replaykit.datasets.families.minari import MINARI
-from replaykit.datasets.families.minari_ids import minari_ids
-from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE
-from replaykit.datasets.families.robomimic_files import (
+from replaykit.datasets.families.minari import MINARI, minari_ids
+from replaykit.datasets.families.robomimic import (
+    ROBOMIMIC,
     ROBOMIMIC_REPOSITORY,
+    ROBOSUITE,
     robomimic_ids,
     robomimic_remote,
 )
 from replaykit.datasets.families.vd4rl import VD4RL
-from replaykit.datasets.http_sources import WebFiles
-from replaykit.datasets.hub_sources import HubFiles
-from replaykit.datasets.opened import Published
-from replaykit.datasets.planning import DownloadPlan
+from replaykit.datasets.publishing import Published
+from replaykit.datasets.remote_sources import HubFiles, WebFiles
+from replaykit.datasets.sources import DownloadPlan
 from replaykit.keywords import Replaced
 
 __all__ = [

@@ -8,11 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaykit.datasets.engine.decoding import Preceded
-from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.fields import STEPS, Alignment, Field, Preceded
 from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Counters, Facts, Layout, Window
+from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, SourceWindow
 from replaykit.datasets.engine.places import Notes, Place
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
@@ -81,15 +80,15 @@ class IsaacLabLayout(Layout):
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
-    ) -> Facts:
+    ) -> SourceFacts:
         """Takes from the attributes whether the task was solved, which is how it terminates."""
         success = _success(attributes["success"], place) if "success" in attributes else -1
-        return Facts(Facts.seed_of(attributes.get("seed")), success, success == 1)
+        return SourceFacts(SourceFacts.seed_of(attributes.get("seed")), success, success == 1)
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
         return tuple(path for path in (_BEFORE, "actions") if path in leaves)
 
-    def examine(self, window: Window) -> None:
+    def examine(self, window: SourceWindow) -> None:
         """Confirms that observations are those before the action, where they hold the last one."""
         if _BEFORE not in window.arrays:
             text = (

@@ -13,9 +13,9 @@ from typing import Any, Final
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Facts, Layout
+from replaykit.datasets.engine.layout import Layout, SourceFacts
 from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.families.sidecars import Sidecar, read_sidecar
+from replaykit.datasets.families.minari import Sidecar, read_sidecar
 
 __all__ = ["MANISKILL", "ManiSkillLayout"]
 
@@ -86,11 +86,11 @@ class ManiSkillLayout(Layout):
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
-    ) -> Facts:
+    ) -> SourceFacts:
         """Takes seed and success from the JSON file, and checks the length that it says."""
         found = _sidecar(place)
         if found is None:
-            return Facts()
+            return SourceFacts()
         number = _TRAJECTORIES.number(place.group or "")
         known = found.content.get("episodes")
         entries = [e for e in known if isinstance(e, dict)] if isinstance(known, list) else []
@@ -104,8 +104,8 @@ class ManiSkillLayout(Layout):
             raise place.at(key=self.clock).error(
                 f"has {records} records, but {found.path.name} says {steps} steps", "V15"
             )
-        return Facts(
-            Facts.seed_of(seed),
+        return SourceFacts(
+            SourceFacts.seed_of(seed),
             int(success) if isinstance(success, bool) else -1,
         )
 

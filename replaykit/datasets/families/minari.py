@@ -1,28 +1,121 @@
-"""Minari's HDF5 storage: a group for each episode, with one observation more than actions.
-
-What the observations and actions are is said by the spaces in ``metadata.json`` beside the file.
-"""
+"""Declare Minari's HDF5 storage, and read JSON files that accompany source files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from replaykit.datasets.engine.decoding import Decoder, Images, Text
-from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
+from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Decoder, Field, Images, Text
 from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Bounds, Facts, Layout
+from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
 from replaykit.datasets.engine.places import Notes, Place
-from replaykit.datasets.families.sidecars import Sidecar, read_sidecar
 
-__all__ = ["MINARI", "MinariLayout"]
+__all__ = ["MINARI", "MinariLayout", "Sidecar", "minari_ids", "read_sidecar"]
+
+
+class Sidecar:
+    """A JSON object and where it was.
+
+    Attributes:
+        path: the file.
+        sha256: of its content, for the manifest.
+        content: the object.
+    """
+
+    def __init__(self, path: Path, text: bytes) -> None:
+        self.path = path
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, expected an object")
+        self.content: dict[str, Any] = found
+
+    def facts(self, *names: str) -> dict[str, Any]:
+        """Returns the sidecar's name and hash, and some of its plain values."""
+        known = {name: self.content.get(name) for name in names}
+        return {
+            "described_by": {"name": self.path.name, "sha256": self.sha256},
+            **{k: v for k, v in known.items() if isinstance(v, (str, int, float, bool))},
+        }
+
+
+def read_sidecar(place: Place, name: str) -> Sidecar | None:
+    """Reads the file of a name beside a source file; ``None`` where there is none.
+
+    Raises:
+        CorpusError: it is no JSON object (rule V04).
+    """
+    path = Path(place.file).with_name(name)
+    try:
+        status = path.stat()
+        return _read(path, status.st_mtime_ns, status.st_size)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise place.error(f"{path}, which describes it, cannot be read ({error})", "V04") from error
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, mtime: int, size: int) -> Sidecar:
+    # Asked for with every episode; the time and the size are there to see that it has changed.
+    return Sidecar(path, path.read_bytes())
+
+
+_D4RL: Final = {
+    "antmaze": (
+        "v1",
+        ("umaze", "umaze-diverse", "medium-play", "medium-diverse", "large-play", "large-diverse"),
+    ),
+    "door": ("v2", ("human", "cloned", "expert")),
+    "hammer": ("v2", ("human", "cloned", "expert")),
+    "kitchen": ("v2", ("complete", "mixed", "partial")),
+    "minigrid": ("v0", ("fourrooms", "fourrooms-random")),
+    "pen": ("v2", ("human", "cloned", "expert")),
+    "pointmaze": (
+        "v2",
+        (
+            "open", "open-dense", "umaze", "umaze-dense", "medium", "medium-dense", "large",
+            "large-dense",
+        ),
+    ),
+    "relocate": ("v2", ("human", "cloned", "expert")),
+}  # fmt: skip
+_TWO: Final = ("medium", "expert")
+_THREE: Final = ("simple", *_TWO)
+_MUJOCO: Final = {
+    "ant": _THREE,
+    "halfcheetah": _THREE,
+    "hopper": _THREE,
+    "humanoid": _THREE,
+    "humanoidstandup": _THREE,
+    "inverteddoublependulum": _TWO,
+    "invertedpendulum": _TWO,
+    "pusher": _TWO,
+    "reacher": _TWO,
+    "swimmer": _TWO,
+    "walker2d": _THREE,
+}
+
+
+def minari_ids() -> list[str]:
+    """Returns the ids, such as ``D4RL/door/human-v2``."""
+    return [*_d4rl(), *(f"mujoco/{task}/{level}-v0" for task in _MUJOCO for level in _MUJOCO[task])]
+
+
+def _d4rl() -> Iterator[str]:
+    for task, (version, kinds) in _D4RL.items():
+        for kind in kinds:
+            yield f"D4RL/{task}/{kind}-{version}"
+
 
 _EPISODES: Final = Groups("episode_", having=("rewards", "terminations"))
 _METADATA: Final = "metadata.json"
@@ -91,9 +184,9 @@ class MinariLayout(Layout):
 
     def facts(
         self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
-    ) -> Facts:
+    ) -> SourceFacts:
         """Takes the seed of the episode, where it was recorded."""
-        return Facts(Facts.seed_of(attributes.get("seed")))
+        return SourceFacts(SourceFacts.seed_of(attributes.get("seed")))
 
 
 MINARI: Final = MinariLayout()

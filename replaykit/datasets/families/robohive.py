@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from replaykit.datasets.engine.fields import STATE_RECORDS, STEPS, Alignment, Field
 from replaykit.datasets.engine.finding import Finder, Groups
-from replaykit.datasets.engine.layout import DropLeaves, Ends, Facts, Flags, Layout, Window
+from replaykit.datasets.engine.layout import (
+    DropLeaves,
+    Ends,
+    Flags,
+    Layout,
+    SourceFacts,
+    SourceWindow,
+)
 from replaykit.datasets.engine.places import Notes, Place
 
 __all__ = ["ROBOHIVE", "RoboHiveLayout"]
@@ -101,7 +108,7 @@ class RoboHiveLayout(Layout):
         self,
         ends: Mapping[str, Ends],
         last: Mapping[str, npt.NDArray[Any]],
-        facts: Facts,
+        facts: SourceFacts,
         place: Place,
         notes: Notes,
     ) -> Flags:
@@ -140,7 +147,7 @@ class RoboHiveLayout(Layout):
         infos = [path for path in leaves if path.startswith(_OBS_DICT) or path in (_DENSE, _SPARSE)]
         return ("observations", "rewards", *infos)
 
-    def examine(self, window: Window) -> None:
+    def examine(self, window: SourceWindow) -> None:
         """Confirms which state infos describe, and which reward this is."""
         if "rewards" in window.arrays and self.reward == "recorded":
             self._check_reward(window)
@@ -186,7 +193,7 @@ class RoboHiveLayout(Layout):
             'must not be shifted: RoboHiveLayout(infos="after") reads it as it is'
         )
 
-    def _check_reward(self, window: Window) -> None:
+    def _check_reward(self, window: SourceWindow) -> None:
         rewards = window.arrays["rewards"].reshape(-1)
         known = {
             label: window.arrays[path]
@@ -220,7 +227,7 @@ class RoboHiveLayout(Layout):
             )
         window.memory["rewards"] = so_far & equal
 
-    def _check_infos(self, window: Window) -> None:
+    def _check_infos(self, window: SourceWindow) -> None:
         observations = window.arrays["observations"]
         observations = observations.reshape(len(observations), -1)
         blocks = {

@@ -1,19 +1,70 @@
-"""RoboSet: Franka kitchen and Adroit hand in simulation, and files of real robots."""
+"""Declare RoboSet: simulated tasks, and recordings of real robots."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Final, Literal
 
-from replaykit.buffer.generic import SamplerT
-from replaykit.datasets.base import BaseDatasetExperienceReplay
+from replaykit.buffer.core import SamplerT
 from replaykit.datasets.converting import local_paths
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.finding import Finder, Groups
+from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.families.roboset_real import ROBOSET_REAL, is_real_robot
-from replaykit.datasets.hub_sources import HubFiles
+from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = ["RobosetExperienceReplay"]
+__all__ = ["ROBOSET_REAL", "RobosetExperienceReplay", "RobosetRealLayout", "is_real_robot"]
+
+_TRIALS: Final = Groups("Trial", having=("data",), noun="trial")
+_COMMAND: Final = ("data/ctrl_arm", "data/ctrl_ee")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobosetRealLayout(Layout):
+    """Trials of the teleoperation, kinesthetic and autonomous sets.
+
+    The action is the command of the arm with that of the gripper behind. Joints, gripper and
+    cameras are below ``observation``; what is derived from them, and ``solved``, below ``info``.
+    In published files trials are copies of one another: the first is kept, and the report lists
+    the others (rule V36); ``Policies(copies="keep")`` keeps all. Some have holes of NaN: leave
+    these out with ``Policies(on_invalid="skip")``.
+    """
+
+    name: str = "roboset-real"
+    version: int = 1
+    episodes: Finder = _TRIALS
+    alignment: Alignment = STEPS
+    clock: str = "data/ctrl_arm"
+    copies: Literal["keep", "drop"] = "drop"
+    fields: tuple[Field, ...] = (
+        Field(_COMMAND, "action", before=("action",), column=True),
+        Field("data/time", "time", before=("time",), required=False),
+        Field("data/user", "info", before=("info", "user"), required=False),
+        Field("data/", "observation", ("observation",), ("next", "observation"), column=True),
+        Field("derived/", "info", ("info",), ("next", "info"), required=False),
+        Field("config/solved", "info", before=("info", "solved"), required=False),
+    )
+
+
+ROBOSET_REAL: Final = RobosetRealLayout()
+
+
+def is_real_robot(path: Path) -> bool:
+    """Whether the first trial of a file is one of a real robot; no file that can be read is none.
+
+    Cost: opens the file, and looks at the names of one group.
+    """
+    try:
+        with open_h5(path) as file:
+            names = next((member.children for member in file.members() if member.is_group), ())
+    except (OSError, ValueError):
+        return False
+    return "data" in names and "actions" not in names
+
 
 _DAPG = ("door_v2d-v1", "relocate_v2d-v1", "hammer_v2d-v1", "pen_v2d-v1")
 _KITCHEN = (

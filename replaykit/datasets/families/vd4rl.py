@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
-from replaykit.datasets.engine.finding import EpisodeRefs, Finder, Found, Segments
+from replaykit.datasets.engine.finding import EpisodeRefs, Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.places import Place
@@ -33,9 +33,9 @@ class Steps(Segments):
     """Episodes in flat arrays, from a record of type 0 to one of type 2. They end terminated where
     the discount is zero."""
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> Found:
+    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
         """Returns the episodes of a file, or of several that are read as one; see `Finder`."""
-        found = Found()
+        found = FoundEpisodes()
         kinds = np.rint(_column(file, _KIND, place, block_bytes))
         if not kinds.size:
             found.strangers.append((layout.clock, "its arrays have no rows"))

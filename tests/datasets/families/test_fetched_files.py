@@ -20,7 +20,7 @@ from replaykit.datasets import (
     load_dataset,
     plan,
 )
-from replaykit.datasets.families import D4RL, d4rl_files, robomimic_files
+from replaykit.datasets.families import D4RL, d4rl, robomimic
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.testing import Fault, LoopbackHub, lfs_pointer
 
@@ -119,7 +119,7 @@ def test_d4rl_is_verified_where_the_checksum_is_known(
     good = file.read_bytes()
     known = hashlib.sha256(good).hexdigest()
     table = {"a-v9": ("x/a-v9.hdf5", len(good), known)}
-    monkeypatch.setattr(d4rl_files, "_table", lambda: table)
+    monkeypatch.setattr(d4rl, "_table", lambda: table)
     assert D4RLExperienceReplay.available_datasets == ["a-v9"]
     wrong = good[:-1] + bytes([good[-1] ^ 1])
     hub.commit("me/d4rl", {"x/a-v9.hdf5": wrong})
@@ -132,18 +132,18 @@ def test_d4rl_is_verified_where_the_checksum_is_known(
 
 def test_the_table_of_d4rl_says_where_every_id_is() -> None:
     ids = D4RLExperienceReplay.available_datasets
-    files = {name: d4rl_files.d4rl_file(name) for name in ids}
+    files = {name: d4rl.d4rl_file(name) for name in ids}
     unique = set(files.values())
     assert (len(ids), len(unique), len({file.url for file in unique})) == (179, 174, 174)
     sums = [file.sha256 for file in unique if file.sha256]
     assert len(set(sums)) == len(sums) == 98
     medium = files["hopper-medium-v2"]
-    assert medium.url == f"{d4rl_files.d4rl_base()}/gym_mujoco_v2/hopper_medium-v2.hdf5"
+    assert medium.url == f"{d4rl.d4rl_base()}/gym_mujoco_v2/hopper_medium-v2.hdf5"
     assert (medium.size, medium.sha256) == (
         152_756_557,
         "5bdf1bc4a713c82941de44633df669b36c89850b652a25985166796d25cf71a0",
     )
-    assert d4rl_files.d4rl_file("mine") is None
+    assert d4rl.d4rl_file("mine") is None
 
 
 def test_ids_that_are_not_hosted_are_for_files_of_ones_own(
@@ -321,7 +321,7 @@ def test_first_release_of_robomimic_is_on_its_authors_server(
     name = "robomimic:v0.1/lift/ph/image"
     with pytest.raises(DownloadError, match="expected 837,217,792"):
         load_dataset(name, 2, root=tmp_path / "root")
-    monkeypatch.setitem(robomimic_files._SIZES, "lift/ph/image", len(content))
+    monkeypatch.setitem(robomimic._SIZES, "lift/ph/image", len(content))
     data = load_dataset(name, 2, root=tmp_path / "root")
     assert data[:]["observation", "x"].shape == (2, 3)
     assert data.published.manifest.source["origin"]["license"] == "mit"

@@ -12,7 +12,7 @@ import pytest
 from replaykit.datasets import Policies, RobosetExperienceReplay
 from replaykit.datasets.families import ROBOHIVE, ROBOSET_REAL
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 
 def trial(frames: int, *, seed: int = 0, flat: bool = False, **more: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.opened import Published
+from replaykit.datasets.publishing import Published
 from replaykit.errors import CorpusError
 from tests.datasets.mutated.corpora import CORPORA, leaves
 from tests.datasets.mutated.running import check

@@ -18,9 +18,9 @@ import h5py
 import numpy as np
 
 from replaykit.datasets.converting import local_sources
-from replaykit.datasets.engine import h5, inflating
+from replaykit.datasets.engine import h5, h5_values
 from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.opened import Published
+from replaykit.datasets.publishing import Published
 from tests.datasets.mutated.corpora import CORPORA, Corpus, numbers_of
 from tests.datasets.mutated.mutating import mutate
 
@@ -45,7 +45,7 @@ def attempt(name: str, good: Path, work: Path, seed: int) -> str:
         target = work / f"out-{name}{seed}"
         # Small as they are, compressed arrays of half of the files do not go through HDF5.
         least = 1 if seed % 2 else 1 << 15
-        vars(h5)["LEAST_BYTES"] = vars(inflating)["_LEAST_CHUNK_BYTES"] = least
+        vars(h5)["LEAST_BYTES"] = vars(h5_values)["_LEAST_CHUNK_BYTES"] = least
         try:
             # What `convert` does, but for the buffer over the result.
             published = ensure_dataset(

@@ -1,0 +1,400 @@
+"""Everything that the next batches of a buffer depend on: taken out, checked, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, cast
+
+import torch
+
+from replaykit.buffer.component_checks import check_mapped_rows
+from replaykit.buffer.core import BufferCore
+from replaykit.buffer.drawing import put_back
+from replaykit.buffer.prefetch import Drawn
+from replaykit.buffer.sampling import check_told
+from replaykit.pace import Pace
+from replaykit.samplers import Sampler
+from replaykit.storages import LazyTensorStorage, Storage
+from replaykit.storages.content import Content
+from replaykit.storages.save_hooks import warn_left_out
+from replaykit.writers.writer import ledger_of
+
+__all__ = [
+    "BufferState",
+    "CheckedState",
+    "apply_state",
+    "check_random",
+    "check_rows",
+    "check_state",
+    "checked_draw",
+    "checked_prepared",
+    "continue_draws",
+    "copied_draws",
+    "draw_state",
+    "finish_taking",
+    "generator_state",
+    "parts_taken",
+    "prepared_state",
+    "saved_generator",
+    "take_rows",
+]
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """The parts of a saved buffer.
+
+    Attributes:
+        content: the rows; None where the storage takes its own state dict, ``storage``, back.
+        writer, sampler, transforms: state dicts of the components.
+        generator: device and state of the generator; None where there was none.
+        prepared: draws that were made ahead and not delivered.
+        mapped: whether the rows stay in the files of the checkpoint.
+        same_rows: whether the rows are there already, and were not saved.
+        pace: counts of a rate limiter; None where there was none.
+    """
+
+    content: Content | None
+    storage: Mapping[str, Any] | None
+    writer: dict[str, Any]
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    generator: Mapping[str, Any] | None
+    prepared: list[Any]
+    mapped: bool = False
+    same_rows: bool = False
+    pace: Mapping[str, int] | None = None
+
+
+def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
+    """Returns a sampler's state with its kind, which a sampler of one's own need not know of.
+
+    ``tracked``: for a save of that storage, which writes what has changed. Its lock is held.
+    """
+    state = sampler.state_dict() if tracked is None else sampler.state_to_save(tracked)
+    if isinstance(state, Mapping) and state.get("_kind") == sampler.kind:
+        return dict(state)
+    return {"_kind": sampler.kind, "_state": state}
+
+
+def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
+    """Returns the state to give to the sampler; ValueError where it is not of its kind."""
+    if not (isinstance(saved, Mapping) and "_state" in saved):
+        sampler.check_state(saved, storage)
+        return saved
+    if saved.get("_kind") != sampler.kind:
+        raise ValueError(
+            f"expected the state of a {sampler.kind!r} sampler, got {saved.get('_kind')!r}"
+        )
+    return copy.deepcopy(saved["_state"])
+
+
+def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
+    """Returns device and state of a generator, as values that can be saved."""
+    if generator is None:
+        return None
+    return {"device": str(generator.device), "state": generator.get_state()}
+
+
+def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
+    """Returns the draws made ahead and not delivered, without their rows, which are read again
+    here too. The lock is held."""
+    return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
+
+
+def copied_draws(buffer: BufferCore) -> list[dict[str, Any]]:
+    """Returns the same for a copy, which makes them by itself. The lock is held."""
+    queue = buffer._queue()
+    ahead = [] if queue is None else queue.pending()
+    return [draw_state(drawn, buffer._storage) for drawn in (*ahead, *buffer._pending)]
+
+
+def draw_state(drawn: Drawn, storage: Storage) -> dict[str, Any]:
+    """Returns a draw without its rows, as values that can be saved. The lock is held."""
+    return {
+        "index": drawn.index.clone(),
+        "anchors": drawn.anchors.clone(),
+        "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
+        "ran_out": drawn.ran_out,
+        "size": drawn.size,
+        "since": storage.ledger.next_position - drawn.written,
+        "random": None if drawn.random is None else drawn.random.clone(),
+    }
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """A state that a buffer can take over, and what has been worked out of it.
+
+    Attributes:
+        state: the state itself.
+        sampler: that of the sampler, as the sampler takes it.
+        writer: that of the writer, with what rows that are left out say of the others.
+        generator, prepared: the generator, and the draws that were made ahead.
+        target: where the storage puts the rows.
+        rows: the slots whose rows are kept, where rows have to move; None: all stay.
+    """
+
+    state: BufferState
+    sampler: Any
+    writer: dict[str, Any]
+    generator: torch.Generator | None
+    prepared: list[Drawn]
+    target: Any
+    rows: torch.Tensor | None
+
+
+def apply_state(buffer: BufferCore, state: BufferState) -> None:
+    """Puts a saved state into a buffer, all or nothing. The lock is held.
+
+    Raises:
+        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+    """
+    checked = check_state(buffer, state, stacklevel=6)
+    with parts_taken(buffer, checked):
+        take_rows(buffer, checked)
+    finish_taking(buffer, checked)
+
+
+def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> CheckedState:
+    """Checks a saved state against a buffer; changes nothing. The lock is held.
+
+    Args:
+        stacklevel: of the warning that rows will be left out, as for ``warnings.warn`` there.
+
+    Raises:
+        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+    """
+    storage, writer, sampler = buffer._storage, buffer._writer, buffer._sampler
+    writer.check_state(state.writer)
+    sampler_state = _checked_sampler(sampler, state.sampler, storage)
+    buffer._chain.check_state(state.transforms)
+    generator = saved_generator(state.generator)
+    prepared = checked_prepared(state.prepared)
+    Pace.check_state(state.pace)
+    _check_stored(sampler, sampler_state, state.content)
+    target, rows = _place(buffer, state, stacklevel)
+    check_rows(prepared, state)
+    check_random(prepared, generator)
+    writer_state = state.writer
+    if state.content is not None:
+        # What rows that are left out say of those that are kept is asked before they are gone.
+        writer_state = writer.state_of_kept(state.content, writer_state, rows)
+    return CheckedState(state, sampler_state, writer_state, generator, prepared, target, rows)
+
+
+@contextlib.contextmanager
+def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
+    """Has transforms and sampler take their states, which is user code; gives them back what they
+    had where anything fails inside. The lock is held."""
+    sampler = buffer._sampler
+    chain_before = copy.deepcopy(buffer._chain.state_dict())
+    sampler_before = copy.deepcopy(sampler.state_dict())
+    try:
+        buffer._chain.load_state_dict(copy.deepcopy(checked.state.transforms))
+        sampler.load_state_dict(checked.sampler)
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            buffer._chain.load_state_dict(chain_before)
+        with contextlib.suppress(Exception):
+            sampler.load_state_dict(sampler_before)
+        raise
+
+
+def take_rows(buffer: BufferCore, checked: CheckedState) -> None:
+    """Has the storage take the rows: it takes memory before it changes anything."""
+    storage, state = buffer._storage, checked.state
+    if state.same_rows:
+        return
+    if state.content is None:
+        storage.load_state_dict(dict(state.storage or {}))
+    elif state.mapped and state.content.groups:
+        cast(LazyTensorStorage, storage).map_content(state.content, checked.target.slots)
+    else:
+        content = replace(state.content, ledger=ledger_of(state.writer))
+        storage.load_content(content, checked.target, checked.rows)
+
+
+def finish_taking(
+    buffer: BufferCore, checked: CheckedState, *, elsewhere: Sequence[Drawn] = ()
+) -> None:
+    """The rest of taking over a state, of which nothing fails. The lock is held.
+
+    Args:
+        elsewhere: saved draws that an ensemble holds. Where their rows have moved they go back to
+            the sampler.
+    """
+    storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
+    prepared = checked.prepared
+    buffer._take_prepared()
+    buffer._pass_ended, buffer._restarted = False, True
+    buffer._writer.restore(checked.writer, rows)
+    continue_draws([*prepared, *elsewhere], storage)
+    _take_generator(buffer, checked.generator)
+    # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
+    # have another size now, they go back to the sampler, so that a pass still sees each row once.
+    sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
+    back: list[Drawn] = [] if rows is None else list(elsewhere)
+    if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
+        buffer._pending = deque(prepared)
+    else:
+        back += prepared
+    if back:
+        put_back(back, sampler, storage)
+    if rows is not None:
+        sampler.moved(rows, storage)
+    if buffer._pace is not None:
+        buffer._pace.load_state(checked.state.pace, buffer._size())
+    buffer._feed()
+
+
+def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
+    """Raises ValueError where a sampler's state tells of another number of rows."""
+    known = sampler.stored_in(saved)
+    if known is None or content is None:
+        return
+    stored = content.rows * content.lanes.numel()
+    if known != stored:
+        raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
+
+
+def _place(
+    buffer: BufferCore, state: BufferState, stacklevel: int
+) -> tuple[Any, torch.Tensor | None]:
+    """Where the rows will lie: the storage's target, and the slots kept if they have to move."""
+    storage, ledger = buffer._storage, state.writer["_ledger"]
+    if state.content is None:
+        if storage.ledger.slots != ledger["slots"]:
+            raise ValueError(
+                f"expected the state of {storage.ledger.slots} slots, got {ledger['slots']}"
+            )
+        return None, None
+    if state.content.rows != ledger["length"]:
+        raise ValueError(
+            f"expected {ledger['length']} rows, got {state.content.rows}; if the rows were saved "
+            "through a hook, register the load hook that undoes it"
+        )
+    target = storage.check_content(state.content)
+    slots = getattr(target, "slots", storage.ledger.slots)
+    keeps_all = buffer._writer.keeps_all(slots, state.writer)
+    rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
+    if state.mapped:
+        if rows is not None:
+            ledger_of(state.writer).read_tables()  # what is wrong with them is an error here
+        check_mapped_rows(cast(LazyTensorStorage, storage), state.content, slots, rows)
+    if rows is None:
+        return target, None
+    warn_left_out(state.content.rows - len(rows), stacklevel=stacklevel)
+    return target, rows
+
+
+def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
+    """Returns a generator in the saved state; None if there was none."""
+    if saved is None:
+        return None
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the state of a generator, got {saved!r}")
+    try:
+        generator = torch.Generator(torch.device(saved["device"]))
+        # A copy: torch reads from where the memory of a tensor begins, not where the tensor does.
+        generator.set_state(saved["state"].cpu().clone())
+    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the state of a generator, got {error}") from None
+    return generator
+
+
+def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
+    """The user's generator goes on in the saved state; without one, or on another device, a new
+    one does. A state that had none leaves the buffer's as it is."""
+    if saved is None:
+        return
+    current = buffer._generator
+    if current is not None and current.device == saved.device:
+        current.set_state(saved.get_state())
+    else:
+        buffer._generator = buffer._sampler.generator = saved
+
+
+def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
+    """Has saved draws count writes as the storage does into which they were loaded."""
+    for drawn in prepared:
+        drawn.written += storage.ledger.next_position
+
+
+def check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
+    """Raises ValueError where a draw tells of a state that its generator cannot have."""
+    for drawn in prepared:
+        if drawn.random is None:
+            continue
+        if generator is None:
+            raise ValueError("expected the generator of a draw made ahead, got none")
+        saved_generator({"device": generator.device, "state": drawn.random})
+
+
+def check_rows(prepared: list[Drawn], state: BufferState) -> None:
+    """Raises ValueError where a draw made ahead is not one of the saved rows."""
+    if state.content is None:
+        return
+    shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
+    for drawn in prepared:
+        more = drawn.info.get("anchor_index")
+        for index in (drawn.index, drawn.anchors, *([] if more is None else [more])):
+            cells = (index if index.ndim > 1 else index[:, None]).cpu()
+            if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
+                raise ValueError(
+                    f"expected draws among the {shape.tolist()} saved rows, got {index.tolist()}"
+                )
+
+
+def checked_prepared(saved: object) -> list[Drawn]:
+    """Returns saved draws; ValueError where they are none. They count writes from the save."""
+    if not isinstance(saved, list):
+        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
+    return [checked_draw(record) for record in saved]
+
+
+def checked_draw(record: object) -> Drawn:
+    """Returns a saved draw; ValueError where it is none. It counts writes from the save."""
+    fields = record if isinstance(record, Mapping) else {}
+    index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
+    info, random = fields.get("info"), fields.get("random")
+    since = fields.get("since", 0)
+    size = fields.get("size", len(anchors) if isinstance(anchors, torch.Tensor) else 0)
+    if not (
+        _is_index(index)
+        and _is_index(anchors)
+        and isinstance(ran_out, bool)
+        and type(since) is int
+        and 0 <= since <= 2**54
+        and type(size) is int
+        and isinstance(random, (torch.Tensor, type(None)))
+        and isinstance(info, list)
+        and all(isinstance(item, list) and len(item) == 2 for item in info)
+        and all(_is_key(key) for key, _ in info)
+    ):
+        raise ValueError(f"expected a prepared draw, got {record!r}")
+    known = {key: copy.deepcopy(value) for key, value in info}
+    check_told(known, len(index))
+    return Drawn(
+        index.clone(),
+        known,
+        ran_out,
+        anchors.clone(),
+        size=size,
+        written=-since,
+        random=None if random is None else random.clone(),
+    )
+
+
+def _is_key(value: object) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return bool(parts) and all(isinstance(part, str) for part in parts)
+
+
+def _is_index(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim in (1, 2)

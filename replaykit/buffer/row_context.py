@@ -1,0 +1,263 @@
+"""The rows around those of a draw, read from a storage for the transforms of a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import TensorDict, is_tensordict
+from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.columns import Columns
+from replaykit.storages.history_kernels import Before, Frames, Led, StepsPlan
+from replaykit.storages.indexing import ravel
+from replaykit.structure import Node, Path
+from replaykit.ted import format_key
+from replaykit.transforms.history import HistoryTransform, Prepared, Surroundings
+from replaykit.transforms.transform import Compose
+
+__all__ = ["StoredSurroundings", "apply_all", "fetch_all"]
+
+Array = np.ndarray[Any, Any]
+
+_ALL = CountLaw(1, 0)
+
+
+class StoredSurroundings(Surroundings):
+    """Surroundings of drawn rows in their storage. The lock is held while it is made and asked."""
+
+    def __init__(
+        self,
+        storage: ColumnStorage,
+        index: EpisodeIndex,
+        drawn: torch.Tensor,
+        window: Array | None,
+        mask: Array | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__()
+        self._storage, self._index = storage, index
+        self._columns = storage.require()
+        cells = drawn if storage.ndim == 1 else ravel(drawn, storage.lanes)
+        self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
+        found = index.around(self._cells)
+        self.time, self.lane, self.begin, self.last, self._code, self.head = found
+        self.alone = window is None
+        self._window = window
+        self.mask = mask
+        self.generator = generator
+        self.keys = self._columns.schema.leaves
+
+    # What not every transform asks for is computed when one does.
+
+    @cached_property
+    def first(self) -> Array:  # type: ignore[override]
+        return np.maximum(self.begin, self._index.bounds(self.lane)[0])
+
+    @cached_property
+    def reason(self) -> Array:  # type: ignore[override]
+        return np.minimum(self._code, 3)
+
+    @cached_property
+    def window(self) -> Array:  # type: ignore[override]
+        return np.arange(len(self.time)) if self._window is None else self._window
+
+    @property
+    def root(self) -> Node:  # type: ignore[override]
+        return self._storage.require().schema.root
+
+    def column(self, key: Path) -> torch.Tensor | None:
+        columns = self._storage.require()
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if columns.ndim > 1 or columns.advise:
+            return None
+        columns.follow_memory()
+        return columns.tensors.get(key)
+
+    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
+        columns = self._storage.require()
+        # Only here rows of a lane that follow each other in time do so in the ring.
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        return columns.discounted(key, self._cells, steps, gamma)
+
+    def _before(self, time: Array | None = None) -> Before:
+        """The rows, or those of other times in their episodes, and how far back these reach."""
+        lowest = self._index.lowest
+        if time is None:
+            return Before(self._cells, self.time, self.begin, lowest)
+        return Before(self._index.element(time, self.lane), time, self.begin, lowest)
+
+    def lead(self, plan: StepsPlan) -> Led | None:
+        columns = self._columns
+        if self.rows is None or type(self._index) is not EpisodeIndex:
+            return None
+        ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
+        if ahead is None:
+            return None
+        return ahead.lead(self.rows, self._cells, self.time, self.last)
+
+    def _frames(self, keys: Sequence[Path]) -> Frames | None:
+        """What copies rows with those before them, if all of them are as they are stored."""
+        columns = self._columns
+        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+            return None
+        if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
+            return None
+        return columns.frames
+
+    def stacks(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        return frames.stacks(tuple(keys), self._before(), count, zero=zero, flat=flat)
+
+    def stacks_before_next(
+        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
+        frames, time = self._frames(keys), self.next_time
+        if frames is None or time is None:
+            return None
+        rows = self._before(time)
+        return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
+
+    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
+        frames = self._frames(keys)
+        if frames is None:
+            return None
+        paths = tuple(keys)
+        if joined:
+            made = frames.joined(paths, self._before(), 2)
+            pairs = None if made is None else [made]
+        else:
+            pairs = frames.apart(paths, self._before(), 2)
+        time = self.next_time
+        if pairs is None or time is None:
+            return pairs
+        rows = self._before(time)
+        if joined:
+            own = frames.joined(paths, rows, 1)
+            return None if own is None else [[pairs[0][0], own[0]]]
+        apart = frames.apart(paths, rows, 1)
+        if apart is None:
+            return None
+        return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
+
+    def stored(self) -> int:
+        return int(self._index.totals(_ALL, ROWS).sum())
+
+    def any_rows(self, number: Array) -> tuple[Array, Array]:
+        found = self._index.find(_ALL, ROWS, number.reshape(-1))
+        time = (found.base + found.rest).reshape(number.shape)
+        return time, found.lane.reshape(number.shape)
+
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+        columns = self._storage.require()
+        if not all(key in self.keys for key in keys):
+            unknown = ", ".join(format_key(key) for key in keys if key not in self.keys)
+            known = ", ".join(map(format_key, self.keys))
+            raise KeyError(f"expected the columns {unknown}; there are {known}")
+        if time.ndim == 1:
+            return columns.gather_keys(keys, torch.from_numpy(self._index.element(time, lane)))
+        rows = torch.from_numpy(self._index.element(time, lane).reshape(-1))
+        leaves = columns.gather_keys(keys, rows)
+        return {key: leaf.view(*time.shape, *leaf.shape[1:]) for key, leaf in leaves.items()}
+
+
+def fetch_all(
+    chain: Compose,
+    storage: Storage,
+    index: torch.Tensor,
+    info: dict[Any, Any],
+    generator: torch.Generator | None,
+    episodes: EpisodeIndex | None = None,
+    rows: Any = None,
+) -> Prepared:
+    """Has the history transforms of a chain read what they need for rows at an index.
+
+    Args:
+        rows: the batch, in memory of its own, where nobody looks at it before the chain does.
+
+    Raises:
+        RuntimeError: a storage that does not know where episodes end.
+    """
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
+            "read the rows around need; use a tensor or memmap storage"
+        )
+    window, mask = info.get("sequence_id"), info.get("validity_mask")
+    if mask is None:
+        mask = info.get(("collector", "mask"))
+    around = StoredSurroundings(
+        storage,
+        storage.episodes if episodes is None else episodes,
+        index,
+        None if window is None else window.cpu().numpy(),
+        None if mask is None else mask.cpu().numpy(),
+        generator,
+    )
+    if mask is None:
+        around.rows = rows
+    return fetch_more(chain, Prepared(around))
+
+
+def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
+    """Runs the first step of the history transforms of a chain from position ``start`` on, in
+    order; not of those that read what a transform before them makes of whole episodes."""
+    around = prepared.around
+    around.relabels = []
+    for position, transform in chain.readers:
+        if position:
+            around.rows = None  # somebody before it has seen them
+        if position < start:
+            continue
+        if transform.edits_episodes:
+            around.later = list(chain)[position + 1 :]
+        fetched = prepared.fetched[position] = transform.fetch(around)
+        if transform.edits_episodes:
+            break
+        if transform.relabels:
+            around.relabels.append((transform, fetched))
+    around.rows = None
+    return prepared
+
+
+def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
+    """Runs a chain on a batch, with what its history transforms have read.
+
+    Raises:
+        RuntimeError: records that are no TensorDicts, or no single rows.
+    """
+    if type(data) is not TensorDict and not is_tensordict(data):
+        raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
+    if data.batch_size != (len(prepared.around),):
+        raise RuntimeError(
+            f"transforms that read the rows around expected a batch of [{len(prepared.around)}] "
+            f"rows, got {list(data.batch_size)}: where records are whole trajectories, or a "
+            "collate_fn makes another shape, there are none"
+        )
+    prepared.around.relabels = []
+    now = prepared
+
+    def apply(position: int, transform: HistoryTransform, batch: Any) -> Any:
+        nonlocal now
+        fetched = now.fetched.get(position)
+        batch = transform.apply(batch, fetched, now.around)
+        if transform.edits_episodes:
+            # Copies of the episodes are at hand: what comes after needs neither storage nor lock.
+            now = fetch_more(chain, Prepared(transform.surroundings(fetched)), position + 1)
+            now.around.relabels = []
+        elif transform.relabels:
+            now.around.relabels.append((transform, fetched))
+        return batch
+
+    return chain.forward(data, apply)

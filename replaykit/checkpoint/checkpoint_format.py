@@ -1,0 +1,524 @@
+"""Read and write the manifests of a checkpoint, and encode state as JSON with tensors."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    dtype_by_name,
+    dtype_name,
+    holds_objects,
+    is_non_tensor,
+    is_tensordict,
+)
+from replaykit.checkpoint.dirty_chunks import TrackedTensor
+from replaykit.errors import CheckpointError
+from replaykit.filesystem import file_limit_errors, sync_directory
+from replaykit.structure import Path as KeyPath
+from replaykit.structure import build, flatten, from_json, leaf_paths
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "Tensors",
+    "checkpoint_versions",
+    "decode",
+    "encode",
+    "is_published",
+    "open_file",
+    "publish",
+    "read_base",
+    "read_manifest",
+    "version_of",
+]
+
+_FLAGS = os.O_RDONLY | sum(
+    getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
+)
+"""Neither through a link, which may lead anywhere, nor waiting for a pipe."""
+
+
+def open_file(file: Path, size: int | None = None) -> int:
+    """Opens a regular file for reading; returns its descriptor.
+
+    Args:
+        size: how many bytes it must have; None: any.
+
+    Raises:
+        FileNotFoundError: there is none. CheckpointError: it is a link, no file, or torn.
+        TooManyFilesError: the process has no descriptor left.
+    """
+    try:
+        with file_limit_errors(file.parent):
+            opened = os.open(file, _FLAGS)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):
+            raise
+        raise CheckpointError(f"{file} is damaged: it is a link") from None
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{file} is damaged: it is no file")
+        if size is not None and found.st_size != size:
+            raise CheckpointError(f"{file} is torn: expected {size} bytes, got {found.st_size}")
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+Tensors = dict[str, torch.Tensor | TrackedTensor]
+
+_DEEPEST = 120
+_INT64 = 2**63
+
+
+def encode(value: Any, where: str, tensors: Tensors, depth: int = 0) -> Any:
+    """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
+
+    Takes None, bool, int, float, str, bytes, tensors, tracked ones, NumPy arrays and numbers,
+    TensorDicts (also with values that are no tensors), tensorclasses, torch sizes, dtypes and
+    devices, and lists, tuples and dicts of these, up to 120 levels deep.
+
+    Args:
+        where: what the value is, for error messages.
+
+    Raises:
+        TypeError: something else, with the way to it.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        return value if -_INT64 <= value < _INT64 else {"$": "int", "value": hex(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if depth >= _DEEPEST:
+        raise TypeError(f"{where}: expected at most {_DEEPEST} levels of nesting, got more")
+    if isinstance(value, torch.Size):
+        return {"$": "size", "items": list(value)}
+    if type(value) in (list, tuple):
+        items = [encode(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
+        return items if type(value) is list else {"$": "tuple", "items": items}
+    if type(value) in (dict, OrderedDict):
+        return _encode_mapping(value, where, tensors, depth)
+    if isinstance(value, torch.Tensor):
+        return {"$": "tensor", "name": _name(_dense(value, where), tensors)}
+    if isinstance(value, TrackedTensor):
+        _dense(value.tensor, where)
+        return {"$": "tensor", "name": _name(value, tensors)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind = "ndarray" if isinstance(value, np.ndarray) else "number"
+        return {"$": kind, "name": _name(_from_numpy(np.asarray(value), where), tensors)}
+    if is_non_tensor(value):
+        return _encode_object(value, where, tensors, depth)
+    if holds_objects(value):
+        items = [[k, encode(v, f"{where}[{k!r}]", tensors, depth + 1)] for k, v in value.items()]
+        return {"$": "tensordict", "batch": list(value.batch_size), "items": items}
+    if is_tensordict(value) or is_tensorclass(value):
+        return _encode_container(value, where, tensors, depth)
+    if type(value) is bytes:
+        return {"$": "bytes", "value": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.dtype):
+        return {"$": "dtype", "value": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$": "device", "value": str(value)}
+    raise TypeError(
+        f"{where}: expected tensors, arrays, numbers, strings, bytes, None, or lists, tuples and "
+        f"dicts of them, got {type(value).__name__}"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, tensors: Tensors, depth: int) -> Any:
+    for key in value:
+        if not isinstance(key, (str, int)):
+            raise TypeError(f"{where}: expected str keys, got {type(key).__name__} {key!r}")
+    encoded = {
+        key: encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()
+    }
+    if "$" not in encoded and all(type(key) is str for key in encoded):
+        return encoded
+    return {"$": "dict", "items": [[key, item] for key, item in encoded.items()]}
+
+
+def _encode_container(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
+    try:
+        node, leaves = flatten(value, 0)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    names = [_name(leaf, tensors) for leaf in leaves.values()]
+    layout = encode(node.to_json(), where, tensors, depth + 1)
+    return {"$": "container", "node": layout, "leaves": names}
+
+
+def _encode_object(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
+    """Encodes what a TensorDict holds beside tensors: one value for all rows, or one for each."""
+    one = isinstance(value, NonTensorData)
+    found = encode(value.data if one else value.tolist(), where, tensors, depth + 1)
+    if not one and value.batch_dims != 1:
+        raise TypeError(
+            f"{where}: expected objects along one dimension, got {list(value.batch_size)}"
+        )
+    return {"$": "object" if one else "objects", "batch": list(value.batch_size), "value": found}
+
+
+def _name(tensor: torch.Tensor | TrackedTensor, tensors: Tensors) -> str:
+    name = f"t{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _dense(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"{where}: expected a dense tensor, got layout {tensor.layout}, dtype {tensor.dtype}"
+        )
+    return tensor.detach()
+
+
+def _from_numpy(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{where}: expected an array of numbers, got NumPy dtype {array.dtype}"
+        ) from None
+
+
+def decode(record: Any, load: Callable[[str], Any]) -> Any:
+    """Rebuilds what ``encode`` took apart; ``load`` gives the tensor of a name.
+
+    Raises:
+        ValueError: the record is not one that ``encode`` gave.
+    """
+    if isinstance(record, list):
+        return [decode(item, load) for item in record]
+    if not isinstance(record, dict):
+        return record
+    kind = record.get("$")
+    if "$" not in record:
+        return {key: decode(item, load) for key, item in record.items()}
+    try:
+        return _DECODERS[kind](record, load)
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"cannot read a value of kind {kind!r}: {error!r}") from None
+
+
+def _decode_float(record: dict[str, Any], load: Callable[[str], Any]) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[record["value"]]
+
+
+def _decode_size(items: Any) -> torch.Size:
+    if not isinstance(items, list) or not all(type(n) is int and 0 <= n < _INT64 for n in items):
+        raise ValueError(f"expected a list of sizes, got {items!r}")
+    return torch.Size(items)
+
+
+def _decode_container(record: dict[str, Any], load: Callable[[str], Any]) -> Any:
+    node = from_json(decode(record["node"], load))
+    leaves: dict[KeyPath, torch.Tensor] = {}
+    for (path, leaf), name in zip(leaf_paths(node), record["leaves"], strict=True):
+        tensor = load(name)
+        if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
+            raise ValueError(f"expected {leaf} at {path}, got {tensor.dtype} {list(tensor.shape)}")
+        leaves[path] = tensor
+    return build(node, leaves, torch.Size(), None)
+
+
+def _decode_dict(record: dict[str, Any], load: Callable[[str], Any]) -> dict[Any, Any]:
+    return {key: decode(item, load) for key, item in record["items"]}
+
+
+def _decode_tensordict(record: dict[str, Any], load: Callable[[str], Any]) -> TensorDict:
+    items = {key: decode(item, load) for key, item in record["items"]}
+    return TensorDict(items, _decode_size(record["batch"]))
+
+
+def _decode_object(record: dict[str, Any], load: Callable[[str], Any]) -> NonTensorData:
+    return NonTensorData(decode(record["value"], load), batch_size=_decode_size(record["batch"]))
+
+
+def _decode_objects(record: dict[str, Any], load: Callable[[str], Any]) -> NonTensorStack:
+    return NonTensorStack(*map(NonTensorData, decode(record["value"], load)))
+
+
+def _decode_tuple(record: dict[str, Any], load: Callable[[str], Any]) -> tuple[Any, ...]:
+    return tuple(decode(item, load) for item in record["items"])
+
+
+_DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
+    "float": _decode_float,
+    "int": lambda record, load: int(record["value"], 16),
+    "tuple": _decode_tuple,
+    "dict": _decode_dict,
+    "container": _decode_container,
+    "tensordict": _decode_tensordict,
+    "object": _decode_object,
+    "objects": _decode_objects,
+    "tensor": lambda record, load: load(record["name"]),
+    "ndarray": lambda record, load: load(record["name"]).numpy().copy(),
+    "number": lambda record, load: load(record["name"]).numpy().copy()[()],
+    "bytes": lambda record, load: base64.b64decode(record["value"], validate=True),
+    "size": lambda record, load: _decode_size(record["items"]),
+    "dtype": lambda record, load: dtype_by_name(record["value"]),
+    "device": lambda record, load: torch.device(record["value"]),
+}
+
+
+FORMAT = "replaykit-checkpoint"
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+_MOST_VERSIONS = 10**15
+_KEPT = re.compile(r"manifest-([0-9]{1,15})\.json")
+_DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
+_CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
+
+
+class _NoRecordError(CheckpointError):
+    """JSON of another kind than ours: what a save of the package leaves begins as a record, and
+    cut off or damaged it is no JSON of another kind."""
+
+
+def version_of(manifest: Mapping[str, Any]) -> int:
+    """Returns the number of a checkpoint in its directory: 1 for the first one."""
+    return int(manifest.get("version", 1))
+
+
+def checkpoint_versions(path: str | os.PathLike[str]) -> list[int]:
+    """Returns the versions that a directory holds, rising; the last one is the newest.
+
+    Each of them can be given to ``loads(path, version=...)``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint. CheckpointError: the newest one is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer
+        >>> from replaykit.checkpoint import checkpoint_versions
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for number in range(4):
+        ...         _ = rb.extend(torch.full((2,), number))
+        ...         rb.dumps(folder, keep=3)
+        ...     found = checkpoint_versions(folder)
+        ...     rb.loads(folder, version=found[0])
+        >>> found, rb[:]
+        ([2, 3, 4], tensor([0, 0, 1, 1]))
+    """
+    folder = Path(path).expanduser()
+    newest = version_of(read_manifest(folder, check=True))
+    return [*(number for number in _kept(folder) if number < newest), newest]
+
+
+def _kept(folder: Path) -> list[int]:
+    found = (_KEPT.fullmatch(name) for name in os.listdir(folder))
+    return sorted(int(match[1]) for match in found if match and match[1] == str(int(match[1])))
+
+
+def _kept_name(version: int) -> str:
+    return f"manifest-{version}.json"
+
+
+def read_manifest(
+    folder: Path, version: int | None = None, *, check: bool = False
+) -> dict[str, Any]:
+    """Reads the newest manifest of a directory, or that of a version.
+
+    Args:
+        check: whether to refuse what cannot be read now.
+
+    Raises:
+        FileNotFoundError: there is none. CheckpointError: it is damaged; names the file.
+    """
+    if version is None:
+        return _read(folder, MANIFEST, check)
+    with contextlib.suppress(FileNotFoundError, CheckpointError):
+        newest = _read(folder, MANIFEST, check)
+        if version_of(newest) == version:
+            return newest
+    try:
+        found = _read(folder, _kept_name(version), check)
+    except FileNotFoundError:
+        there = checkpoint_versions(folder)
+        raise FileNotFoundError(f"{folder} has no version {version}; there are {there}") from None
+    if version_of(found) != version:
+        file = folder / _kept_name(version)
+        raise CheckpointError(f"{file} is damaged: it is that of version {version_of(found)}")
+    return found
+
+
+def _read(folder: Path, name: str, check: bool) -> dict[str, Any]:
+    file = folder / name
+    try:
+        with open(open_file(file), encoding="utf-8") as opened:
+            text = opened.read()
+        manifest = json.loads(text)
+    except CheckpointError:
+        raise  # a ValueError too: it is no plain file
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no checkpoint in {folder}") from None
+    except NotADirectoryError:
+        raise FileNotFoundError(f"{folder} is not a directory with a checkpoint") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    if not isinstance(manifest, dict):
+        raise _NoRecordError(f"{file} is damaged: it holds no record")
+    if check:
+        _check(manifest, text, file)
+    return manifest
+
+
+def read_base(folder: Path) -> dict[str, Any] | None:
+    """Returns the manifest that a save follows; None where there is none that can be read.
+
+    Raises:
+        CheckpointError: the directory holds something else under ``manifest.json``.
+    """
+    with contextlib.suppress(FileNotFoundError, CheckpointError):
+        manifest = read_manifest(folder, check=True)
+        if manifest.get("format") == FORMAT:
+            return manifest
+    try:
+        manifest = read_manifest(folder)
+        found = f"format {manifest.get('format')!r}"
+        if manifest.get("format") == FORMAT:
+            return None
+    except _NoRecordError:
+        found = "it holds no record"
+    except (FileNotFoundError, CheckpointError):
+        return None  # nothing there, or nothing that could still be read
+    raise CheckpointError(
+        f"{folder / MANIFEST} is not that of a checkpoint ({found}); choose another directory"
+    )
+
+
+def publish(
+    folder: Path, manifest: dict[str, Any], base: Mapping[str, Any] | None, keep: int
+) -> None:
+    """Puts a manifest in the place of the one there is, then removes what none names any more.
+
+    Its files are on disk already, under names that no other manifest has, or are those of
+    ``base``. At any instant there is a whole checkpoint: the old one, then the new one.
+
+    Args:
+        manifest: without its checksum, and without ``version``, which it gets.
+        base: the manifest that is there; None: none that can be read.
+        keep: how many checkpoints there will be at most, this one included.
+    """
+    token, kept = manifest["save"], _kept(folder)
+    newest = max([*kept, 0 if base is None else version_of(base)])
+    if newest + 1 >= _MOST_VERSIONS:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of version {newest}, after which none can come; choose "
+            "another directory"
+        )
+    manifest["version"] = newest + 1
+    if base is not None and keep > 1:
+        # The same text under the name of its version; until the end both are the newest one.
+        older = {name: value for name, value in base.items() if name != "crc32"}
+        _write(folder, {**older, "version": version_of(base)}, _kept_name(version_of(base)), token)
+    _write(folder, manifest, MANIFEST, token)
+    _remove_old(folder, manifest, keep)
+
+
+def _write(folder: Path, manifest: Mapping[str, Any], name: str, token: str) -> None:
+    text = json.dumps(manifest, allow_nan=False)
+    # The last entry is the checksum of the text without it.
+    text = f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
+    draft = folder / f".{name}.{token}"
+    try:
+        with open(draft, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(folder)
+        os.replace(draft, folder / name)
+        sync_directory(folder)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def is_published(folder: Path, token: str) -> bool:
+    """Whether the save of that name is the newest checkpoint."""
+    try:
+        return bool(read_manifest(folder).get("save") == token)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _remove_old(folder: Path, manifest: Mapping[str, Any], keep: int) -> None:
+    """Removes older manifests that are not kept, then the files that no manifest names."""
+    older = [number for number in _kept(folder) if number < manifest["version"]]
+    gone = older[: max(0, len(older) - (keep - 1))]
+    for number in gone:
+        with contextlib.suppress(OSError):  # the next save tries again
+            os.unlink(folder / _kept_name(number))
+    if gone:
+        sync_directory(folder)  # before the files that they name
+    named = set(manifest["files"])
+    for number in _kept(folder):
+        try:
+            named |= set(_read(folder, _kept_name(number), True)["files"])
+        except FileNotFoundError:
+            continue
+        except (OSError, CheckpointError):
+            return  # what it names is not known, so nothing is removed as long as it is kept
+    for entry in os.scandir(folder):
+        stale = _DATA_FILE.fullmatch(entry.name) and entry.name not in named
+        if stale or entry.name.startswith(".manifest"):
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+
+
+def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
+    """Raises CheckpointError where the manifest is not one that can be read now."""
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not a checkpoint's (format {manifest.get('format')!r})")
+    version = manifest.get("format_version")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{file} is damaged: format_version {version!r}")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version}, this version of replaykit reads up to "
+            f"{FORMAT_VERSION}; it was written by replaykit {manifest.get('library_version')}"
+        )
+    end = _CHECKSUM.search(text)
+    if end is None or zlib.crc32(f"{text[: end.start()]}}}".encode()) != int(end[1]):
+        raise CheckpointError(f"{file} is damaged: its checksum is not that of its content")
+    for name in ("files", "tensors", "parts"):
+        if not isinstance(manifest.get(name), dict):
+            raise CheckpointError(f"{file} is damaged: no {name}")
+    number = manifest.get("version", 1)
+    if type(number) is not int or not 1 <= number < _MOST_VERSIONS:
+        raise CheckpointError(f"{file} is damaged: version {number!r}")
+    if not isinstance(manifest.get("save"), str):
+        raise CheckpointError(f"{file} is damaged: save {manifest.get('save')!r}")
+    for name, record in manifest["files"].items():
+        # Only names of our own making: nothing outside the directory is ever opened.
+        if not _DATA_FILE.fullmatch(name):
+            raise CheckpointError(f"{file} is damaged: file name {name!r}")
+        if not isinstance(record, dict) or not all(
+            type(record.get(key)) is int and record[key] >= 0 for key in ("size", "crc32")
+        ):
+            raise CheckpointError(f"{file} is damaged: record of {name}: {record!r}")

@@ -1,0 +1,358 @@
+"""What every corpus class shares: fetch and convert once, open, sample."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.core import SamplerT
+from replaykit.datasets.converting import (
+    Files,
+    digest_of,
+    known_digest,
+    local_sources,
+)
+from replaykit.datasets.dataset_passes import SPLIT_FORM, ensure_split
+from replaykit.datasets.engine.conversion import (
+    FLAT_FORM,
+    ConvertOptions,
+    ensure_dataset,
+    full_identity,
+)
+from replaykit.datasets.engine.layout import Layout, rules_digest
+from replaykit.datasets.engine.policies import Policies, meant
+from replaykit.datasets.published_buffer import (
+    CorpusExperienceReplay,
+    Episodes,
+    MappedStorage,
+    chosen_episodes,
+)
+from replaykit.datasets.publishing import Published, open_published, remove_published
+from replaykit.datasets.sources import DownloadPlan, Remote, Sources, free_bytes, room_needed_at
+from replaykit.keywords import checked_keywords, refuse_unknown
+from replaykit.writers import ImmutableDatasetWriter, Writer
+
+__all__ = ["BaseDatasetExperienceReplay"]
+
+
+class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
+    """A ReplayBuffer over a published corpus.
+
+    A corpus class says which data sets there are, where their files are and how they lie in them:
+    ``available_datasets``, ``corpus``, ``layout``, and ``remote``, or ``sources`` for files that it
+    gets otherwise. Everything else is here.
+
+    Args:
+        dataset_id: one of ``available_datasets``; with ``source`` any names with "/" between them.
+        batch_size: default number of rows of a sample.
+        root: folder of the converted data sets; ``~/.cache/replaykit/<corpus>``.
+        download: ``True``: fetch and convert what is absent. ``False``: never touch the network.
+            ``"force"``: fetch and convert anew, then swap; the old copy stays until then.
+        sampler: which rows come next; ``RandomSampler()``.
+        writer: ``ImmutableDatasetWriter()``.
+        collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
+        split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
+            ``traj_ids``.
+        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
+            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
+            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
+            behind an ``@``, as in ``"0%:80%@7"``.
+        episodes: only these: positions in ``episode_table``, a slice of it, or a function that
+            gets the table and returns bool ``[E]``. With ``split``: those of both.
+        source: files to convert instead of those of the corpus, as for `convert`: paths, folders,
+            or URLs.
+        policies: what is done with keys, dtypes and episodes that are not as one would wish.
+        layout: how the files are laid out, where that is not as the family has it, such as
+            ``D4RLLayout(unreliable_ends=True)``.
+        workers: how many processes convert at once, each a file.
+        env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
+
+    Raises:
+        ValueError: an unknown id, or another value of ``download``; ``split`` or ``episodes``
+            choose what there is not, or nothing; no worker; the policies name a key or dtype that
+            no file has.
+        TypeError: an unknown keyword; policies or a layout that are none.
+        FileNotFoundError: ``download=False`` and the data set is not there.
+        RuntimeError: the folder holds something that is not a complete data set, or another one,
+            of other policies or another layout.
+        CorpusError, DownloadError, OSError: as converting and fetching do; names the file.
+
+    Rows can be edited in place; edits are seen in this process only and never reach the disk.
+
+    Example:
+        >>> from replaykit import BaseDatasetExperienceReplay
+        >>> class Mine(BaseDatasetExperienceReplay):
+        ...     available_datasets = ["a"]
+        ...     corpus = "mine"
+        ...     layout = None
+        ...     def sources(self): ...
+        >>> Mine("b", batch_size=4)
+        Traceback (most recent call last):
+        ValueError: expected one of the data sets ['a'], got 'b'
+    """
+
+    available_datasets: ClassVar[list[str]] = []
+    any_id: ClassVar[bool] = False
+    """Whether ids that are not listed are taken too."""
+    corpus: ClassVar[str]
+    """Name of the corpus, and of its folder in the cache."""
+    layout: ClassVar[Any]
+    """How the source files of the corpus are laid out; a `Layout`."""
+    license: ClassVar[str | None] = None
+    """Licence of the data that is fetched, as Hubs abbreviate it; None where there is not one."""
+
+    @checked_keywords
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int,
+        *,
+        root: str | Path | None = None,
+        download: bool | str = True,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        split_trajs: bool = False,
+        split: str | None = None,
+        episodes: Episodes | None = None,
+        source: Files | None = None,
+        policies: Policies | None = None,
+        layout: Layout | None = None,
+        workers: int = 1,
+        **env_kwargs: Any,
+    ) -> None:
+        self._check_id(dataset_id, is_own=source is not None)
+        _check_keywords(type(self), env_kwargs)
+        for name, given, kind in (("policies", policies, Policies), ("layout", layout, Layout)):
+            if not isinstance(given, (kind, NoneType)):
+                raise TypeError(f"expected {name} as {kind.__name__} or None, got {given!r:.80}")
+        self._options = ConvertOptions(policies=policies or Policies(), workers=workers)
+        self.dataset_id = dataset_id
+        self.source = source
+        self._rules: Layout = self.layout if layout is None else layout
+        self.root = _default_root(self.corpus) if root is None else Path(root)
+        self.split_trajs = split_trajs
+        self.download = _download(download)
+        self._own: Sources | None = None
+        self._choice = (split, episodes)
+        # The storage is given as a function: all other arguments are checked before anything
+        # is fetched.
+        ReplayBuffer.__init__(
+            self,
+            storage=self._open,
+            sampler=sampler,
+            writer=ImmutableDatasetWriter() if writer is None else writer,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+            batch_size=batch_size,
+            **env_kwargs,
+        )
+
+    @classmethod
+    def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:
+        """Refuses ids that there are not; files of one's own may have any."""
+        if dataset_id in cls.available_datasets:
+            return
+        if not cls.any_id and not is_own:
+            near = cls._meant(dataset_id)
+            raise ValueError(
+                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}{near}"
+            )
+        parts = dataset_id.split("/") if isinstance(dataset_id, str) else [""]
+        if any(part in ("", ".", "..") or "\\" in part for part in parts):
+            raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
+
+    @classmethod
+    def _meant(cls, dataset_id: str) -> str:
+        """Name the listed ids that look like one that is not listed."""
+        known = cls.available_datasets
+        if dataset_id in known or not isinstance(dataset_id, str):
+            return ""
+        return meant(dataset_id, known)
+
+    @classmethod
+    @contextmanager
+    def _suggesting(cls, dataset_id: str) -> Iterator[None]:
+        """Add the nearest listed ids to the error for files that are not there."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            near = cls._meant(dataset_id)
+            if not near or error.errno is not None:
+                raise
+            raise FileNotFoundError(f"{error}{near}") from error
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> Remote | None:
+        """Says where the files of a data set are fetched from; None where they cannot be."""
+        return None
+
+    @classmethod
+    def plan(cls, dataset_id: str, *, root: str | Path | None = None) -> DownloadPlan:
+        """Says what fetching a data set would take, and fetches nothing.
+
+        Args:
+            dataset_id: one of ``available_datasets``.
+            root: as for the class.
+
+        Raises:
+            ValueError: an unknown id.
+            FileNotFoundError: the files of this data set cannot be fetched, or are not there.
+            PermissionError, DownloadError: the server does not say.
+        """
+        cls._check_id(dataset_id)
+        with cls._suggesting(dataset_id):
+            origin, files, cache = cls._require_remote(dataset_id).look()
+        target = (_default_root(cls.corpus) if root is None else Path(root)) / dataset_id
+        name, room = f"{cls.corpus}:{dataset_id}", free_bytes(cache)
+        return DownloadPlan(name, origin, files, cache, room, target, target.exists())
+
+    @classmethod
+    def _require_remote(cls, dataset_id: str) -> Remote:
+        remote = cls.remote(dataset_id)
+        if remote is None:
+            raise FileNotFoundError(
+                f"files of {cls.corpus}:{dataset_id} cannot be fetched: none are hosted under this "
+                "id; pass those that you have with source=, or convert them by the command "
+                "replaykit convert"
+            )
+        return remote
+
+    def sources(self) -> Sources:
+        """Returns the source files of the data set, fetched and verified."""
+        with self._suggesting(self.dataset_id):
+            return self._require_remote(self.dataset_id).sources(self._room())
+
+    def _sources(self) -> Sources:
+        if self.source is None:
+            found = self.sources()
+            return replace(found, origin={**found.origin, "license": self.license})
+        if self._own is None:
+            self._own = local_sources(
+                self.source,
+                natural=self._rules.natural_files,
+                threads=self._options.workers,
+                checked=self._options.policies.on_invalid != "skip",
+                target=self._room(),
+            )
+        return self._own
+
+    def _room(self) -> Path | None:
+        """Where room for the columns is looked for before a download."""
+        return room_needed_at(
+            self.data_path_root,
+            may_shrink=self._options.policies.may_shrink,
+            force=self.download == "force",
+        )
+
+    # -- where it lies ------------------------------------------------------------------------
+
+    @property
+    def data_path_root(self) -> Path:
+        """Folder of the flat data set: ``<root>/<dataset_id>``."""
+        return self.root / self.dataset_id
+
+    @property
+    def data_path(self) -> Path:
+        """Folder of the data set in use: the flat one, or ``<root>/<dataset_id>_split``."""
+        if not self.split_trajs:
+            return self.data_path_root
+        return self.data_path_root.with_name(self.data_path_root.name + "_split")
+
+    def delete(self) -> None:
+        """Removes ``data_path`` from disk; rows that are open here stay readable.
+
+        Raises:
+            FileNotFoundError: it is not there (any more).
+            RuntimeError: there are files that are no part of a data set; names one.
+        """
+        remove_published(self.data_path)
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def _open(self) -> MappedStorage:
+        if not self.split_trajs:
+            return self._map(self._flat())
+        force = self.download == "force"
+        if not force and self.data_path.exists() and not self.data_path_root.exists():
+            identity = {**full_identity(self._rules, self._identity()), **SPLIT_FORM}
+            return self._map(open_published(self.data_path, identity=identity))
+        self._flat()
+        return self._map(
+            ensure_split(
+                self.data_path_root, self.data_path, force=force, identity=self._identity()
+            )
+        )
+
+    def _map(self, published: Published) -> MappedStorage:
+        return MappedStorage(published, chosen_episodes(published, *self._choice))
+
+    def _identity(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
+        # What is as the family has it is not there: it was so before there was a choice.
+        policies = self._options.policies
+        found["policies"] = None if policies == Policies() else policies.to_json()
+        found["rules"] = None if self._rules == self.layout else rules_digest(self._rules)
+        found["source"] = None
+        if self.source is not None:
+            # Files of one's own are told apart from those of the corpus, and from others, by what
+            # is in them; they are only read where they have been touched since.
+            known = known_digest(self.source, self._rules, self.data_path_root)
+            found["source"] = known or digest_of(self._sources(), self._rules)
+        return found
+
+    def _flat(self) -> Published:
+        if self.download is False:
+            return self._require(self.data_path_root)
+        return ensure_dataset(
+            self.data_path_root,
+            get_sources=self._sources,
+            layout=self._rules,
+            force=self.download == "force",
+            identity=self._identity(),
+            options=self._options,
+        )
+
+    def _require(self, path: Path) -> Published:
+        identity = {**full_identity(self._rules, self._identity()), **FLAT_FORM}
+        try:
+            return open_published(path, identity=identity)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
+                f"download=True{self._meant(self.dataset_id)}"
+            ) from None
+
+
+def _default_root(corpus: str) -> Path:
+    return Path.home() / ".cache" / "replaykit" / corpus
+
+
+def _download(given: Any) -> bool | str:
+    """Checks the argument by its type: 0 is equal to False, and is none of the three."""
+    if isinstance(given, (bool, np.bool_)):
+        return bool(given)
+    if isinstance(given, str) and given == "force":
+        return given
+    raise ValueError(f'expected download as True, False or "force", got {given!r}')
+
+
+def _check_keywords(cls: type, given: dict[str, Any]) -> None:
+    known = {
+        *inspect.signature(ReplayBuffer.__init__).parameters,
+        *inspect.signature(BaseDatasetExperienceReplay.__init__).parameters,
+    }
+    refuse_unknown(cls, given, known - {"self", "storage", "env_kwargs"})

@@ -1,0 +1,556 @@
+"""Rewrite a data set: one row per episode, or every row through a function."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import is_tensordict
+from replaykit.datasets.column_files import (
+    ColumnOutput,
+    ColumnSpec,
+    create_columns,
+    synced_early,
+    write_episode_table,
+)
+from replaykit.datasets.dataset_manifest import Array, Manifest
+from replaykit.datasets.engine.conversion import ConvertOptions
+from replaykit.datasets.publishing import (
+    Published,
+    ensure_published,
+    hold_back,
+    open_published,
+    recover,
+)
+from replaykit.datasets.transfers import progress_bar, target_lock
+from replaykit.datasets.worker_pool import pool_size, run_in_pool, run_in_processes
+from replaykit.errors import SchemaError
+from replaykit.filesystem import (
+    disk_errors,
+    private_path,
+    remove_tree,
+    require_room,
+    reserve,
+    sync_directory,
+    sync_tree,
+)
+from replaykit.schema import Schema
+from replaykit.storages import Storage, TensorStorage
+from replaykit.storages.row_files import map_file
+from replaykit.structure import Leaf, build, flatten
+from replaykit.structure import Path as LeafPath
+from replaykit.ted import Key, format_key
+
+__all__ = ["MASK_KEY", "SPLIT_FORM", "TRAJ_IDS_KEY", "ensure_split", "preprocess_rows"]
+
+MASK_KEY: Final[Key] = ("mask",)
+TRAJ_IDS_KEY: Final[Key] = ("traj_ids",)
+SPLIT_FORM: Final = {"form": "split trajectories"}
+"""What the identity of a split data set has beside that of the flat one."""
+_INDEX_BYTES: Final = 16
+"""Bytes per entry for finding out which entries are rows: an integer in, an integer out."""
+_CONVERTER: Final = {"name": "split-trajectories", "version": 1}
+
+
+def ensure_split(
+    flat: str | Path,
+    target: str | Path,
+    *,
+    force: bool = False,
+    progress: bool | None = None,
+    identity: Mapping[str, Any] | None = None,
+    options: ConvertOptions | None = None,
+) -> Published:
+    """Opens the split form of a data set; makes it where it is absent or of an older version.
+
+    The split form has the batch size ``[E, T]``: an entry for each episode, as long as the
+    longest. Behind the end of an episode everything is zero and flags are ``False``. Two keys are
+    added: ``mask``, bool ``[E, T]``, true on the rows of the episode, and ``traj_ids``, int64
+    ``[E, T]``, the position of the episode. It is published as the flat one is: complete or not
+    at all, once for all processes that ask. The flat data set is kept and not changed.
+
+    Args:
+        flat: directory of the published flat data set.
+        target: directory of the split one.
+        force: make it anew.
+        progress: whether a bar is shown; by default only on a terminal.
+        identity: entries that the identities of both must have. Rules of another version are no
+            matter here: what was made by them from another flat data set is made again.
+        options: ``block_bytes`` bounds the memory.
+
+    Raises:
+        FileNotFoundError: there is no flat data set.
+        OSError: there is no room for the result; names the file and what to do.
+        RuntimeError: one of the directories is there and is not the data set that it should be,
+            or one of another identity.
+        ValueError: the data set has a key ``mask`` or ``traj_ids`` of its own, or is split.
+
+    Cost: reads and writes every value once; ``E * T`` entries are kept on disk, so one very long
+    episode among short ones makes the result large. Memory: one block.
+    """
+    options = ConvertOptions() if options is None else options
+    origin = open_published(flat, identity=identity)
+    made_from = origin.manifest.content_id()
+
+    def build(directory: Path) -> Manifest:
+        # Held so that the flat data set is not replaced while it is read.
+        with target_lock(origin.path):
+            return _split(directory, open_published(origin.path), options, progress)
+
+    return ensure_published(
+        target,
+        build,
+        force=force,
+        identity={**({} if identity is None else identity), **SPLIT_FORM},
+        is_current=lambda manifest: manifest.source.get("flat") == made_from,
+    )
+
+
+def _split(
+    directory: Path, flat: Published, options: ConvertOptions, progress: bool | None
+) -> Manifest:
+    manifest = flat.manifest
+    if len(manifest.batch) != 1:
+        raise ValueError(f"{flat.path} is split already: its batch is {list(manifest.batch)}")
+    for key in (MASK_KEY, TRAJ_IDS_KEY):
+        if key in flat.columns:
+            raise ValueError(f"{flat.path} has a key {format_key(key)} of its own")
+    lengths = flat.episodes["length"].numpy()
+    batch = (len(lengths), int(lengths.max(initial=0)))
+    arrays = [*manifest.arrays, *manifest.finals]
+    specs = [ColumnSpec(array.key, array.shape[1:], array.dtype) for array in arrays]
+    added = [ColumnSpec(MASK_KEY, (), torch.bool), ColumnSpec(TRAJ_IDS_KEY, (), torch.int64)]
+    columns = create_columns(directory, [*specs, *added], batch)
+    hold_back(directory)
+    total = sum(array.nbytes for array in manifest.arrays)
+    with progress_bar("splitting", total, progress) as advance, synced_early(columns):
+        for array in manifest.arrays:
+            _split_column(flat.path, array, columns[array.key], lengths, options, advance)
+        for array in manifest.finals:
+            _split_following(flat, array.key, columns[array.key], lengths, options)
+    _write_ids(columns, lengths, batch[1], options)
+    table = {name: values.numpy() for name, values in flat.episodes.items()}
+    episode_arrays, group_file = write_episode_table(directory, table, flat.groups())
+    facts: dict[Key, Mapping[str, Any]] = {array.key: array.facts for array in arrays}
+    return Manifest(
+        rows=batch[0],
+        batch=batch,
+        episodes=batch[0],
+        arrays=tuple(
+            column.describe(directory, facts.get(key, {})) for key, column in columns.items()
+        ),
+        episode_arrays=episode_arrays,
+        group_file=group_file,
+        converter=_CONVERTER,
+        identity={**manifest.identity, **SPLIT_FORM},
+        source={**manifest.source, "flat": manifest.content_id()},
+        report=manifest.report,
+        options=asdict(options),
+    )
+
+
+def _split_column(
+    home: Path,
+    array: Array,
+    column: ColumnOutput,
+    lengths: npt.NDArray[np.int64],
+    options: ConvertOptions,
+    advance: Callable[[int], object],
+) -> None:
+    """Copies one column. It is handled as bytes: no dtype needs to be known."""
+    width, size = column.shape[1], column.spec.entry_bytes
+    if not size or array.file is None:
+        return
+    with ExitStack() as stack:
+        file = stack.enter_context((home / array.file).open("rb"))
+        nbytes = width * (size + _INDEX_BYTES)
+        for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
+            counts = lengths[first:stop]
+            if stop - first == 1 and nbytes > options.block_bytes:
+                _copy_long(file, column, first * width, int(counts[0]), options.block_bytes)
+                column.skip(width - int(counts[0]))
+            else:
+                # The rows of neighbouring episodes are neighbours in the flat file.
+                rows = np.fromfile(file, np.uint8, int(counts.sum()) * size).reshape(-1, size)
+                block = np.zeros((stop - first, width, size), np.uint8)
+                block[_mask(counts, width)] = rows
+                column.write(first * width, block.reshape(-1, size))
+            advance(int(counts.sum()) * size)
+
+
+def _split_following(
+    flat: Published,
+    key: Key,
+    column: ColumnOutput,
+    lengths: npt.NDArray[np.int64],
+    options: ConvertOptions,
+) -> None:
+    """Copies a column that is not stored: its rows are those of the following row."""
+    width, size = column.shape[1], column.spec.entry_bytes
+    if not size:
+        return
+    step = max(1, options.block_bytes // size)
+    row = 0
+    for episode, count in enumerate(lengths.tolist()):
+        for done in range(0, count, step):
+            stop = row + min(done + step, count)
+            block = flat.following(key, row + done, stop)
+            values = block.flatten().view(torch.uint8).numpy().reshape(-1, size)
+            column.write(episode * width + done, values)
+        column.skip(width - count)
+        row += count
+
+
+def _copy_long(file: Any, column: ColumnOutput, start: int, count: int, block_bytes: int) -> None:
+    size = column.spec.entry_bytes
+    step = max(1, block_bytes // size)
+    for done in range(0, count, step):
+        entries = min(step, count - done)
+        rows = np.fromfile(file, np.uint8, entries * size).reshape(-1, size)
+        column.write(start + done, rows)
+
+
+def _write_ids(
+    columns: Mapping[Key, ColumnOutput],
+    lengths: npt.NDArray[np.int64],
+    width: int,
+    options: ConvertOptions,
+) -> None:
+    mask_column, ids_column = columns[MASK_KEY], columns[TRAJ_IDS_KEY]
+    nbytes = width * _INDEX_BYTES
+    for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
+        if stop - first == 1 and nbytes > options.block_bytes:
+            count, start = int(lengths[first]), first * width
+            step = min(count, max(1, options.block_bytes // 8))
+            mask, ids = np.ones(step, np.bool_), np.full(step, first, np.int64)
+            for done in range(0, count, step):
+                mask_column.write(start + done, mask[: count - done])
+                ids_column.write(start + done, ids[: count - done])
+            for column in (mask_column, ids_column):
+                column.skip(width - count)
+            continue
+        mask = _mask(lengths[first:stop], width)
+        ids = np.where(mask, np.arange(first, stop)[:, None], 0)
+        mask_column.write(first * width, mask.reshape(-1))
+        ids_column.write(first * width, ids.reshape(-1))
+
+
+def _mask(lengths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.bool_]:
+    return np.arange(width) < lengths[:, None]
+
+
+def _runs(count: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields runs of episodes that fit a block together, at least one each."""
+    step = max(1, block_bytes // max(1, nbytes))
+    for first in range(0, count, step):
+        yield first, min(first + step, count)
+
+
+_PIECE_BYTES: Final = 64 << 20
+"""Most bytes of the source in one piece, unless the user says how many rows: pieces of a large
+data set stay short enough for progress to be seen and for workers to end together."""
+_BLOCK_BYTES: Final = 1 << 20
+"""Most bytes of the source that a worker copies at a time; but at least one row. Allocators keep
+some tens of those that are let go."""
+_BLOCK_ROWS: Final = 256
+"""Most rows at a time: beside its values, each has a container of its own, of some kilobytes."""
+
+
+def preprocess_rows(
+    storage: Storage,
+    fn: Callable[[Any], Any],
+    *,
+    dest: str | Path,
+    dim: int = 0,
+    num_workers: int | None = None,
+    chunksize: int | None = None,
+    num_chunks: int | None = None,
+    pool: Pool | None = None,
+    generator: torch.Generator | None = None,
+    max_tasks_per_child: int | None = None,
+    worker_threads: int = 1,
+    index_with_generator: bool = False,
+    pbar: bool = False,
+    mp_start_method: str | None = None,
+    num_frames: int | None = None,
+) -> TensorStorage:
+    """Maps a storage; see BaseDatasetExperienceReplay.preprocess."""
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(f"expected a tensor storage, got {type(storage).__name__}")
+    workers = multiprocessing.cpu_count() if num_workers is None else num_workers
+    _require_int("num_workers", workers, 0)
+    if pool is not None:
+        workers = pool_size(pool) or workers
+    _require_int("worker_threads", worker_threads, 1)
+    if max_tasks_per_child is not None:
+        _require_int("max_tasks_per_child", max_tasks_per_child, 1)
+    methods = multiprocessing.get_all_start_methods()
+    if mp_start_method is not None and mp_start_method not in methods:
+        raise ValueError(f"expected mp_start_method in {methods}, got {mp_start_method!r}")
+    source = _Source.along(storage, dim, num_frames)
+    step = _piece_rows(source, workers, chunksize, num_chunks)
+    # Links are followed: a folder behind one is replaced where it lies, not the link.
+    target = Path(os.path.realpath(dest))
+    _check_target(target)
+    seed = _seed(generator)
+    first = _probe(source, fn, seed)
+
+    def results(job: _Job) -> Generator[int, None, None]:
+        pieces = source.pieces(step)
+        some = pieces if index_with_generator else list(pieces)
+        if pool is not None:
+            return run_in_pool(pool, job.run, some)
+        if workers == 0:
+            return (job.run(piece) for piece in some)
+        return run_in_processes(
+            job.run,
+            some,
+            workers,
+            threads=worker_threads,
+            start_method=mp_start_method,
+            max_tasks=max_tasks_per_child,
+        )
+
+    with target_lock(target):
+        recover(target)
+        _check_target(target)  # it may have been filled while this waited for the lock
+        draft = private_path(target, "tmp")
+        try:
+            files = _make_columns(draft, first, source.rows)
+            job = _Job(source, _Portable(fn), draft, files, first.schema, seed)
+            with closing(results(job)) as done:
+                _follow(done, source.rows, pbar)
+            sync_tree(draft)
+            os.rename(draft, target)  # an empty directory is replaced in the same step
+            sync_directory(target.parent)
+        finally:
+            remove_tree(draft)
+        leaves = {
+            path: map_file(target / name, *first.column(path, source.rows))
+            for path, name in files.items()
+        }
+    batch = torch.Size([source.rows])
+    return TensorStorage(build(first.schema.root, leaves, batch, torch.device("cpu")))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The rows to map: the first ``rows`` along a batch dimension of a storage."""
+
+    storage: TensorStorage
+    dim: int
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def along(cls, storage: TensorStorage, dim: int, num_frames: int | None) -> _Source:
+        data = storage.view_at()
+        shape = data.shape if isinstance(data, torch.Tensor) else data.batch_size
+        ndim = len(shape)
+        if type(dim) is not int or not -ndim <= dim < ndim:
+            raise ValueError(f"expected dim as an int in [{-ndim}, {ndim}), got {dim!r}")
+        dim %= ndim
+        rows = shape[dim]
+        if not rows:
+            raise ValueError(f"expected at least one row, got the shape {list(shape)}")
+        total = sum(leaf.numel() * leaf.element_size() for leaf in flatten(data, 0)[1].values())
+        if num_frames is None:
+            return cls(storage, dim, rows, total // rows)
+        if type(num_frames) is not int or not 1 <= num_frames <= rows:
+            raise ValueError(f"expected num_frames in [1, {rows}], got {num_frames!r}")
+        return cls(storage, dim, num_frames, total // rows)
+
+    def pieces(self, step: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
+
+    def copies(self, start: int, stop: int) -> Iterator[Any]:
+        """Yields copies of the rows ``[start, stop)``, one by one.
+
+        Memory: one block, of ``_BLOCK_BYTES`` or one row, whatever the number of rows.
+        """
+        data = self.storage.view_at()
+        block = min(_BLOCK_ROWS, max(1, _BLOCK_BYTES // max(1, self.row_bytes)))
+        for first in range(start, stop, block):
+            at = (slice(None),) * self.dim + (slice(first, min(first + block, stop)),)
+            yield from data[at].clone().unbind(self.dim)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The result of the first row: what all results must look like."""
+
+    value: Any
+    schema: Schema
+
+    def column(self, path: LeafPath, rows: int) -> tuple[torch.Size, torch.dtype]:
+        leaf: Leaf = self.schema.leaves[path]
+        return torch.Size([rows, *leaf.shape]), leaf.dtype
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker has to know; small wherever the storage is mapped."""
+
+    source: _Source
+    fn: _Portable
+    directory: Path
+    files: dict[LeafPath, str]
+    schema: Schema
+    seed: int
+
+    def run(self, piece: tuple[int, int]) -> int:
+        """Maps rows ``[start, stop)`` into their place; returns how many there were."""
+        start, stop = piece
+        columns = {
+            path: map_file(
+                self.directory / name,
+                torch.Size([self.source.rows, *self.schema.leaves[path].shape]),
+                self.schema.leaves[path].dtype,
+            )
+            for path, name in self.files.items()
+        }
+        with torch.random.fork_rng(devices=[]):  # here, or in a process of the user's pool
+            for row, data in enumerate(self.source.copies(start, stop), start):
+                _seed_row(self.seed, row)
+                root, leaves = flatten(self.fn(data), 0)
+                try:
+                    self.schema.check(root)
+                except SchemaError as error:
+                    raise ValueError(
+                        f"the result of row {row} differs from row 0's: {error}"
+                    ) from None
+                for path, leaf in leaves.items():
+                    columns[path][row].copy_(leaf)
+        return stop - start
+
+
+class _Portable:
+    """A function that can be sent to another process, also if it is local or a lambda."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, row: Any) -> Any:
+        return self.fn(row)
+
+    # Only ever between a process and the workers that it has started itself.
+    def __getstate__(self) -> bytes:
+        import cloudpickle
+
+        return cloudpickle.dumps(self.fn)
+
+    def __setstate__(self, state: bytes) -> None:
+        import cloudpickle
+
+        self.fn = cloudpickle.loads(state)
+
+
+def _require_int(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected {name} as an int of at least {least}, got {value!r}")
+
+
+def _check_target(target: Path) -> None:
+    """Refuses, before any work, a place to which no directory can be moved at the end."""
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"expected an empty or absent directory, {target} is neither")
+    if os.path.ismount(target):
+        raise ValueError(
+            f"expected a directory that can be replaced, {target} is a mount point; give a "
+            "folder inside it"
+        )
+    above = next(path for path in target.parents if os.path.lexists(path))
+    if not above.is_dir():
+        raise NotADirectoryError(f"expected a directory above {target}, {above} is none")
+
+
+def _piece_rows(
+    source: _Source, workers: int, chunksize: int | None, num_chunks: int | None
+) -> int:
+    if chunksize is not None and num_chunks is not None:
+        raise ValueError("expected chunksize or num_chunks, got both")
+    if chunksize is not None:
+        _require_int("chunksize", chunksize, 0)
+        return max(1, chunksize)
+    if num_chunks is not None:
+        _require_int("num_chunks", num_chunks, 1)
+        return math.ceil(source.rows / num_chunks)
+    most = max(1, _PIECE_BYTES // max(1, source.row_bytes))
+    return min(most, math.ceil(source.rows / max(1, workers)))
+
+
+def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> _First:
+    with torch.random.fork_rng(devices=[]):
+        _seed_row(seed, 0)
+        value = fn(next(source.copies(0, 1)))
+    if not (is_tensordict(value) or is_tensorclass(value) or isinstance(value, torch.Tensor)):
+        raise TypeError(
+            f"expected fn to return a TensorDict, tensorclass or tensor, got {type(value).__name__}"
+        )
+    root, leaves = flatten(value, 0)
+    if not leaves:
+        raise ValueError("expected fn to return at least one tensor, got none")
+    return _First(value, Schema(root))
+
+
+def _make_columns(directory: Path, first: _First, rows: int) -> dict[LeafPath, str]:
+    """Makes empty columns, in the layout of ``TensorDict.load_memmap``; returns their files."""
+    total = rows * first.schema.row_bytes()
+    largest = max(
+        math.prod(first.column(p, rows)[0]) * first.column(p, rows)[1].itemsize
+        for p in first.schema.leaves
+    )
+    require_room(directory, total, largest)
+    directory.mkdir()
+    if isinstance(first.value, torch.Tensor):
+        names = {(): "data.memmap"}
+        (directory / names[()]).touch()
+    else:
+        with disk_errors(directory, total):
+            stored = first.value.expand(rows, *first.value.batch_size).memmap_like(directory)
+        names = {
+            path: str(Path(_leaf(stored, path).filename).relative_to(directory))
+            for path in first.schema.leaves
+        }
+    for path, name in names.items():
+        shape, dtype = first.column(path, rows)
+        reserve(directory / name, shape.numel() * dtype.itemsize)
+    return names
+
+
+def _leaf(data: Any, path: LeafPath) -> Any:
+    for part in path:
+        data = data.get(part)
+    return data
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+def _seed_row(seed: int, row: int) -> None:
+    # By row: results depend neither on the pieces nor on who works them off. Not by
+    # `torch.manual_seed`: it costs a hundred times as much and would seed the GPUs of this process.
+    torch.default_generator.manual_seed((seed + row) % 2**63)
+
+
+def _follow(results: Iterable[int], rows: int, pbar: bool) -> None:
+    from tqdm import tqdm
+
+    with tqdm(total=rows, unit="rows", disable=not pbar) as bar:
+        for done in results:
+            bar.update(done)

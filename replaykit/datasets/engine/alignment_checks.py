@@ -1,0 +1,310 @@
+"""Check that rows hold the records that the alignment names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.column_files import ColumnOutput, torch_dtype
+from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.places import Judge
+from replaykit.datasets.engine.plan import PlannedLeaf
+from replaykit.datasets.engine.row_batches import Stretch, StretchReader
+from replaykit.ted import Key
+
+__all__ = ["check_alignment", "check_blanks", "check_successor"]
+
+_COMPARED_BYTES: Final = 1 << 20
+"""Bytes that are picked at a time."""
+
+
+def check_alignment(
+    stretch: Stretch,
+    leaf: PlannedLeaf,
+    target: Target,
+    start: int,
+    values: npt.NDArray[Any],
+    row: int,
+    entries: npt.NDArray[Any],
+) -> None:
+    """Compares the rewards of the first, a middle and the last row of every episode with their
+    records (rule V24), and the state that its last row arrives at (rule V23).
+
+    Of other leaves nothing is looked at. Cost: O(E) for each block, and the entries looked at.
+
+    Args:
+        stretch: whose rows they are.
+        leaf: what the block is of.
+        target: the column.
+        start: the first record of the block.
+        values: its records, as they are to be stored.
+        row: the first row that was stored of it.
+        entries: what was stored from there on.
+
+    Raises:
+        RuntimeError: a row holds another record: a fault of this engine.
+    """
+    at = stretch.at
+    first, offset = at.bases + target.offset, at.rows - 1
+    if leaf.role == "reward":
+        rule, steps = "V24", np.concatenate([np.zeros_like(offset), at.rows // 2, offset])
+        episodes = np.tile(np.arange(len(at)), 3)
+    elif leaf.role == "observation" and target.is_after:
+        rule, episodes = "V23", np.flatnonzero(~at.is_open)
+        steps = offset[episodes]
+    else:
+        return
+    records = first[episodes] + steps
+    here = (records >= start) & (records < start + len(values))
+    records, rows = records[here], (at.starts[episodes] + steps)[here]
+    # A record behind the last one of its episode is of the next one.
+    wrong = records >= at.stops[episodes[here]] + leaf.extra
+    wrong |= (rows < row) | (rows >= row + len(entries))
+    known = np.flatnonzero(~wrong)
+    step = max(1, _COMPARED_BYTES // max(1, entries[:1].nbytes))
+    for begin in range(0, len(known), step):
+        some = known[begin : begin + step]
+        wrong[some] = _differ(entries[rows[some] - row], values[records[some] - start])
+    if wrong.any():
+        record = int(records[np.argmax(wrong)])
+        what = "the reward of a row" if rule == "V24" else "the state that an episode ends in"
+        raise RuntimeError(
+            f"{stretch.place_at(record, leaf.path)}: {what} is not that of this record, which the "
+            f"alignment names; row {int(rows[np.argmax(wrong)])} holds another one [{rule}]"
+        )
+
+
+def _differ(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Returns which entries differ in a byte: NaN is equal to itself."""
+    width = one[:1].nbytes
+    if not width:
+        return np.zeros(len(one), np.bool_)
+    first, second = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, width)
+        for array in (one, other)
+    )
+    return np.asarray((first != second).any(axis=1))
+
+
+Index = npt.NDArray[np.int64]
+
+_READ_BYTES: Final = 1 << 20
+"""Bytes of a column that are looked at at a time: they stay in a fast cache."""
+_ROWS: Final = 1 << 15
+"""Rows that are looked at at a time: their numbers take more than narrow entries."""
+
+
+def check_blanks(
+    stretch: Stretch,
+    leaves: Sequence[PlannedLeaf],
+    columns: Mapping[Key, ColumnOutput],
+    reader: StretchReader,
+    bad: Collection[int],
+) -> None:
+    """Looks for rows that are zero in all columns and not in the source (rule V28).
+
+    Args:
+        stretch: whose rows they are; all of them were written.
+        leaves: what the rows are made of.
+        columns: the column files.
+        reader: reads the source again, where rows are zero throughout.
+        bad: episodes that are to be left out, by position.
+
+    Raises:
+        RuntimeError: there is such a row: a fault of this engine.
+
+    Cost: reads back the actions, and of other columns the rows in which these are zero, from the
+    narrowest on. Memory: a block of 1 MiB, or of the source where rows are zero throughout.
+    """
+    filled = [
+        (leaf, target)
+        for leaf in leaves
+        if stretch.leaves.issuperset(leaf.paths)
+        for target in leaf.targets
+        if columns[target.key].spec.entry_bytes
+    ]
+    # Actions are hardly ever zero, so that mostly no other column is looked at.
+    filled.sort(key=lambda pair: (pair[0].role != "action", pair[0].record_bytes))
+    if not filled:
+        return
+    (_, narrow), rest = filled[0], filled[1:]
+    stop = stretch.start + stretch.rows
+    step = min(_ROWS, max(1, _READ_BYTES // columns[narrow.key].spec.entry_bytes))
+    for start in range(stretch.start, stop, step):
+        blank = _blank(columns[narrow.key], np.arange(start, min(start + step, stop)))
+        for _, target in rest:
+            if not len(blank):
+                break
+            blank = _blank(columns[target.key], blank)
+        episodes = np.searchsorted(stretch.at.starts, blank, "right") - 1
+        good = np.isin(episodes + stretch.first, list(bad), invert=True)
+        if good.any():
+            for leaf, target in filled:
+                _check_source(stretch, leaf, target, reader, blank[good], episodes[good])
+
+
+def _blank(column: ColumnOutput, rows: Index) -> Index:
+    """Returns those of some rows that are zero in a column."""
+    found = [rows[:0]]
+    for some in _together(rows, max(1, _READ_BYTES // column.spec.entry_bytes)):
+        block = column.read(int(some[0]), int(some[-1] - some[0]) + 1)
+        is_blank = np.logical_not(block.any(axis=1))
+        found.append(some[np.asarray(is_blank)[some - some[0]]])
+    return np.concatenate(found)
+
+
+def _together(numbers: Index, most: int) -> Iterator[Index]:
+    """Yields rising numbers in pieces that are read together, with what lies between them."""
+    begin = 0
+    while begin < len(numbers):
+        end = int(np.searchsorted(numbers, numbers[begin] + most))
+        yield numbers[begin:end]
+        begin = end
+
+
+def _check_source(
+    stretch: Stretch,
+    leaf: PlannedLeaf,
+    target: Target,
+    reader: StretchReader,
+    rows: Index,
+    episodes: Index,
+) -> None:
+    """Checks that the records of rows that read as zero are zero."""
+    at = stretch.at
+    records = at.bases[episodes] + target.offset + rows - at.starts[episodes]
+    # The last row of an open episode takes what it started from.
+    records = np.minimum(records, at.stops[episodes] + leaf.extra - 1)
+    most = max(1, _READ_BYTES // max(1, leaf.record_bytes))
+    for some in _together(records, stretch.records if not stretch.is_single else most):
+        first, stop = int(some[0]), int(some[-1]) + 1
+        if not stretch.is_single:
+            first, stop = 0, stretch.records
+        elif leaf.is_once:
+            first, stop = 0, 1
+        block = reader.read(leaf, first, stop)
+        values = block if leaf.is_once and stretch.is_single else block[some - first]
+        with np.errstate(over="ignore", invalid="ignore"):
+            # What is too small for the column's dtype is zero there.
+            values = values.astype(leaf.stored) if leaf.stored.kind in "fc" else values
+        filled = (values != 0).reshape(len(values), -1).any(axis=1)
+        if filled.any():
+            which = int(np.argmax(filled))
+            row = int(rows[np.searchsorted(records, some[which])])
+            raise RuntimeError(
+                f"{stretch.place_at(int(some[which]), leaf.path)}: nothing of this record was "
+                f"stored: row {row} is zero in every column [V28]"
+            )
+
+
+"""Bytes that are read back at a time: they stay in a fast cache."""
+
+
+def check_successor(
+    stretch: Stretch,
+    target: Target,
+    row: int,
+    stored: npt.NDArray[Any],
+    columns: Mapping[Key, ColumnOutput],
+    judge: Judge,
+    tails: dict[Key, bytes],
+) -> None:
+    """Compares next observations with the observations that follow (rule V22).
+
+    Where that ends no conversion, steps of flat arrays that break it are counted too (rule V40).
+
+    Args:
+        stretch: whose rows they are; the observations of all of it were written.
+        target: the column of next observations.
+        row: the first row.
+        stored: what was stored from there on.
+        columns: the column files.
+        judge: told of episodes that break the rule.
+        tails: what the last row of the stretch before arrived at, where it is of the same arrays;
+            for that what follows was not written yet.
+    """
+    column = columns.get(target.key[1:])
+    if (
+        column is None
+        or target.key[0] != "next"
+        or column.spec.dtype != torch_dtype(stored.dtype)
+        or not column.spec.entry_bytes
+    ):
+        return
+    size = column.spec.entry_bytes
+    tail = tails.pop(target.key, None) if row == stretch.start else None
+    if tail is not None and stretch.spans[0].base and column.read(row, 1).tobytes() == tail:
+        _note_end_without_reset(stretch, target, -1, judge)
+    if row + len(stored) == stretch.start + stretch.rows:
+        tails[target.key] = np.ascontiguousarray(stored[-1]).tobytes()
+    end = min(row + len(stored), stretch.start + stretch.rows - 1)
+    if end <= row:
+        return
+    differs = np.empty(end - row, np.bool_)
+    step = max(1, _COMPARED_BYTES // size)
+    for begin in range(0, end - row, step):
+        given = np.ascontiguousarray(stored[begin : min(begin + step, end - row)])
+        following = column.read(row + 1 + begin, len(given)).reshape(-1)
+        here = _differing(following, given.reshape(-1).view(np.uint8), size)
+        differs[begin : begin + len(given)] = here
+    finals = stretch.at.finals
+    lasts = finals[(finals >= row) & (finals < end)] - row
+    for at in lasts[~differs[lasts]].tolist():
+        _note_end_without_reset(stretch, target, stretch.at.at_row(row + at), judge)
+    differs[lasts] = False
+    rows = row + np.flatnonzero(differs)
+    episodes, at = np.unique(
+        np.searchsorted(stretch.at.starts, rows, "right") - 1, return_index=True
+    )
+    if len(rows) and not stretch.episode(0).is_whole:
+        i = int(episodes[0])
+        record = int(stretch.at.bases[i] + rows[0] - stretch.at.starts[i])
+        judge.notes.add(
+            "V40",
+            "the next observation of a step that no flag ends is not the observation of the next "
+            "record: rows of several episodes are mixed, or an end is not flagged",
+            stretch.place_at(record, ".".join(target.key)),
+            count=len(rows),
+        )
+    for i, first in zip(episodes.tolist(), rows[at].tolist(), strict=True):
+        record = int(stretch.at.bases[i] + first - stretch.at.starts[i])
+        judge.fail(
+            stretch.first + i,
+            stretch.place_at(record, ".".join(target.key)),
+            "the state that the step arrived at is not the one that the next step starts "
+            "from: rows of several episodes are mixed, or an end is not flagged",
+            "V22",
+        )
+
+
+def _differing(
+    one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], size: int
+) -> npt.NDArray[np.bool_]:
+    """Returns which entries of ``size`` bytes differ."""
+    wide: Any = next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8)
+                     if size % np.dtype(kind).itemsize == 0)  # fmt: skip
+    places = np.flatnonzero(one.view(wide) != other.view(wide))
+    differs = np.zeros(one.size // size, np.bool_)
+    differs[places // (size // np.dtype(wide).itemsize)] = True
+    return differs
+
+
+def _note_end_without_reset(stretch: Stretch, target: Target, i: int, judge: Judge) -> None:
+    """Notes an end after which the next episode goes on from where the step arrived (V39).
+
+    ``i``: the episode that ends, counted from the first of the stretch; -1 is the one before.
+    """
+    if target.key[:2] != ("next", "observation"):
+        return
+    episode, following = stretch.episode(i), stretch.episode(i + 1)
+    goes_on = following.base == episode.base + episode.records
+    if goes_on and following.group == episode.group:
+        record = int(stretch.at.bases[i + 1]) - 1
+        text = (
+            "an end is flagged where the next episode goes on from the state that the "
+            "step arrived at: the environment was not reset there"
+        )
+        judge.notes.add("V39", text, stretch.place_at(record, ".".join(target.key)))

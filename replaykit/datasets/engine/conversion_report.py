@@ -1,0 +1,241 @@
+"""What people are told of a conversion: in the manifest all of it, in one warning the gist."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.places import WHOLE_FILE, Note, Notes
+from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.sources import Sources
+
+__all__ = ["duplicates", "lines_of", "make_report", "skipped_lines", "summary", "warn_caller"]
+
+_PACKAGE: Final = __name__.partition(".")[0]
+_MOST_NAMES: Final = 3
+"""Names that a line lists behind the first."""
+_RULE: Final = re.compile(r"\[V[0-9]+\]$")
+_VARYING: Final = re.compile(
+    r", first .*$| \(.*\)$|(?<=^it has ).* in one episode and .*$|(?<=^in ).+(?= it stays)"
+    r"|(?<=^the name )'.*'|(?<= begins in ).+(?=, which is skipped$)"
+    r"|(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?!\w)"
+)
+"""What texts of one kind differ in: places, forms and numbers. Manifests have texts alone."""
+
+
+def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
+    """Returns pairs (later episode, first episode) with equal digests ``[E, 16]``; O(E log E).
+
+    Memory: some 40 bytes for each episode.
+    """
+    halves = np.ascontiguousarray(digests).view(np.uint64)
+    # Mostly there are none, which half of each digest shows as well.
+    if np.diff(np.sort(halves[:, 0])).all():
+        return []
+    # Equal ones lie side by side then, in their order.
+    order = np.lexsort(halves.T)
+    ordered = halves[order]
+    repeats = np.zeros(len(order), np.bool_)
+    repeats[1:] = (ordered[1:] == ordered[:-1]).all(axis=1)
+    del ordered
+    if not repeats.any():
+        return []
+    heads = np.flatnonzero(~repeats)
+    later = np.flatnonzero(repeats)
+    first = heads[np.searchsorted(heads, later) - 1]
+    return sorted(zip(order[later].tolist(), order[first].tolist(), strict=True))
+
+
+def make_report(
+    plan: Plan,
+    sources: Sources,
+    notes: Notes,
+    facts: Sequence[Mapping[str, Any]],
+    digests: npt.NDArray[np.uint8],
+) -> dict[str, Any]:
+    """Returns all that was decided, left out, skipped or found odd, as JSON values.
+
+    Args:
+        facts: what the layout learnt of each file.
+        digests: uint8 ``[E, 16]``, of the content of each episode.
+    """
+    names = [file.name for file in sources.files]
+
+    def episode(position: int) -> list[str]:
+        found = plan.episodes[position]
+        return [names[found.file], found.name]
+
+    return {
+        "left_out": [{"key": leaf.path, "why": leaf.why} for leaf in plan.left_out],
+        "skipped": [
+            {"file": names[entry.file], "name": entry.name, "why": entry.why}
+            for entry in plan.skipped
+        ],
+        "numbering": [{"file": names[file], "why": why} for file, why in plan.numbering],
+        "files": [
+            {"file": name, **found} for name, found in zip(names, facts, strict=True) if found
+        ],
+        "duplicates": [
+            {"episode": episode(later), "same_as": episode(first)}
+            for later, first in (duplicates(digests) if plan.tells_copies else ())
+        ],
+        "warnings": [_record(note) for note in notes],
+    }
+
+
+def _record(note: Note) -> dict[str, Any]:
+    found = {"rule": note.rule, "text": note.text, "count": note.count, "first": note.first}
+    return {**found, "name": note.name} if note.name else found
+
+
+def summary(report: Mapping[str, Any], notes: Notes) -> str | None:
+    """Returns one text of all that a user should know, or ``None`` when there is nothing."""
+    heard = [_record(note) for note in notes if not note.quiet]
+    return ". ".join(lines_of({**report, "warnings": heard, "removed": []})) or None
+
+
+def lines_of(report: Mapping[str, Any]) -> list[str]:
+    """Return what a report says to people, one line for each kind of finding.
+
+    A line has the first finding of its kind in full, how many there are, and the names of the next
+    ones with the words in which they differ; the report has all of them. Findings are of one kind
+    where their texts differ in places, forms and numbers alone, and skipped episodes where they
+    break one rule. Cost: O(findings).
+
+    Args:
+        report: of a manifest, of this version or an earlier one; entries may be missing.
+
+    Example:
+        >>> from replaykit.datasets.engine.conversion_report import lines_of
+        >>> lines_of({"left_out": [{"key": key, "why": "not known"} for key in "abcdef"]})
+        ['left out: a, b, c, d and 2 more: not known']
+    """
+    lines = []
+    for group in _kinds(report.get("left_out", []), lambda leaf: _kind_of(leaf["why"])):
+        first, keys = group[0], [leaf["key"] for leaf in group]
+        if all(leaf["why"] == first["why"] for leaf in group):
+            lines.append(f"left out: {_listed(keys, _MOST_NAMES + 1)}: {first['why']}")
+            continue
+        others = [_detailed(leaf["key"], leaf["why"], first["why"]) for leaf in group[1:]]
+        lines.append(
+            f"left out: {len(group):,}, first {first['key']}: {first['why']}; also "
+            f"{_listed(others)}"
+        )
+    for group in _kinds(report.get("removed", []), lambda entry: entry["why"]):
+        entries = [_removed(entry) for entry in group]
+        lines.append(f"removed: {group[0]['why']}: {_listed(entries, _MOST_NAMES + 1)}")
+    lines.extend(f"skipped: {line}" for line in skipped_lines(report.get("skipped", [])))
+    twice = report.get("duplicates", [])
+    if twice:
+        pairs = [f"{', '.join(each['episode'])} as {', '.join(each['same_as'])}" for each in twice]
+        lines.append(
+            f"{len(twice):,} episode{'s' * (len(twice) != 1)} with the observations and actions of "
+            f"an earlier one: {_listed(pairs)} [V36]"
+        )
+    for group in _kinds(report.get("warnings", []), _kind):
+        first, names = group[0], [_named(entry, group[0]) for entry in group[1:]]
+        count = sum(entry["count"] for entry in group)
+        also = f"; also {_listed(names)}" if names else ""
+        lines.append(
+            f"{first['text']} ({count:,} time{'s' * (count != 1)}, first in {first['first']}"
+            f"{also}) [{first['rule']}]"
+        )
+    return lines
+
+
+def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
+    """Return what is said of episodes and files that are skipped, one line for each rule.
+
+    Args:
+        skipped: entries of a report: ``file``, ``name`` and ``why``.
+    """
+    lines = []
+    for group in _kinds(skipped, _rule_of):
+        first = group[0]
+        # Episodes of several files may have one name.
+        is_one = all(entry["file"] == first["file"] for entry in group)
+        others = [_skipped(entry, is_one) for entry in group[1:]]
+        count = f"{len(group):,}, first " if others else ""
+        also = f"; also {_listed(others)}" if others else ""
+        lines.append(f"{count}{first['file']}: {first['name']}: {first['why']}{also}")
+    return lines
+
+
+def _kinds(
+    entries: Iterable[dict[str, Any]], kind: Callable[[dict[str, Any]], object]
+) -> list[list[dict[str, Any]]]:
+    """Group entries by their kind, in the order of the first of each."""
+    found: dict[object, list[dict[str, Any]]] = {}
+    for entry in entries:
+        found.setdefault(kind(entry), []).append(entry)
+    return list(found.values())
+
+
+def _kind(entry: dict[str, Any]) -> object:
+    return entry["rule"], _kind_of(_unnamed(entry))
+
+
+def _kind_of(text: str) -> str:
+    """Return a text without what findings of one kind differ in."""
+    return _VARYING.sub("*", text)
+
+
+def _unnamed(entry: Mapping[str, Any]) -> str:
+    name, text = entry.get("name"), str(entry["text"])
+    return text.replace(name, "*", 1) if name else text
+
+
+def _named(entry: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return by what a warning is told from the first one of its kind."""
+    name = entry.get("name") or entry["first"]
+    return _detailed(name, _unnamed(entry), _unnamed(first))
+
+
+def _detailed(name: str, text: str, first: str) -> str:
+    """Return a name with the words in which its text differs from the first one of its kind."""
+    ours, theirs = text.split(), first.split()
+    if len(ours) != len(theirs):
+        return name
+    words = [word.strip("(),;:") for word, other in zip(ours, theirs, strict=True) if word != other]
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def _rule_of(entry: dict[str, Any]) -> str:
+    why = str(entry["why"])
+    rule = _RULE.search(why)
+    return _kind_of(why.replace(entry["file"], "*")) if rule is None else rule[0]
+
+
+def _skipped(entry: Mapping[str, Any], is_one_file: bool) -> str:
+    if entry["name"] == WHOLE_FILE:
+        return str(entry["file"])
+    return str(entry["name"]) if is_one_file else f"{entry['file']}: {entry['name']}"
+
+
+def _removed(entry: Mapping[str, Any]) -> str:
+    key = "/".join(entry["key"])
+    if "same_as" in entry:
+        return f"{key} (of {'/'.join(entry['same_as'])})"
+    return f"{key} ({entry['value']})" if "value" in entry else key
+
+
+def _listed(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def warn_caller(text: str) -> None:
+    """Warns at the line outside this package that led here, however deep in it we are."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, UserWarning, stacklevel=level)

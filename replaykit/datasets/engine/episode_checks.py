@@ -1,0 +1,358 @@
+"""Check episodes while they are read, and find why they ended."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.layout import Ends, Flags, Layout
+from replaykit.datasets.engine.places import Judge, Notes, Place
+from replaykit.datasets.engine.plan import PlannedLeaf
+from replaykit.datasets.engine.row_batches import Runs, Stretch
+from replaykit.errors import CorpusError
+from replaykit.ted import DEFAULT_DONE_KEYS
+
+__all__ = ["NEVER", "EndFlags", "FrameChecks", "StretchChecks", "is_image"]
+
+
+def is_image(leaf: PlannedLeaf) -> bool:
+    """Whether the values of a leaf are taken for images: observed bytes in rows and columns."""
+    return leaf.role == "observation" and leaf.dtype == np.uint8 and len(leaf.shape) >= 2
+
+
+class FrameChecks:
+    """The images of one leaf, as the records of one episode after another come by.
+
+    Cost: as a rule a look at the first two images of an episode; all of them where these are
+    alike.
+    """
+
+    def __init__(self, path: str, notes: Notes) -> None:
+        self._path = path
+        self._notes = notes
+        self._first: npt.NDArray[Any] | None = None
+        self._seen = 0
+        self._is_still = True
+
+    def take(self, images: npt.NDArray[Any], *, is_end: bool, place: Place) -> None:
+        """Takes the next images of an episode, ``is_end`` with the last one of it."""
+        if self._first is None:
+            self._first = images[0].copy()
+        if self._is_still:
+            # The second image settles it, as a rule.
+            self._is_still = bool((images[:2] == self._first).all()) and bool(
+                (images[2:] == self._first).all()
+            )
+        self._seen += len(images)
+        if not is_end:
+            return
+        if self._is_still and self._seen > 1:
+            what = "the same image" if self._first.any() else "black images"
+            text = f"{self._path} holds nothing but {what} throughout an episode"
+            self._notes.add("V26", text, place, name=self._path)
+        self._first, self._seen, self._is_still = None, 0, True
+
+
+NEVER: Final = int(np.iinfo(np.int64).max)
+"""The record at which what is never set is set."""
+_SHORT_ROWS: Final = 32
+"""Rows of an episode up to which rewards are added up for many episodes at once."""
+
+
+class StretchChecks:
+    """What is seen of the episodes of one stretch, a block of one leaf at a time.
+
+    Args:
+        stretch: the episodes.
+        judge: decides what becomes of those that break a rule.
+        outcomes: by the position of a field of ends in the layout, ``k`` where row ``t`` takes its
+            record ``t + k``.
+
+    Attributes:
+        reward: the sum of the rewards of each episode.
+        ends: by that position, the first record at which it is set in each episode (`NEVER` where
+            it is not), and whether it is set at the one that the last row takes.
+    """
+
+    def __init__(self, stretch: Stretch, judge: Judge, outcomes: Mapping[int, int]) -> None:
+        count = len(stretch.at)
+        self._outcomes = outcomes
+        self.reward = np.zeros(count)
+        self.ends: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
+        self._digests = [hashlib.sha256() for _ in range(count)]
+        self._stretch = stretch
+        self._at = stretch.at
+        self._judge = judge
+        self._clocks: dict[int, npt.NDArray[Any]] = {}
+        self._frames: dict[int, FrameChecks] = {}
+
+    def take(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs | None
+    ) -> None:
+        """Checks one block of one leaf by its role; ``runs`` are the records that are stored."""
+        if leaf.role == "observation":
+            self._require_finite(leaf, start, block, "V21", None)
+            if is_image(leaf) and not leaf.is_successor:
+                self._look(leaf, start, block)
+            if not leaf.is_successor:
+                self._digest(start, block, leaf.extra)
+        elif leaf.role == "action":
+            # What leads nowhere is not stored, and may be anything; so may what is left out.
+            if runs is not None:
+                self._require_finite(leaf, start, block, "V20", runs)
+                self._require_bounds(leaf, start, block, runs)
+            self._digest(start, block, leaf.extra)
+        elif leaf.role == "reward":
+            self._require_finite(leaf, start, block, "V21", runs)
+            if runs is not None:
+                self._sum(start, block, runs)
+        elif leaf.role in ("terminated", "truncated"):
+            self._require_finite(leaf, start, block, "V30", None)
+            self._note_ends(leaf, start, block)
+        elif leaf.role == "time":
+            self._require_progress(leaf, start, block)
+
+    def finals(self, field: int) -> npt.NDArray[np.int64]:
+        """Returns the record of a field of ends that the last row of each episode takes."""
+        return self._at.bases + self._at.rows - 1 + self._outcomes[field]
+
+    def ends_of(self, episode: int) -> dict[int, Ends]:
+        """Returns where fields of ends were set in an episode, after all of them were taken.
+
+        Args:
+            episode: counted from the first of the stretch.
+        """
+        found = {}
+        for field, (first, last) in self.ends.items():
+            base, at = int(self._at.bases[episode]), int(first[episode])
+            records = int(self.finals(field)[episode]) - base + 1
+            first_set = None if at == NEVER else at - base
+            found[field] = Ends(records, first_set, bool(last[episode]))
+        return found
+
+    def digests(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Returns the beginnings of the SHA-256 of observations and actions, ``[E, nbytes]``."""
+        joined = b"".join([digest.digest()[:nbytes] for digest in self._digests])
+        return np.frombuffer(joined, np.uint8).reshape(-1, nbytes)
+
+    def _digest(self, start: int, block: npt.NDArray[Any], extra: int) -> None:
+        stop = start + len(block)
+        first = int(np.searchsorted(self._at.stops + extra, start, "right"))
+        last = int(np.searchsorted(self._at.bases, stop, "left"))
+        size = block[:1].nbytes
+        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+        begins = (np.maximum(self._at.bases[first:last], start) - start) * size
+        ends = (np.minimum(self._at.stops[first:last] + extra, stop) - start) * size
+        digests = self._digests[first:last]
+        for digest, begin, end in zip(digests, begins.tolist(), ends.tolist(), strict=True):
+            digest.update(content[begin:end])
+
+    def _look(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+        frames = self._frames.setdefault(leaf.field, FrameChecks(leaf.path, self._judge.notes))
+        stop = start + len(block)
+        first = int(np.searchsorted(self._at.stops + leaf.extra, start, "right"))
+        last = int(np.searchsorted(self._at.bases, stop, "left"))
+        for i in range(first, last):
+            begin, end = int(self._at.bases[i]), int(self._at.stops[i]) + leaf.extra
+            part = block[max(start, begin) - start : min(stop, end) - start]
+            episode = self._stretch.episode(i)
+            place = self._stretch.place.at(
+                group=episode.group or None,
+                key=leaf.path,
+                record=None if episode.is_whole else episode.base,
+            )
+            frames.take(part, is_end=stop >= end, place=place)
+
+    def _require_bounds(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs
+    ) -> None:
+        """Notes actions outside of the bounds that the source states (rule V25)."""
+        if leaf.bounds is None or block.dtype.kind not in "iuf":
+            return
+        flat = block.reshape(len(block), -1)
+        with np.errstate(invalid="ignore"):
+            least, most = (np.asarray(side) for side in leaf.bounds)
+            outside = np.asarray(((flat < least) | (flat > most)).any(axis=1))
+        stored = np.zeros(len(block), np.bool_)
+        runs.within(start, start + len(block)).mark(stored, start)
+        for record in (start + np.flatnonzero(outside & stored)).tolist():
+            text = f"{leaf.path} is outside of the bounds that the source states"
+            at = self._stretch.place_at(record, leaf.path)
+            self._judge.notes.add("V25", text, at, name=leaf.path)
+
+    def _sum(self, start: int, block: npt.NDArray[Any], runs: Runs) -> None:
+        here = runs.within(start, start + len(block))
+        if not len(here):
+            return
+        values = here.take(block.reshape(len(block)), start)
+        # Rows are without a gap, so that an episode begins where the one before it ends.
+        row, stop = int(here.rows[0]), int(here.rows[-1] + here.counts[-1])
+        first, last = self._at.at_row(row), self._at.at_row(stop - 1)
+        begins = np.maximum(self._at.starts[first : last + 1] - row, 0)
+        sums = np.add.reduceat(values, begins, dtype=np.float64)
+        counts = np.diff(begins, append=len(values))
+        for i in np.flatnonzero(counts > _SHORT_ROWS).tolist():
+            # Pair by pair, which loses fewer digits than one after another.
+            part = values[begins[i] : begins[i] + counts[i]]
+            sums[i] = part.sum(dtype=np.float64)
+        self.reward[first : last + 1] += sums
+
+    def _require_finite(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], rule: str, runs: Runs | None
+    ) -> None:
+        if block.dtype.kind not in "fc" or not block.size or np.isfinite(block).all():
+            return
+        good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
+        if runs is not None:
+            stored = np.zeros(len(block), np.bool_)
+            runs.within(start, start + len(block)).mark(stored, start)
+            good |= ~stored
+        for i, record in self._first_in_each(start + np.flatnonzero(~good), leaf.extra):
+            place = self._stretch.place_at(record, leaf.path)
+            what = f"the {leaf.role} holds NaN or infinity"
+            self._judge.fail(self._stretch.first + i, place, what, rule)
+
+    def _note_ends(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+        if leaf.field not in self.ends:
+            count = len(self._at.bases)
+            self.ends[leaf.field] = (np.full(count, NEVER), np.zeros(count, np.bool_))
+        first, last = self.ends[leaf.field]
+        records = start + np.flatnonzero(block.reshape(len(block)))
+        episodes = np.searchsorted(self._at.stops + leaf.extra, records, "right")
+        known = episodes < len(self._at.stops)
+        records, episodes = records[known], episodes[known]
+        inside = records >= self._at.bases[episodes]
+        records, episodes = records[inside], episodes[inside]
+        np.minimum.at(first, episodes, records)
+        last[episodes[records == self.finals(leaf.field)[episodes]]] = True
+
+    def _require_progress(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+        if block.dtype.kind not in "iuf" or not block.size:
+            return
+        before = self._clocks.get(leaf.field, block[:0])
+        known, times = len(before), np.concatenate([before, block])
+        self._clocks[leaf.field] = block[-1:]
+        if len(times) < 2:
+            return
+        grows = (times[1:] > times[:-1]).reshape(len(times) - 1, -1).all(axis=1)
+        if grows.all():
+            return
+        # Time may begin anew where an episode does, and is nothing between episodes.
+        records = np.setdiff1d(start - known + 1 + np.flatnonzero(~grows), self._at.bases)
+        for _, record in self._first_in_each(records, leaf.extra):
+            text = f"{leaf.path} does not increase strictly"
+            at = self._stretch.place_at(record, leaf.path)
+            self._judge.notes.add("V27", text, at, name=leaf.path)
+
+    def _first_in_each(
+        self, records: npt.NDArray[np.int64], extra: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the episodes that records belong to, each with the first of its own.
+
+        Records of episodes that were left out belong to none.
+        """
+        episodes = np.searchsorted(self._at.stops + extra, records, "right")
+        known = episodes < len(self._at.bases)
+        records, episodes = records[known], episodes[known]
+        inside = records >= self._at.bases[episodes]
+        found, at = np.unique(episodes[inside], return_index=True)
+        yield from zip(found.tolist(), records[inside][at].tolist(), strict=True)
+
+
+Marks = npt.NDArray[np.bool_]
+
+
+class EndFlags:
+    """Asks a layout for the flags of episodes.
+
+    Args:
+        layout: the one that the files resolved to.
+        notes: takes what the layout finds odd.
+
+    Attributes:
+        outcomes: by the position of a field of ends, ``k`` where row ``t`` takes its record
+            ``t + k``.
+    """
+
+    def __init__(self, layout: Layout, notes: Notes) -> None:
+        self._layout = layout
+        self._notes = notes
+        self._names = layout.end_names
+        self.outcomes = {
+            at: layout.fields[at].end_offset(layout.alignment) for at in layout.end_names
+        }
+        # What a layout says of its own is asked of it one episode after another.
+        self.is_own = type(layout).flags is not Layout.flags
+
+    def of(
+        self,
+        stretch: Stretch,
+        checks: StretchChecks,
+        last: Mapping[str, npt.NDArray[Any]],
+        condemn: Callable[[int, CorpusError], None],
+    ) -> dict[str, Marks]:
+        """Returns ``terminated``, ``truncated`` and ``done`` of the last row of each episode.
+
+        Args:
+            stretch: the episodes.
+            checks: what was seen of them.
+            last: the last record ``[E, ...]`` of each required field, where each span is one
+                episode.
+            condemn: told of an episode, counted from the first of the stretch, that breaks a rule.
+
+        ``done`` is False where an episode was condemned.
+        """
+        count = len(stretch.at)
+        found = {name: np.zeros(count, np.bool_) for name in DEFAULT_DONE_KEYS}
+        asked = range(count) if self.is_own else self._by_rule(stretch, checks, found)
+        for i in asked:
+            mine = {path: records[i : i + 1] for path, records in last.items()}
+            try:
+                flags = self._ask(stretch, checks, i, mine)
+            except CorpusError as error:
+                condemn(i, error)
+                continue
+            found["terminated"][i], found["truncated"][i] = flags.terminated, flags.truncated
+            found["done"][i] = True
+        return found
+
+    def _ask(
+        self, stretch: Stretch, checks: StretchChecks, i: int, last: Mapping[str, npt.NDArray[Any]]
+    ) -> Flags:
+        episode, place = stretch.episode(i), stretch.place_of_episode(i)
+        facts = episode.facts
+        if self._layout.is_open and not episode.is_open:
+            # The step at which it terminated is not a row.
+            facts = replace(facts, terminated=None)
+        ends = {self._names[at]: found for at, found in checks.ends_of(i).items()}
+        flags = self._layout.flags(ends, last, facts, place, self._notes)
+        if not (flags.terminated or flags.truncated):
+            raise place.error("the episode does not end at its last row", "V31")
+        return flags
+
+    def _by_rule(
+        self, stretch: Stretch, checks: StretchChecks, found: dict[str, Marks]
+    ) -> Sequence[int]:
+        """Fills in what `Layout.flags` says; returns the episodes that it refuses."""
+        at, layout = stretch.at, self._layout
+        said = {
+            # What is known of them besides their arrays.
+            "terminated": (stretch.column("terminated") == 1)
+            & (at.is_open if layout.is_open else True),
+            "truncated": np.zeros(len(at.bases), np.bool_),
+        }
+        refused = np.zeros(len(at.bases), np.bool_)
+        for field, (first, last) in checks.ends.items():
+            entry = layout.fields[field]
+            if not entry.held:
+                refused |= first < checks.finals(field)
+            said[entry.role] |= last
+        found["terminated"][:] = said["terminated"] & ~refused
+        found["truncated"][:] = (said["truncated"] | ~said["terminated"]) & ~refused
+        found["done"][:] = ~refused
+        return [int(i) for i in np.flatnonzero(refused)]

@@ -1,0 +1,469 @@
+"""Write the rows of episodes: read once, check, store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.column_files import EPISODE_FIELDS, ColumnOutput
+from replaykit.datasets.dataset_manifest import LEAST_SHARED
+from replaykit.datasets.engine.alignment_checks import (
+    check_alignment,
+    check_blanks,
+    check_successor,
+)
+from replaykit.datasets.engine.episode_checks import EndFlags, StretchChecks
+from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.h5 import H5File
+from replaykit.datasets.engine.layout import SourceWindow
+from replaykit.datasets.engine.places import Judge
+from replaykit.datasets.engine.plan import OBSERVED_KEY, EpisodeSpan, Plan, PlannedLeaf, presence
+from replaykit.datasets.engine.row_batches import (
+    Runs,
+    Stretch,
+    StretchReader,
+    store_constant,
+    store_flag,
+    stretches,
+)
+from replaykit.datasets.engine.statistics import Milestone, Statistics
+from replaykit.datasets.sources import SourceFile
+from replaykit.errors import CorpusError
+from replaykit.native import crc32
+from replaykit.ted import DEFAULT_DONE_KEYS, Key
+
+__all__ = ["RowWriter", "Storing", "empty_table"]
+
+_ENDS: Final = ("terminated", "truncated")
+"""What is set by any number but zero; other values are 0 or 1, or no flags."""
+_LEAST_COMMON: Final = 1 << 16
+"""Bytes from which on numbers that several columns take are counted once."""
+
+
+class Storing:
+    """Puts values of one stretch into columns, and keeps their statistics.
+
+    Args:
+        stretch: whose rows they are.
+        columns: the column files, each written up to the first row of the stretch.
+        statistics: of the columns; they are added to.
+        judge: told of values that do not fit.
+    """
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        columns: Mapping[Key, ColumnOutput],
+        statistics: Mapping[Key, Statistics],
+        judge: Judge,
+    ) -> None:
+        self._stretch = stretch
+        self._columns = columns
+        self._statistics = statistics
+        self._judge = judge
+        at = stretch.at
+        # The last one is arbitrary, but the same every time.
+        mixed = at.starts.astype(np.uint64) * np.uint64(2654435761) + np.uint64(97)
+        within = (mixed % at.rows.astype(np.uint64)).astype(np.int64)
+        samples = np.sort(np.concatenate([at.starts, at.finals, at.starts + within]))
+        self._samples = samples[np.diff(samples, prepend=-1) > 0]
+
+    def store(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Sequence[Runs]
+    ) -> list[tuple[int, npt.NDArray[Any]] | None]:
+        """Puts a block of records into the columns of its leaf.
+
+        Args:
+            leaf: what the block is of.
+            start: the first record of the block.
+            block: its records.
+            runs: for each target which records go where.
+
+        Returns:
+            For each target the first row and what was stored from there on, if anything.
+        """
+        values = self._cast(leaf, start, block)
+        parts = [run.within(start, start + len(block)) for run in runs]
+        common = _Common.of(values, start, parts)
+        stored: list[tuple[int, npt.NDArray[Any]] | None] = []
+        for target, part in zip(leaf.targets, parts, strict=True):
+            if not len(part):
+                stored.append(None)
+                continue
+            row, entries = int(part.rows[0]), part.take(values, start)
+            if common is None:
+                self.put(target.key, row, entries)
+            else:
+                self._put_common(target.key, row, entries, int(part.records[0]), common)
+            check_alignment(self._stretch, leaf, target, start, values, row, entries)
+            stored.append((row, entries))
+        return stored
+
+    def put(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
+        """Writes rows of a column; the first, the last and one of each episode are read back."""
+        self._write(key, row, entries, None)
+        self._statistics[key].add(entries)
+
+    def _put_common(
+        self, key: Key, row: int, entries: npt.NDArray[Any], record: int, common: _Common
+    ) -> None:
+        first, stop = common.first - record, common.stop - record
+        shared = None if common.crc32 is None else (first, stop, common.crc32)
+        self._write(key, row, entries, shared)
+        statistics = self._statistics[key]
+        statistics.add(entries[:first])
+        statistics.merge(common.statistics)
+        statistics.add(entries[stop:])
+
+    def _write(
+        self, key: Key, row: int, entries: npt.NDArray[Any], shared: tuple[int, int, int] | None
+    ) -> None:
+        first, last = np.searchsorted(self._samples, (row, row + len(entries)))
+        verify = (self._samples[first:last] - row).tolist()
+        self._columns[key].write(row, entries, verify=verify, shared=shared)
+
+    def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if leaf.stored == block.dtype:
+            return block
+        if leaf.stored.kind == "b" and leaf.role in _ENDS:
+            return block != 0
+        real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = real.astype(leaf.stored)
+        lost = _lost(block, values)
+        if lost.any():
+            bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
+            at = self._stretch.place_at(bad, leaf.path)
+            position = self._stretch.first + self._stretch.at.at_record(bad)
+            self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
+        return values
+
+
+def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which numbers were changed by more than rounding when they were cast."""
+    found, made = block.dtype.kind, values.dtype.kind
+    if found not in "biufc":
+        return np.zeros(block.shape, bool)
+    if made == "b":
+        return np.asarray(values.astype(block.dtype) != block)
+    if made in "iu":
+        # A number that only changes its sign comes back as it was.
+        with np.errstate(over="ignore", invalid="ignore"):
+            lost = values.astype(block.dtype) != block
+        return np.asarray(lost | ((values < 0) != (block < 0)) if found in "iuf" else lost)
+    lost = np.isfinite(block) & ~np.isfinite(values)
+    if found == "c" and made == "f":
+        lost |= block.imag != 0
+    return np.asarray(lost)
+
+
+class _Common:
+    """Records that all columns of a leaf take from a block, and what is known of them.
+
+    An observation is stored as the one before a step and as the next one of the step that led to
+    it: nearly all of a block is counted for both.
+
+    Attributes:
+        first, stop: the records ``first .. stop - 1``.
+        crc32: of their bytes; ``None`` where it would save nothing.
+        statistics: of their numbers.
+    """
+
+    def __init__(self, first: int, stop: int, values: npt.NDArray[Any]) -> None:
+        self.first = first
+        self.stop = stop
+        self.crc32 = crc32(_bytes(values)) if values.nbytes >= LEAST_SHARED else None
+        self.statistics = Statistics()
+        self.statistics.add(values)
+
+    @classmethod
+    def of(cls, block: npt.NDArray[Any], start: int, parts: Sequence[Runs]) -> _Common | None:
+        """Returns what there is in common; ``None`` where it would save nothing."""
+        if len(parts) < 2 or any(len(part) != 1 for part in parts):
+            return None
+        first = max(int(part.records[0]) for part in parts)
+        stop = min(int(part.records[0] + part.counts[0]) for part in parts)
+        if (stop - first) * block[:1].nbytes < _LEAST_COMMON:
+            return None
+        return cls(first, stop, block[first - start : stop - start])
+
+
+def _bytes(block: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+
+
+_DIGEST_BYTES: Final = 16
+
+
+def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
+    """Returns what becomes known of so many episodes while they are written, all zero."""
+    found: dict[str, npt.NDArray[Any]] = {
+        name: np.zeros(count, EPISODE_FIELDS[name][0])
+        for name in ("terminated", "truncated", "return")
+    }
+    found["digest"] = np.zeros((count, _DIGEST_BYTES), np.uint8)
+    return found
+
+
+class RowWriter:
+    """Writes the spans of one file and keeps the table of their episodes.
+
+    Memory: one block of one leaf and one of all witnesses together, however long an episode is;
+    what is known of the episodes of a stretch.
+
+    Args:
+        plan: what is to be written.
+        columns: the files of `column_specs`, or the parts of them that hold these episodes.
+        first: the first episode that is written, by its position in the plan.
+        table: what `empty_table` returns for all that are written; it is filled.
+        block_bytes: how much of one leaf is read at a time.
+        judge: decides what becomes of episodes that break a rule.
+        advance: told the bytes of every block that was read.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        columns: Mapping[Key, ColumnOutput],
+        *,
+        first: int,
+        table: Mapping[str, npt.NDArray[Any]],
+        block_bytes: int,
+        judge: Judge,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._plan = plan
+        self._layout = plan.layout
+        self._columns = columns
+        self._block_bytes = block_bytes
+        self._judge = judge
+        self._advance = advance
+        known = {leaf.path: leaf for leaf in reversed(plan.leaves)}
+        self._witnesses = [
+            known[path]
+            for path in plan.layout.witnesses(known.keys())
+            if path in known and not known[path].is_once and not known[path].is_padded
+        ]
+        self._required = {entry.name for entry in plan.layout.fields if entry.required}
+        self._flags = EndFlags(plan.layout, judge.notes)
+        self._presence = presence(plan)
+        self._has_reward = any(leaf.role == "reward" and leaf.targets for leaf in plan.leaves)
+        self.statistics: dict[Key, Statistics] = {key: Statistics() for key in columns}
+        self._first = first
+        self.tails: dict[Key, bytes] = {}
+        self.table = table
+
+    def go_on(self, known: Milestone) -> None:
+        """Takes what was written of the file before, as if it had just been written."""
+        for key, reached in known.columns.items():
+            self._columns[key].go_on(*reached)
+        self.statistics = dict(known.statistics)
+        self.tails = dict(known.tails)
+        for name, lines in known.table.items():
+            self.table[name][: len(lines)] = lines
+
+    def write(
+        self,
+        file: H5File,
+        source: SourceFile,
+        spans: Iterable[EpisodeSpan],
+        memory: dict[str, Any],
+        done: int = 0,
+        reached: Callable[[int], object] | None = None,
+    ) -> None:
+        """Writes the episodes of all spans of a file.
+
+        Args:
+            memory: of the layout; see `SourceWindow`.
+            done: the episode, by its position, up to which all was written before.
+            reached: told such an episode whenever all columns have come so far.
+
+        Raises:
+            CorpusError: an episode breaks a rule; names file, group, key and record.
+            DropLeaves: a field must be left out of the whole corpus.
+            OSError: there is no room.
+        """
+        place = file.place(source.name)
+        for stretch in stretches(self._plan, spans, self._witnesses, self._block_bytes, place):
+            if stretch.stop <= done:
+                continue
+            try:
+                _StretchWriter(self, file, stretch).write(memory)
+            except CorpusError as error:
+                # What cannot be read is wrong for all episodes of the arrays.
+                for position in range(stretch.first, stretch.stop):
+                    self._judge.condemn(position, error)
+                for column in self._columns.values():
+                    column.skip_to(stretch.start + stretch.rows)
+            if reached is not None:
+                reached(stretch.stop)
+
+    def finish(self) -> None:
+        """Completes the columns.
+
+        Raises:
+            RuntimeError: a row was not written: a fault of this engine (rule V34).
+        """
+        for name in DEFAULT_DONE_KEYS:
+            # A stored row never starts from a finished state.
+            column = self._columns[name,]
+            count = column.finish()
+            self.statistics[name,].merge(Statistics(count, 0, False, False))
+        for key, column in self._columns.items():
+            if not column.is_complete:
+                raise RuntimeError(f"the rows of column {key} were not all written [V34]")
+
+
+class _StretchWriter:
+    """Writes one stretch."""
+
+    def __init__(self, writer: RowWriter, file: H5File, stretch: Stretch) -> None:
+        self._writer = writer
+        self._stretch = stretch
+        self._reader = StretchReader(file, stretch, writer._block_bytes, self._give_up)
+        self._checks = StretchChecks(stretch, writer._judge, writer._flags.outcomes)
+        self._storing = Storing(stretch, writer._columns, writer.statistics, writer._judge)
+        self._known_runs: dict[tuple[int, bool, int], Runs] = {}
+
+    def write(self, memory: dict[str, Any]) -> None:
+        writer, stretch = self._writer, self._stretch
+        loaded = self._examine(memory)
+        last: dict[str, npt.NDArray[Any]] = {}
+        keeps_last = self._flags_want_last()
+        for leaf in writer._plan.leaves:
+            if leaf.is_unwanted:
+                loaded.pop(leaf.path, None)
+                continue
+            if not stretch.leaves.issuperset(leaf.paths):
+                for target in leaf.targets:
+                    writer._columns[target.key].skip_to(stretch.start + stretch.rows)
+                continue
+            runs = [self._runs(target, leaf.extra) for target in leaf.targets]
+            finals = stretch.lasts(leaf) if keeps_last and leaf.path in writer._required else None
+            for start, block in self._reader.blocks(leaf, loaded):
+                self._checks.take(leaf, start, block, runs[0] if runs else None)
+                stored = self._storing.store(leaf, start, block, runs) if runs else []
+                if leaf.is_successor:
+                    self._check_successors(leaf.targets, stored)
+                if finals is not None and start + len(block) > finals[-1]:
+                    last[leaf.path] = block[finals - start]
+                writer._advance(block.nbytes)
+            loaded.pop(leaf.path, None)
+        check_blanks(stretch, writer._plan.leaves, writer._columns, self._reader, writer._judge.bad)
+        self._store_ids()
+        self._store_flags(last)
+
+    def _give_up(self, span: int, error: CorpusError) -> None:
+        found = self._stretch.spans[span]
+        for position in range(found.first, found.stop):
+            self._writer._judge.condemn(position, error)
+
+    def _flags_want_last(self) -> bool:
+        is_one_each = all(span.stop - span.first == 1 for span in self._stretch.spans)
+        return self._writer._flags.is_own and is_one_each
+
+    def _runs(self, target: Target, extra: int) -> Runs:
+        # Many leaves go to the same rows.
+        kind = (target.offset, target.is_after, extra)
+        if kind not in self._known_runs:
+            self._known_runs[kind] = Runs.of(self._stretch.at, target, extra)
+        return self._known_runs[kind]
+
+    def _examine(self, memory: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
+        """Lets the layout compare leaves; returns what was read of them on the way."""
+        writer, stretch = self._writer, self._stretch
+        witnesses = [leaf for leaf in writer._witnesses if stretch.leaves.issuperset(leaf.paths)]
+        if not witnesses or stretch.spans[0].base:
+            # Further parts of a file are as its beginning.
+            return {}
+        if not stretch.is_single:
+            arrays = {leaf.path: self._reader.read(leaf, 0, stretch.records) for leaf in witnesses}
+            for i, windowed in enumerate(self._windows(arrays, memory)):
+                try:
+                    writer._layout.examine(windowed)
+                except CorpusError as error:
+                    self._give_up(i, error)
+            return arrays
+        records = stretch.records
+        record_bytes = sum(leaf.record_bytes for leaf in witnesses)
+        count = min(records, max(2, writer._block_bytes // max(1, record_bytes)))
+        is_whole = count == records
+        arrays = {
+            leaf.path: self._reader.read(leaf, 0, count + is_whole * leaf.extra)
+            for leaf in witnesses
+        }
+        notes = writer._judge.notes
+        writer._layout.examine(SourceWindow(arrays, records, stretch.place_of(0), notes, memory))
+        return arrays
+
+    def _windows(
+        self, arrays: Mapping[str, npt.NDArray[Any]], memory: dict[str, Any]
+    ) -> Iterator[SourceWindow]:
+        """Yields what the layout sees of each of several spans."""
+        stretch, notes = self._stretch, self._writer._judge.notes
+        extra = {leaf.path: leaf.extra for leaf in self._writer._witnesses}
+        for i, (span, offset) in enumerate(
+            zip(stretch.spans, stretch.offsets.tolist(), strict=True)
+        ):
+            mine = {
+                path: array[offset : offset + span.records + extra[path]]
+                for path, array in arrays.items()
+            }
+            yield SourceWindow(mine, span.records, stretch.place_of(i), notes, memory)
+
+    def _check_successors(
+        self,
+        targets: Sequence[Target],
+        stored: Sequence[tuple[int, npt.NDArray[Any]] | None],
+    ) -> None:
+        writer = self._writer
+        for target, found in zip(targets, stored, strict=True):
+            if found is not None:
+                columns, judge = writer._columns, writer._judge
+                check_successor(self._stretch, target, *found, columns, judge, writer.tails)
+
+    def _store_flags(self, last: Mapping[str, npt.NDArray[Any]]) -> None:
+        stretch, block = self._stretch, self._writer._block_bytes
+        condemn = self._writer._judge.condemn
+        flags = self._writer._flags.of(
+            stretch, self._checks, last, lambda i, error: condemn(stretch.first + i, error)
+        )
+        self._fill_table(flags)
+        put, key = self._storing.put, OBSERVED_KEY
+        finals = stretch.at.finals
+        for name, values in flags.items():
+            rows = finals[values]
+            store_flag(stretch, ("next", name), rows, is_set=True, block=block, put=put)
+        if self._writer._plan.has_unrecorded:
+            unknown = finals[stretch.at.is_open]
+            store_flag(stretch, key, unknown, is_set=False, block=block, put=put)
+
+    def _fill_table(self, flags: Mapping[str, npt.NDArray[np.bool_]]) -> None:
+        """Fills the lines of the episodes in the table."""
+        stretch, first = self._stretch, self._writer._first
+        lines: dict[str, Any] = {
+            "terminated": flags["terminated"],
+            "truncated": flags["truncated"],
+            # Without a reward there is no sum of it, which is not a sum of zero.
+            "return": self._checks.reward if self._writer._has_reward else np.nan,
+            "digest": self._checks.digests(_DIGEST_BYTES),
+        }
+        here = slice(stretch.first - first, stretch.stop - first)
+        for name, values in lines.items():
+            self._writer.table[name][here] = values
+
+    def _store_ids(self) -> None:
+        stretch, block = self._stretch, max(1, self._writer._block_bytes // 8)
+        numbers = stretch.column("number")
+        values: dict[Key, npt.NDArray[Any]] = {
+            ("episode",): numbers,
+            ("seed",): stretch.column("file").astype(np.int64),
+        }
+        for key, leaf in self._writer._presence.items():
+            here = stretch.leaves.issuperset(leaf.paths)
+            values[key] = np.full(len(numbers), here)
+        for key, each in values.items():
+            store_constant(stretch, key, each, block=block, put=self._storing.put)

@@ -1,0 +1,476 @@
+"""Find the schema that all episodes of a corpus share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from replaykit.datasets.column_files import torch_dtype, unstorable
+from replaykit.datasets.engine.fields import Field
+from replaykit.datasets.engine.h5 import H5Leaf
+from replaykit.datasets.engine.layout import Bounds, Layout
+from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
+from replaykit.datasets.engine.policies import Policies
+from replaykit.ted import Key
+
+__all__ = ["SchemaUnion", "Spec", "require_pairs"]
+
+
+def require_pairs(
+    fields: Sequence[Field],
+    leaves: Sequence[PlannedLeaf],
+    policies: Policies,
+    notes: Notes,
+    place: Place,
+) -> None:
+    """Checks that no state of a group lacks its successor, and no successor its state (rule V12).
+
+    It would be a key that rows start from and never arrive at. Where missing keys are dropped or
+    padded, the other one stays and is reported.
+
+    Args:
+        fields: of the layout.
+        leaves: that become columns.
+        policies: say which keys are wanted, and what missing ones are.
+        notes: takes the finding.
+        place: the first episode.
+
+    Raises:
+        CorpusError: one is missing.
+    """
+    groups = [entry for entry in fields if entry.is_group]
+    paths = [leaf.path for leaf in leaves]
+    for state in groups:
+        for successor in groups:
+            if state.before is None or successor.describes != "successor":
+                continue
+            if successor.after != ("next", *state.before):
+                continue
+            ours, theirs = _names(state, paths), _names(successor, paths)
+            for name in sorted(ours ^ theirs):
+                has, lacks = (state, successor) if name in ours else (successor, state)
+                above = state.before if lacks is state else successor.after
+                if above is None or not policies.keeps((*above, *name.split("/"))):
+                    continue
+                at = place.at(key=f"{lacks.name}{name}")
+                text = f"the key is missing, but {has.name}{name} is there"
+                if policies.missing not in ("drop", "pad"):
+                    raise at.error(text, "V12")
+                notes.add("V12", text, at, name=f"{has.name}{name}")
+
+
+def _names(entry: Field, paths: Sequence[str]) -> set[str]:
+    return {path.removeprefix(entry.name) for path in paths if path.startswith(entry.name)}
+
+
+_Use = tuple[str, int]
+"""A dataset, and which field of the layout takes it: several may take one dataset."""
+
+_MOST_NAMES: Final = 5
+"""Keys that a message lists."""
+_NARROW: Final = ("float16", "int8")
+"""Dtypes that loggers choose by default, at the price of digits or of wrapping (rule V14)."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an episode declares of a leaf; ``shape`` is of one record."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+    problem: str | None
+    is_once: bool
+    extra: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        length = "one value, of" if self.is_once else ""
+        shape = ", ".join(["T"][self.is_once :] + [str(size) for size in self.shape])
+        return f"{length} shape [{shape}] and dtype {self.dtype}".lstrip()
+
+
+@dataclass
+class _Signature:
+    """The leaves of some episodes that all declare the same ones."""
+
+    specs: dict[_Use, Spec]
+    first: Place
+    number: int
+    count: int = 0
+
+
+class SchemaUnion:
+    """The union of what the episodes of a corpus declare.
+
+    Args:
+        layout: what the corpus declares.
+        policies: what the caller decides.
+        without: sources of fields that are to be left out, and why.
+        notes: takes findings that stop nothing.
+    """
+
+    def __init__(
+        self, layout: Layout, policies: Policies, without: Mapping[str, str], notes: Notes
+    ) -> None:
+        self.layout = layout
+        self.with_values: set[str] = set()
+        self._policies = policies
+        self._without = without
+        self._notes = notes
+        self._fields: dict[str, dict[_Use, Field]] = {}
+        self._specs: dict[tuple[Any, ...], Spec] = {}
+        self._signatures: dict[tuple[Any, ...], _Signature] = {}
+        self._foreign: dict[str, Place] = {}
+        self._episodes = 0
+
+    # -- one episode after another --------------------------------------------------------------
+
+    def check_lengths(self, leaves: Mapping[str, H5Leaf], place: Place) -> int:
+        """Returns the length of the clock; every leaf of a field must have the one it should.
+
+        One that is not required may also be a single value, which then holds for all records.
+
+        Raises:
+            CorpusError: rules V10 to V12.
+        """
+        for entry in self.layout.fields:
+            if entry.required and not self._is_without(entry):
+                self._require(entry, leaves, place)
+        clock = leaves.get(self.layout.clock)
+        if clock is None:
+            raise place.at(key=self.layout.clock).error("the required key is missing", "V12")
+        for path, leaf in leaves.items():
+            for known in self.fields_of(path).values():
+                self._check_length(path, leaf, known, clock, place)
+        return clock.shape[0]
+
+    def _check_length(
+        self, path: str, leaf: H5Leaf, known: Field, clock: H5Leaf, place: Place
+    ) -> None:
+        is_unusable = leaf.problem is not None and not leaf.shape
+        if is_unusable and known.required:
+            raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
+        if is_unusable or (clock.shape and not known.required and leaf.shape[:1] in ((), (1,))):
+            return
+        extra = known.extra(self.layout.alignment)
+        if not leaf.shape or not clock.shape or leaf.shape[0] != clock.shape[0] + extra:
+            text = f"has {_length(leaf)}, but {self.layout.clock!r} has {_length(clock)}"
+            if extra:
+                text += f", so that {clock.shape[0] + extra if clock.shape else 0} are expected"
+            hint = self.layout.hint(path, leaf.shape)
+            raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
+
+    def _require(self, entry: Field, leaves: Mapping[str, H5Leaf], place: Place) -> None:
+        if entry.is_group:
+            missing = [] if any(map(entry.covers, leaves)) else [entry.name.rstrip("/")]
+        else:
+            missing = [path for path in entry.sources if path not in leaves]
+        for path in missing:
+            below = not entry.is_group and any(name.startswith(f"{path}/") for name in leaves)
+            what = "is a group, expected an array" if below else "is missing"
+            raise place.at(key=path).error(f"the required key {what}", "V12")
+
+    def add(
+        self, leaves: Mapping[str, H5Leaf], records: int, place: Place, *, count: int
+    ) -> tuple[dict[str, Spec], int]:
+        """Notes what episodes declare; returns the leaves of fields, and the number of the form.
+
+        Raises:
+            CorpusError: a required leaf differs from that of the first episode.
+        """
+        specs: dict[_Use, Spec] = {}
+        for path, leaf in leaves.items():
+            fields = self.fields_of(path)
+            if fields:
+                for use, entry in fields.items():
+                    specs[use] = self._known_spec(use, leaf, entry, records)
+            elif self._policies.extra == "error" and not self._why_without(path):
+                at = place.at(key=path)
+                raise at.error(f"it is no part of the layout {self.layout.name!r}", "V10")
+            else:
+                self._foreign.setdefault(path, place)
+        # Equal ones are one object.
+        known = tuple((use, id(spec)) for use, spec in specs.items())
+        signature = self._signatures.get(known)
+        if signature is None:
+            signature = _Signature(specs, place, len(self._signatures))
+            self._compare(signature)
+            self._signatures[known] = signature
+        signature.count += count
+        self._episodes += count
+        # In reverse, so that of several uses of a leaf the first one is returned.
+        return {path: specs[path, at] for path, at in reversed(specs)}, signature.number
+
+    def fields_of(self, path: str) -> dict[_Use, Field]:
+        """Returns the fields that take a leaf. Remembered: asked for every leaf of every episode.
+
+        These are the first that covers it, others of the same source, and those that name it.
+        """
+        if path not in self._fields:
+            found: dict[_Use, Field] = {}
+            first: Field | None = None
+            for at, entry in enumerate(self.layout.fields):
+                if not entry.covers(path) or self._why_without(path):
+                    continue
+                first = first or entry
+                if entry.source == first.source or path in entry.sources:
+                    found[path, at] = entry
+            self._fields[path] = found
+        return self._fields[path]
+
+    def is_in_question(self, path: str, spec: Spec) -> bool:
+        """Whether a field leaves the leaf out unless it has a value other than NaN somewhere."""
+        if path in self.with_values or spec.problem is not None:
+            return False
+        if all(entry.required for entry in self.fields_of(path).values()):
+            return False
+        is_plain = path not in dict(self.layout.decoders)
+        is_float = spec.dtype.kind in "fc" and 0 not in spec.shape
+        if not is_plain or not is_float or self._policies.all_nan == "keep":
+            self.with_values.add(path)
+            return False
+        return True
+
+    def _is_required(self, entry: Field) -> bool:
+        if entry.is_group and self._policies.missing in ("drop", "pad"):
+            return False
+        return entry.required
+
+    def _compare(self, signature: _Signature) -> None:
+        """Checks the required leaves against those of the first episode."""
+        first = next(iter(self._signatures.values()), signature)
+        for use in dict.fromkeys([*signature.specs, *first.specs]):
+            path, entry = use[0], self.layout.fields[use[1]]
+            if not (self._is_required(entry) or self._policies.missing == "error"):
+                continue
+            at = signature.first.at(key=path)
+            spec, expected = signature.specs.get(use), first.specs.get(use)
+            if spec is None or expected is None:
+                has, lacks = (first, at) if spec is None else (signature, first.first.at(key=path))
+                raise lacks.error(f"the key is missing, but {has.first} has it", "V12")
+            if spec.problem is not None:
+                raise at.error(f"cannot be a column: {spec.problem}", "V10")
+            if (entry.role == "reward" or entry.is_end) and math.prod(spec.shape) != 1:
+                raise at.error(f"has {spec}, expected one number per record", "V10")
+            same = spec.stored == expected.stored or entry.is_end
+            if spec.shape != expected.shape or not same or spec.is_once != expected.is_once:
+                raise at.error(f"has {spec}, but {first.first} has {expected}", "V10")
+
+    def _known_spec(self, use: _Use, leaf: H5Leaf, entry: Field, records: int) -> Spec:
+        is_full = leaf.shape[:1] == (records + entry.extra(self.layout.alignment),)
+        kind = (use, leaf.shape[1:], leaf.dtype, leaf.problem, is_full)
+        found = self._specs.get(kind)
+        if found is None:
+            spec = self._spec(leaf, entry, records)
+            found = next((known for known in self._specs.values() if known == spec), spec)
+            self._specs[kind] = found
+        return found
+
+    def _spec(self, leaf: H5Leaf, entry: Field, records: int) -> Spec:
+        extra = entry.extra(self.layout.alignment)
+        is_once = leaf.problem is None and leaf.shape[:1] != (records + extra,)
+        shape = leaf.shape[1:]
+        is_column = entry.column or entry.role == "reward"
+        if shape == () and is_column:
+            shape = (1,)
+        elif (entry.is_end or entry.role == "reward") and math.prod(shape) == 1:
+            shape = (1,) if is_column else ()
+        dtype = np.dtype(leaf.dtype)
+        stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
+        return Spec(shape, dtype, stored, leaf.problem, is_once, extra)
+
+    # -- all of them ----------------------------------------------------------------------------
+
+    def leaves(self) -> tuple[list[PlannedLeaf], list[LeftOut]]:
+        """Returns the leaves that become columns, successors last, and those that do not.
+
+        Raises:
+            CorpusError: the states that rows arrive at are not like those they start from.
+        """
+        left_out = [
+            LeftOut(path, self._why_foreign(path, place))
+            for path, place in sorted(self._foreign.items())
+        ]
+        specs: dict[_Use, Spec] = {}
+        for signature in self._signatures.values():
+            for use, spec in signature.specs.items():
+                specs.setdefault(use, spec)
+        found = []
+        for use in sorted(specs):
+            path, entry = use[0], self.layout.fields[use[1]]
+            if path != _first_source(entry, path):
+                continue
+            why = None if self._is_required(entry) else self._why_left_out(use, specs[use])
+            if why is not None:
+                left_out.append(LeftOut(path, why))
+                continue
+            found.append(self._leaf(use, entry, specs))
+        # What the caller does not want is compared with the rest all the same.
+        witnesses = set(self.layout.witnesses({leaf.path for leaf in found}))
+        self._note_unverified(found)
+        found = [leaf for leaf in found if not leaf.is_unwanted or leaf.path in witnesses]
+        found.sort(key=lambda leaf: leaf.is_successor)
+        self._compare_successors([leaf for leaf in found if not leaf.is_unwanted])
+        return found, left_out
+
+    def _note_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
+        """Notes that steps are not compared with the next ones, where a side is left out."""
+        targets = [
+            (leaf, target.key)
+            for leaf in leaves
+            for target in self.layout.fields[leaf.field].targets(
+                self.layout.alignment, leaf.paths[0]
+            )
+        ]
+        states = {key for _, key in targets}
+        left_out: dict[Key, str] = {}
+        for leaf, key in targets:
+            if leaf.is_successor and key[1:] in states:
+                lacking = [each for each in (key, key[1:]) if not self._policies.keeps(each)]
+                left_out |= dict.fromkeys(lacking, leaf.path)
+        if left_out:
+            names = ["/".join(key) for key in left_out]
+            listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+            text = (
+                f"{listed} left out by the policies, so that it is unverified whether steps arrive "
+                "at what the next ones start from"
+            )
+            first = next(iter(self._signatures.values())).first
+            self._notes.add("V22", text, first.at(key=next(iter(left_out.values()))))
+
+    def check_policies(self, always: Iterable[Key]) -> None:
+        """Checks that what the caller names is there; ``always``: the keys of no leaf.
+
+        Raises:
+            ValueError: an entry of the policies meets nothing.
+        """
+        declared = {
+            (path, spec.dtype)
+            for signature in self._signatures.values()
+            for (path, _), spec in signature.specs.items()
+        }
+        columns = []
+        for path, dtype in declared:
+            for entry in self.fields_of(path).values():
+                castable = None if entry.dtype else dtype
+                targets = entry.targets(self.layout.alignment, path)
+                columns += [(target.key, castable) for target in targets]
+        self._policies.check_met(columns, always)
+
+    def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
+        """Checks that successors have the shape and dtype of the states (rule V10)."""
+        first = next(iter(self._signatures.values())).first
+        require_pairs(self.layout.fields, leaves, self._policies, self._notes, first)
+        states = {target.key: leaf for leaf in leaves for target in leaf.targets}
+        for leaf in leaves:
+            for target in leaf.targets if leaf.is_successor else ():
+                state = states.get(target.key[1:], leaf)
+                if (state.shape, state.stored) != (leaf.shape, leaf.stored):
+                    raise first.at(key=leaf.path).error(
+                        f"has shape {list(leaf.shape)} and dtype {leaf.stored}, but {state.path} "
+                        f"has {list(state.shape)} and {state.stored}",
+                        "V10",
+                    )
+
+    def _leaf(self, use: _Use, entry: Field, specs: Mapping[_Use, Spec]) -> PlannedLeaf:
+        path, spec = use[0], specs[use]
+        if spec.dtype.name in _NARROW and not entry.is_end:
+            first = next(iter(self._signatures.values())).first
+            text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
+            self._notes.add("V14", text, first, name=path)
+        paths: tuple[str, ...] = (path,)
+        name = path
+        if not isinstance(entry.source, str):
+            parts = [specs[part, use[1]] for part in entry.sources]
+            width = sum(math.prod(part.shape) for part in parts)
+            dtype = np.result_type(*(part.dtype for part in parts))
+            stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
+            spec = replace(spec, shape=(width,), dtype=dtype, stored=stored)
+            paths, name = entry.sources, entry.name
+        targets = entry.targets(self.layout.alignment, path)
+        return PlannedLeaf(
+            path=name,
+            paths=paths,
+            role=entry.role,
+            shape=spec.shape,
+            dtype=spec.dtype,
+            stored=spec.stored,
+            targets=tuple(target for target in targets if self._policies.keeps(target.key)),
+            extra=spec.extra,
+            is_once=spec.is_once,
+            is_padded=any(use not in known.specs for known in self._signatures.values()),
+            is_successor=entry.describes == "successor",
+            decoder=dict(self.layout.decoders).get(path),
+            bounds=self._bounds(path, spec.shape),
+            field=use[1],
+        )
+
+    def _bounds(self, path: str, shape: tuple[int, ...]) -> Bounds | None:
+        """Returns the bounds of a leaf; ``None`` also where they are those of another shape."""
+        found = dict(self.layout.bounds).get(path)
+        fits = found is not None and all(len(side) in (1, math.prod(shape)) for side in found)
+        return found if fits else None
+
+    def _is_without(self, entry: Field) -> bool:
+        return any(self._why_without(path) for path in entry.sources)
+
+    def _why_without(self, path: str) -> str | None:
+        for source, why in self._without.items():
+            if path.startswith(source) if source.endswith("/") else path == source:
+                return why
+        return None
+
+    def _why_foreign(self, path: str, place: Place) -> str:
+        default = f"it is no part of the layout {self.layout.name!r} (in {place.brief})"
+        return self._why_without(path) or default
+
+    def _why_left_out(self, use: _Use, spec: Spec) -> str | None:
+        """Says why an optional leaf is not shared by all episodes in a form that can be kept."""
+        path, entry = use[0], self.layout.fields[use[1]]
+        lacking = [known for known in self._signatures.values() if use not in known.specs]
+        if lacking:
+            others, where = [name for name, _ in lacking[0].specs], lacking[0].first.brief
+            below = any(o.startswith(f"{path}/") for o in (*others, *self._foreign))
+            above = any(path.startswith(f"{other}/") for other in others)
+            if below or above:
+                return f"it is an array in some episodes and a group in others ({where})"
+            if self._policies.missing != "pad":
+                count = sum(known.count for known in lacking)
+                return f"missing from {count} of {self._episodes} episodes, first {where}"
+        if spec.problem is not None:
+            return spec.problem
+        if 0 in spec.shape and entry.source == "/":
+            return f"it has {spec}: nothing in a record"
+        for known in self._signatures.values():
+            other = known.specs.get(use)
+            if other is not None and other != spec:
+                return f"it has {spec} in one episode and {other} in {known.first.brief}"
+        if path not in self.with_values and not entry.required:
+            return "it is NaN throughout"
+        try:
+            torch_dtype(spec.stored)
+        except TypeError as error:
+            return str(error)
+        return unstorable(tuple(path.split("/")))
+
+
+def _first_source(entry: Field, path: str) -> str:
+    return path if isinstance(entry.source, str) else entry.sources[0]
+
+
+def _length(leaf: H5Leaf) -> str:
+    if not leaf.shape:
+        return "no length"
+    return f"{leaf.shape[0]} record{'s' * (leaf.shape[0] != 1)}"

@@ -1,0 +1,620 @@
+"""Download files over HTTP in parts that outlive a process, and verify them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import ssl
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, Final, cast
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
+
+from replaykit._version import __version__
+from replaykit.datasets.engine.h5_checks import check_signature
+from replaykit.datasets.hub_cache import is_offline, text_hint
+from replaykit.datasets.sources import require_room_for_columns, sha256_of
+from replaykit.datasets.transfers import (
+    BUSY,
+    Cancelled,
+    Meter,
+    Progress,
+    Retry,
+    cancellable_lock,
+    is_local,
+    local_error,
+    metered,
+    run_all,
+    seconds_to_wait,
+)
+from replaykit.errors import CorpusError, DownloadError
+from replaykit.filesystem import make_directory, require_room
+
+__all__ = [
+    "DownloadCache",
+    "Refused",
+    "WebFile",
+    "WebSubject",
+    "default_downloads",
+    "download",
+    "fetch_files",
+    "sizes_of",
+]
+
+
+class Refused(Exception):
+    """An answer that another try does not change; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class WebSubject:
+    """A URL that was asked for."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def is_transient(self, error: Exception) -> bool:
+        """Whether the same call may succeed a little later."""
+        if isinstance(error, HTTPError):
+            return error.code in BUSY
+        cause = _cause(error)
+        if is_local(cause) or isinstance(cause, ssl.SSLCertVerificationError):
+            return False
+        return isinstance(error, (OSError, HTTPException))
+
+    def retry_after_s(self, error: Exception) -> float | None:
+        """Returns how long the server asks us to wait, if it says."""
+        return seconds_to_wait(dict(error.headers)) if isinstance(error, HTTPError) else None
+
+    def explain(self, error: Exception) -> Exception:
+        """Returns the exception to raise: what failed and what to do."""
+        if isinstance(error, HTTPError):
+            return self._explain_status(error)
+        if isinstance(error, Refused):
+            return DownloadError(f"could not fetch {self}: {error}")
+        cause = _cause(error)
+        if is_local(cause):
+            return local_error(cause, self, "set REPLAYKIT_DOWNLOADS to a directory with room")
+        said = f"{type(cause).__name__}: {str(cause).strip() or 'no details'}"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return DownloadError(f"could not fetch {self}: its certificate is not valid ({said})")
+        if isinstance(error, URLError):
+            return DownloadError(
+                f"could not fetch {self}: the server cannot be reached; check the connection and "
+                f"any proxy ({said})"
+            )
+        return DownloadError(
+            f"could not fetch {self}: the transfer broke off; call again, it goes on from there "
+            f"({said})"
+        )
+
+    def _explain_status(self, error: HTTPError) -> Exception:
+        if error.code in (404, 410):
+            return FileNotFoundError(
+                f"there is no {self} (HTTP {error.code}): it has been moved or removed; fetch it "
+                "elsewhere and pass it with source="
+            )
+        if error.code in (401, 403):
+            return PermissionError(f"access to {self} was refused (HTTP {error.code})")
+        asked_s = self.retry_after_s(error)
+        later = "later" if asked_s is None else f"in {asked_s:.0f} s"
+        return DownloadError(
+            f"could not fetch {self}: the server answered HTTP {error.code}; try again {later}"
+        )
+
+
+def _cause(error: Exception) -> Exception:
+    reason = getattr(error, "reason", None) if isinstance(error, URLError) else None
+    return reason if isinstance(reason, Exception) else error
+
+
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_H5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
+_SNIFFED: Final = 48
+
+
+@dataclass(frozen=True)
+class WebFile:
+    """A file under a URL, and what is known of it in advance.
+
+    Attributes:
+        url: ``http://`` or ``https://``.
+        size: bytes.
+        sha256: of its content, 64 hexadecimal digits.
+
+    Raises:
+        ValueError: another kind of URL, one without a file name, or a malformed size or checksum.
+
+    Example:
+        >>> from replaykit.datasets.http_files import WebFile
+        >>> WebFile("http://127.0.0.1/data/a%20b.hdf5").name
+        'a b.hdf5'
+    """
+
+    url: str
+    size: int | None = None
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"url: expected http:// or https:// and a host, got {self.url!r}")
+        if self.name in ("", ".", "..") or "/" in self.name or "\0" in self.name:
+            raise ValueError(f"url: expected the name of a file at its end, got {self.url!r}")
+        if self.size is not None and self.size < 0:
+            raise ValueError(f"size of {self.url}: expected bytes >= 0, got {self.size}")
+        if self.sha256 is not None and not _SHA256.fullmatch(self.sha256):
+            raise ValueError(
+                f"sha256 of {self.url}: expected 64 lower-case hexadecimal digits, got "
+                f"{self.sha256!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL's path."""
+        return unquote(urlsplit(self.url).path.rpartition("/")[2])
+
+
+def default_downloads() -> Path:
+    """Returns where files of the web are kept: REPLAYKIT_DOWNLOADS, or below ``~/.cache``."""
+    given = os.environ.get("REPLAYKIT_DOWNLOADS")
+    if given:
+        return Path(os.path.abspath(os.path.expanduser(given)))
+    return Path.home() / ".cache" / "replaykit" / "downloads"
+
+
+@dataclass(frozen=True)
+class DownloadCache:
+    """The files of the web that are below ``root``."""
+
+    root: Path
+
+    def entry(self, file: WebFile) -> Path:
+        """Returns the path under which a file is, or would be, found."""
+        key = hashlib.sha256(f"{file.url}\0{file.sha256 or ''}".encode()).hexdigest()
+        return self.root / key[:32] / file.name
+
+    def part(self, file: WebFile) -> Path:
+        """Returns where a file is received."""
+        entry = self.entry(file)
+        return entry.with_name(f"{entry.name}.part")
+
+    def known(self, file: WebFile) -> tuple[int | None, str | None]:
+        """Returns size and SHA-256 of a file: those given, or those it had when it was received."""
+        noted = _read_json(_beside(self.entry(file)))
+        size, sha256 = file.size, file.sha256
+        if sha256 is None and _is_sha256(noted.get("sha256")):
+            sha256 = noted["sha256"]
+        if size is None and isinstance(noted.get("size"), int):
+            size = noted["size"]
+        return size, sha256
+
+    def problem(self, file: WebFile) -> str | None:
+        """Returns what is wrong with the file that is kept, or None where it is what it should be.
+
+        Cost: reads the file once. Memory: one block of 1 MiB.
+        """
+        entry = self.entry(file)
+        if not entry.is_file():
+            return f"not in {self.root}"
+        size, sha256 = self.known(file)
+        if sha256 is None:
+            return "nothing is known of its content"
+        return _difference(entry, size, sha256)
+
+    def accept(self, file: WebFile) -> str | None:
+        """Puts a file that was received in its place, or removes it and returns what is wrong.
+
+        One without a checksum is at least what its name says: no web page, LFS pointer or pickle
+        is kept under the name of an HDF5 file. Its checksum is kept for the next time.
+        """
+        part, entry = self.part(file), self.entry(file)
+        problem = None
+        if file.sha256 is not None or file.size is not None:
+            problem = _difference(part, file.size, file.sha256)
+        if problem is None and file.sha256 is None:
+            if entry.suffix.lower() in _H5_SUFFIXES:
+                try:
+                    check_signature(part)
+                except CorpusError as error:
+                    problem = str(error).removeprefix(f"{part}: ")
+            if problem is None:
+                known = {"size": part.stat().st_size, "sha256": sha256_of(part), "url": file.url}
+                _write_json(_beside(entry), known)
+        if problem is None:
+            part.replace(entry)
+        self.forget_part(file)
+        return problem
+
+    def discard(self, file: WebFile) -> None:
+        """Removes a file that is kept; never anything outside the cache."""
+        entry = self.entry(file)
+        entry.unlink(missing_ok=True)
+        _beside(entry).unlink(missing_ok=True)
+
+    def forget_part(self, file: WebFile) -> None:
+        """Removes what has been received of a file."""
+        part = self.part(file)
+        part.unlink(missing_ok=True)
+        _beside(part).unlink(missing_ok=True)
+
+    def resumable(self, file: WebFile) -> tuple[int, str | None]:
+        """Returns how many bytes can be kept, and the mark of the version that they belong to.
+
+        With a checksum any bytes can: it tells whether they fit. Without one, only if the server
+        has marked the version, and says whether that is still the one.
+        """
+        part = self.part(file)
+        try:
+            length = part.stat().st_size
+        except OSError:
+            return 0, None
+        if file.sha256 is not None:
+            return length, None
+        mark = _read_json(_beside(part)).get("mark")
+        return (length, mark) if isinstance(mark, str) and mark else (0, None)
+
+    def note_mark(self, file: WebFile, etag: str | None, modified: str | None) -> None:
+        """Keeps the mark of the version that is about to be received."""
+        # A weak mark says that two versions mean the same, not that their bytes are the same.
+        mark = etag if etag and not etag.startswith("W/") else modified
+        _write_json(_beside(self.part(file)), {"mark": mark, "url": file.url})
+
+    def prepare(self, file: WebFile) -> None:
+        """Makes the folder of a file."""
+        make_directory(self.entry(file).parent)
+
+    def missing_bytes(self, files: Iterable[tuple[WebFile, int | None]]) -> list[int]:
+        """Returns how many bytes each file with its size still needs; none where one is kept."""
+        needed = []
+        for file, size in files:
+            if size is not None and not self.entry(file).is_file():
+                needed.append(max(0, size - self.resumable(file)[0]))
+        return needed
+
+    def require_room(self, files: Iterable[tuple[WebFile, int | None]]) -> None:
+        """Checks that what is missing fits on the disk, before anything is written.
+
+        Raises:
+            OSError: it does not; says what is needed and what is free.
+        """
+        needed = self.missing_bytes(files)
+        if needed:
+            require_room(self.root, sum(needed), max(needed))
+
+
+def _difference(path: Path, size: int | None, sha256: str | None) -> str | None:
+    with path.open("rb") as content:
+        found = os.fstat(content.fileno()).st_size
+        start = content.read(_SNIFFED)
+    if size is not None and found != size:
+        return f"expected {size:,} bytes, got {found:,}" + text_hint(start)
+    if sha256 is None:
+        return None
+    digest = sha256_of(path)
+    if digest != sha256:
+        return f"expected sha256 {sha256}, got {digest}" + text_hint(start)
+    return None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        draft.write_text(json.dumps(value), encoding="utf-8")
+        draft.replace(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+_BLOCK: Final = 1 << 18
+_HEADERS: Final = {"User-Agent": f"replaykit/{__version__}", "Accept-Encoding": "identity"}
+_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+
+
+def download(
+    urls: str | Iterable[str],
+    *,
+    checksums: Mapping[str, str] | None = None,
+    root: str | Path | None = None,
+    progress: bool | Callable[[Progress], object] = False,
+    max_workers: int = 4,
+    retry: Retry = Retry(),  # noqa: B008 - frozen
+) -> list[Path]:
+    """Returns the local paths of files of the web, each fetched once and verified.
+
+    What has been received of a file is kept when a download breaks off, by whatever cause, and the
+    next call goes on from there; a server that ignores ranges sends it anew. Files with a checksum
+    are verified by it whenever they are asked for. Others are kept if they are what their name
+    says, and verified from then on by the checksum that they came with.
+
+    Args:
+        urls: ``http://`` or ``https://``, with the name of a file at the end.
+        checksums: SHA-256 in hexadecimal digits, by URL.
+        root: folder of what is fetched; by default that of the environment's
+            ``REPLAYKIT_DOWNLOADS``, or ``~/.cache/replaykit/downloads``.
+        progress: True for a bar on stderr, or a function that is called with a `Progress`.
+        max_workers: files fetched at once.
+        retry: how long to go on with a server that fails.
+
+    Raises:
+        FileNotFoundError: a file is not there; or offline mode (``HF_HUB_OFFLINE``) and files are
+            missing: all are named.
+        PermissionError: the server refuses access.
+        DownloadError: a file could not be fetched, or does not verify.
+        OSError: the disk has too little room (before anything is written), or cannot be written.
+        ValueError: a malformed URL or checksum, a checksum of no URL, or ``max_workers`` below 1.
+
+    Cost: reads every file once for its checksum; one request for the size of a file that is
+    missing, and one for its content. Memory: 256 KiB per worker.
+
+    Example:
+        >>> import tempfile
+        >>> from replaykit.datasets import download
+        >>> from replaykit.testing import LoopbackHub
+        >>> with LoopbackHub({"me/data": {"a.bin": b"abc"}}) as hub:  # any server will do
+        ...     url = f"{hub.url}/datasets/me/data/resolve/main/a.bin"
+        ...     [path] = download(url, root=tempfile.mkdtemp())
+        >>> path.name, path.read_bytes()
+        ('a.bin', b'abc')
+    """
+    given = [urls] if isinstance(urls, str) else list(urls)
+    sums = {} if checksums is None else dict(checksums)
+    unused = sorted(sums.keys() - set(given))
+    if unused:
+        raise ValueError(f"checksums: expected URLs that are fetched, got {unused}")
+    files = [WebFile(url, sha256=sums.get(url)) for url in given]
+    return fetch_files(files, root=root, progress=progress, max_workers=max_workers, retry=retry)
+
+
+def fetch_files(
+    files: Sequence[WebFile],
+    *,
+    root: str | Path | None = None,
+    progress: bool | Callable[[Progress], object] = False,
+    max_workers: int = 4,
+    retry: Retry = Retry(),  # noqa: B008 - frozen
+    target: Path | None = None,
+) -> list[Path]:
+    """Returns the local paths of files, in their order; see `download`.
+
+    Either every file is returned or none is; those that are complete stay for the next call.
+    ``target``: where columns will be made of them, if their room is to be looked at as well.
+    """
+    if max_workers < 1:
+        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
+    cache = DownloadCache(default_downloads() if root is None else Path(root))
+    cancel = threading.Event()
+    wanted = list(dict.fromkeys(files))
+    sizes: list[int | None] = [file.size for file in wanted]
+    if not is_offline():
+        sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry, cancel=cancel)
+        sized = list(zip(wanted, sizes, strict=True))
+        cache.require_room(sized)
+        if target is not None:
+            needed, total = sum(cache.missing_bytes(sized)), sum(size or 0 for size in sizes)
+            require_room_for_columns(cache.root, needed, target, total)
+    items = [_Item(file, size or 0) for file, size in zip(wanted, sizes, strict=True)]
+    title = f"Downloading {items[0].file.name if len(items) == 1 else f'{len(items)} files'}"
+    with metered(items, title, progress, cancel) as meter:
+        work = _Fetch(cache, meter, retry, cancel)
+        one = work.verify if is_offline() else work.obtain
+        try:
+            problems = run_all(
+                [partial(one, item) for item in items], max_workers=max_workers, cancel=cancel
+            )
+        except BaseException:
+            if meter.failure is not None:
+                raise meter.failure from None
+            raise
+    missing = [
+        f"  {item.file.url}: {problem}"
+        for item, problem in zip(items, problems, strict=True)
+        if problem is not None
+    ]
+    if missing:
+        lines = "\n".join(missing)
+        raise FileNotFoundError(
+            f"offline mode, and {len(missing)} of {len(items)} files cannot be used from "
+            f"{cache.root}:\n{lines}\nCall again with a network and without HF_HUB_OFFLINE"
+        )
+    return [cache.entry(file) for file in files]
+
+
+def sizes_of(
+    files: Sequence[WebFile],
+    cache: DownloadCache,
+    *,
+    max_workers: int = 4,
+    retry: Retry = Retry(),  # noqa: B008 - frozen
+    cancel: threading.Event | None = None,
+) -> list[int | None]:
+    """Returns the size of each file: as given, as it is here, or as the server says.
+
+    None where it does not say.
+
+    Raises:
+        FileNotFoundError, PermissionError, DownloadError: the server does not have or give it.
+    """
+    cancel = threading.Event() if cancel is None else cancel
+
+    def size(file: WebFile) -> int | None:
+        entry = cache.entry(file)
+        if file.size is not None or entry.is_file():
+            return entry.stat().st_size if file.size is None else file.size
+        ask = partial(_size, file, retry.stall_s)
+        return retry.run(ask, WebSubject(file.url), cancel)
+
+    return run_all([partial(size, file) for file in files], max_workers=max_workers, cancel=cancel)
+
+
+def _size(file: WebFile, timeout_s: float) -> int | None:
+    try:
+        with _opened(Request(file.url, headers=_HEADERS, method="HEAD"), timeout_s) as response:
+            return _length(response)
+    except HTTPError as error:
+        if error.code in (405, 501):  # a server that answers GET only
+            return None
+        raise
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A file with the size that is shown for it: no more than a guess unless it was given."""
+
+    file: WebFile
+    size: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.file.url} {self.file.sha256}"
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """What the threads of one call share."""
+
+    cache: DownloadCache
+    meter: Meter
+    retry: Retry
+    cancel: threading.Event
+
+    def verify(self, item: _Item) -> str | None:
+        """Returns what is wrong with a file that is kept, or None; makes no request."""
+        problem = self.cache.problem(item.file)
+        if problem is None:
+            self.meter.finish(item)
+        return problem
+
+    def obtain(self, item: _Item) -> str | None:
+        """Brings a file into the cache and verifies it: returns None, or raises."""
+        problem = self.verify(item)
+        if problem is None:
+            return None
+        self.cache.prepare(item.file)
+        subject = WebSubject(item.file.url)
+        with cancellable_lock(self.cache.entry(item.file).parent / ".lock", self.cancel):
+            # Whoever held the lock may have brought it meanwhile.
+            problem = self.verify(item)
+            for _ in range(2):
+                if problem is None:
+                    break
+                self.cache.discard(item.file)
+                self.retry.run(partial(self._receive, item), subject, self.cancel)
+                problem = self.cache.accept(item.file)
+        if problem is None:
+            self.meter.finish(item)
+            return None
+        raise DownloadError(
+            f"{subject} does not verify: {problem}; what was received has been removed: call "
+            "again, and if it stays so, the file is another one, or a proxy on the way alters it"
+        )
+
+    def _receive(self, item: _Item) -> None:
+        """Receives what is missing of a file; what has come stays, whatever happens."""
+        file, size = item.file, item.file.size
+        start, mark = self.cache.resumable(file)
+        if size is not None and start >= size:
+            if start == size > 0:
+                return
+            start = 0
+        headers = dict(_HEADERS)
+        if start:
+            headers["Range"] = f"bytes={start}-"
+            if mark is not None:
+                headers["If-Range"] = mark
+        self.meter.begin(item)
+        try:
+            with _opened(Request(file.url, headers=headers), self.retry.stall_s) as response:
+                self._receive_body(item, response, start)
+        except HTTPError as error:
+            if error.code == 416 and start:
+                self.cache.forget_part(file)
+                raise ConnectionError("the server has no bytes where ours end") from error
+            raise
+
+    def _receive_body(self, item: _Item, response: HTTPResponse, start: int) -> None:
+        file, size = item.file, item.file.size
+        coding = response.headers.get("Content-Encoding", "identity")
+        if coding != "identity":
+            raise Refused(f"the server sends it in the coding {coding!r}, which was not asked for")
+        if response.status == 206:
+            if _first(response) != start:
+                self.cache.forget_part(file)
+                raise ConnectionError("the server sends other bytes than were asked for")
+        else:
+            start = 0  # it ignores ranges, or has another version
+        rest = _length(response)
+        total = None if rest is None else start + rest
+        if size is not None and total is not None and total != size:
+            hint = text_hint(response.read(48))
+            raise Refused(f"the server has {total:,} bytes, expected {size:,}{hint}")
+        expected = size if total is None else total
+        if start == 0:
+            self.cache.note_mark(
+                file, response.headers.get("ETag"), response.headers.get("Last-Modified")
+            )
+        self.meter.add(item, start)
+        position = start
+        with self.cache.part(file).open("r+b" if start else "wb") as part:
+            part.seek(start)
+            part.truncate()
+            while block := response.read1(_BLOCK):
+                if self.cancel.is_set():
+                    raise Cancelled
+                position += len(block)
+                if expected is not None and position > expected:
+                    raise Refused(f"the server sends more than {expected:,} bytes")
+                part.write(block)
+                self.meter.add(item, len(block))
+        if expected is not None and position < expected:
+            raise ConnectionError(f"it ended after {position:,} of {expected:,} bytes")
+
+
+@contextmanager
+def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
+    try:
+        response = cast(HTTPResponse, urlopen(request, timeout=timeout_s or None))
+    except HTTPError as error:
+        error.close()  # it holds the connection
+        raise
+    with response:
+        yield response
+
+
+def _length(response: HTTPResponse) -> int | None:
+    value: Any = response.headers.get("Content-Length")
+    return int(value) if value is not None and value.isdigit() else None
+
+
+def _first(response: HTTPResponse) -> int | None:
+    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None

@@ -1,0 +1,534 @@
+"""Push published data sets to a Hub, and pull them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, TypeVar
+from urllib.parse import quote
+
+from replaykit.buffer.core import SamplerT
+from replaykit.datasets.dataset_manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    crc32_of_file,
+)
+from replaykit.datasets.hub_cache import (
+    Subject,
+    cache_root,
+    check_repo_id,
+    endpoint,
+    is_commit,
+    is_offline,
+    leave_note,
+    offline_error,
+    refusal,
+)
+from replaykit.datasets.hub_files import HubFile, HubListing, fetch, list_files
+from replaykit.datasets.published_buffer import CorpusExperienceReplay
+from replaykit.datasets.publishing import (
+    ensure_published,
+    hold_back,
+    open_published,
+    verify_published,
+)
+from replaykit.datasets.transfers import Progress, Retry
+from replaykit.errors import DownloadError, UploadError
+from replaykit.filesystem import disk_errors, require_room
+
+__all__ = ["CARD_NAME", "FORMAT_TAG", "card", "members", "pull", "push", "size_category"]
+
+CARD_NAME: Final = "README.md"
+_TAGS: Final = ("replaykit", "reinforcement-learning")
+_MARK: Final = "<!-- written by replaykit; without this line the text is kept by the next push -->"
+_UNITS: Final = ("", "K", "M", "B", "T")
+_MOST_COLUMNS: Final = 40
+
+
+def card(
+    manifest: Manifest,
+    repo_id: str,
+    *,
+    license: str,
+    tags: Sequence[str] = (),
+    existing: str | None = None,
+) -> str:
+    """Returns the text of a card: a YAML block and a description.
+
+    The text of an existing card that somebody has written is kept, and so is what its YAML block
+    says of other things; tags are added to those that are there.
+
+    Raises:
+        ValueError: the YAML block of the existing card cannot be read.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    there: dict[str, Any] = {}
+    text = None
+    if existing is not None:
+        try:
+            found = DatasetCard(existing, ignore_metadata_errors=False)
+        except Exception as error:
+            # Whatever its parser of YAML raises.
+            raise ValueError(
+                f"the YAML block of {CARD_NAME} in {repo_id!r} cannot be read: {error}; correct "
+                "it, or remove the file"
+            ) from error
+        if _MARK not in found.text:
+            there, text = found.data.to_dict(), found.text
+    said = there.get("tags") or []
+    known = [said] if isinstance(said, str) else list(said)
+    data = DatasetCardData(
+        **{
+            **there,
+            "license": license,
+            "tags": list(dict.fromkeys([*known, *_TAGS, *tags])),
+            "size_categories": [size_category(manifest.rows)],
+        }
+    )
+    if text is None:
+        text = "\n" + _description(manifest, repo_id, license)
+    return f"---\n{data.to_yaml()}\n---\n{text}"
+
+
+def size_category(rows: int) -> str:
+    """Returns the range of a number of rows as Hubs name it.
+
+    Example:
+        >>> from replaykit.datasets.hub_sharing import size_category
+        >>> [size_category(n) for n in (0, 999, 1000, 250_000, 10**6, 10**12)]
+        ['n<1K', 'n<1K', '1K<n<10K', '100K<n<1M', '1M<n<10M', 'n>1T']
+    """
+    if rows < 1000:
+        return "n<1K"
+    digits = len(str(rows)) - 1
+    if digits >= 12:
+        return "n>1T"
+    return f"{_round(digits)}<n<{_round(digits + 1)}"
+
+
+def _round(power: int) -> str:
+    return f"{10 ** (power % 3)}{_UNITS[power // 3]}"
+
+
+def _description(manifest: Manifest, repo_id: str, license: str) -> str:
+    origin = manifest.source.get("origin", {})
+    where = " ".join(
+        str(origin[name]) for name in ("repository", "commit", "base") if origin.get(name)
+    )
+    name = manifest.identity.get("dataset_id") or repo_id.rpartition("/")[2]
+    files = manifest.source.get("files", [])
+    arrays = manifest.arrays[:_MOST_COLUMNS]
+    columns = "\n".join(
+        f"| `{'/'.join(array.key)}` | {str(array.dtype).removeprefix('torch.')} "
+        f"| {list(array.shape[len(manifest.batch) :])} |"
+        for array in arrays
+    )
+    left = len(manifest.arrays) - len(arrays)
+    more = f"\n\nand {left} more." if left else ""
+    nbytes = sum(size for _, size, _ in manifest.files())
+    return f"""# {name}
+
+{_MARK}
+
+{manifest.rows:,} rows, {manifest.episodes:,} episodes, {nbytes:,} bytes. A row is a transition; \
+its outcome is under `next`. Columns are memory-mapped files, described by `manifest.json` with \
+their sizes and checksums (format {manifest.format_version} of replaykit).
+
+```python
+import replaykit.datasets
+
+data = replaykit.datasets.pull("{repo_id}", batch_size=256)
+data.sample()
+```
+
+| column | dtype | shape of a row |
+|---|---|---|
+{columns}{more}
+
+Converted by the rules `{manifest.converter.get("name")}`, version \
+{manifest.converter.get("version")}, from {len(files)} files\
+{f" of {where}" if where else ""}; their names, sizes and SHA-256 are in `manifest.json`. Licence: \
+{license}.
+"""
+
+
+T = TypeVar("T")
+
+FORMAT_TAG: Final = f"replaykit-format-{FORMAT_VERSION}"
+"""The tag of the newest commit of a repository that this version of the package can read."""
+_META_NAME: Final = "meta.json"
+
+
+def push(
+    path: str | Path,
+    repo_id: str,
+    *,
+    license: str | None = None,
+    tags: Sequence[str] = (),
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Uploads a converted data set to a Hub repository, and returns the URL of the commit.
+
+    The data set is read whole and checked first. The repository gets its files, a card, and nothing
+    else of the directory, in one commit; files of an earlier version that it no longer has are
+    removed by the same commit. A card whose text somebody has written is kept. The commit is tagged
+    by the version of the format. What a push that broke off has uploaded is not uploaded again.
+
+    Args:
+        path: directory of the data set, as `convert` and the corpus classes make it.
+        repo_id: ``owner/name``; made if it is not there.
+        license: as Hubs abbreviate it, such as ``"cc-by-4.0"``. By default that of the source,
+            which the manifest has for corpora that are known.
+        tags: of the card, beside ``replaykit`` and ``reinforcement-learning``.
+        private: whether the repository is made private, if it is made; others stay as they are.
+        revision: a branch, made if it is not there; by default ``main``. Only commits on
+            ``main`` are tagged.
+        token: of the Hub; by default the client's own.
+        message: of the commit.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: what is there is not a complete data set, or files of it are damaged.
+        ValueError: the licence is not known and not given, or another one is; a malformed
+            ``repo_id``.
+        PermissionError: the Hub refuses; the token is missing or may not write there.
+        UploadError: the Hub cannot be reached or fails, or somebody else has pushed meanwhile.
+
+    Cost: reads every file twice, once for its checksum and once to send it.
+
+    Example:
+        >>> import os, tempfile, h5py, numpy as np
+        >>> from pathlib import Path
+        >>> from unittest.mock import patch
+        >>> from replaykit.datasets import convert, pull, push
+        >>> from replaykit.datasets.families import D4RL
+        >>> from replaykit.testing import LoopbackHub
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with h5py.File(root / "a.hdf5", "w") as file:
+        ...     file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
+        ...     file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
+        >>> data = convert(root / "a.hdf5", D4RL, root / "data")
+        >>> with LoopbackHub() as hub, patch.dict(os.environ, hub.env(root / "hf")):
+        ...     url = push(root / "data", "me/steps", license="mit", token="any")
+        ...     again = pull("me/steps", root=root / "pulled", batch_size=2)
+        >>> url.rpartition("/")[2] == hub.head("me/steps"), len(again) == len(data) == 4
+        (True, True)
+    """
+    check_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"repo_id: expected 'owner/name', got {repo_id!r}")
+    published = open_published(path)
+    licence = _licence(published.manifest, license)
+    verify_published(path)
+    subject = Subject(repo_id, revision or "main", endpoint())
+    if is_offline():
+        raise offline_error(subject)
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi(endpoint=subject.endpoint, token=token)
+    known: dict[str, Any] = {"repo_id": repo_id, "repo_type": "dataset"}
+    ask = _Asker(subject)
+    ask(api.create_repo, **known, private=private, exist_ok=True)
+    if revision is not None and revision != "main":
+        ask(api.create_branch, **known, branch=revision, exist_ok=True)
+    head = str(ask(api.dataset_info, repo_id, revision=subject.revision).sha)
+    there = set(ask(api.list_repo_files, **known, revision=head))
+    text = card(
+        published.manifest,
+        repo_id,
+        license=licence,
+        tags=tags,
+        existing=_text(ask, api, known, head, CARD_NAME) if CARD_NAME in there else None,
+    )
+    ours = list(members(published.path, published.manifest))
+    obsolete: set[str] = set()
+    if MANIFEST_NAME in there:
+        obsolete = there & _named(_text(ask, api, known, head, MANIFEST_NAME)) - set(ours)
+    operations: list[Any] = [
+        CommitOperationAdd(name, str(published.path.joinpath(*name.split("/")))) for name in ours
+    ]
+    operations.append(CommitOperationAdd(CARD_NAME, text.encode()))
+    operations += [CommitOperationDelete(name) for name in sorted(obsolete)]
+    commit = ask(
+        api.create_commit,
+        **known,
+        operations=operations,
+        commit_message=message or f"Push {published.manifest.rows:,} rows with replaykit",
+        revision=subject.revision,
+        parent_commit=head,
+    )
+    if subject.revision == "main":
+        _move_tag(ask, api, known, commit.oid)
+    return str(commit.commit_url)
+
+
+def members(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Yields the files of a data set: those that its manifest names, and what describes them.
+
+    Locks, parts and whatever else lies in the directory are none.
+    """
+    names = [name for name, _, _ in manifest.files()]
+    yield MANIFEST_NAME
+    yield from names
+    for folder in sorted({str(parent) for name in names for parent in PurePosixPath(name).parents}):
+        name = str(PurePosixPath(folder, _META_NAME))
+        if directory.joinpath(name).is_file():
+            yield name
+
+
+def _licence(manifest: Manifest, given: str | None) -> str:
+    known = manifest.source.get("origin", {}).get("license")
+    if given is None and known is None:
+        raise ValueError(
+            "the licence of the data set is not known: say under which one it may be passed on, "
+            'such as license="cc-by-4.0"'
+        )
+    if given is not None and known is not None and given.lower() != str(known).lower():
+        raise ValueError(f"license: the source has {known!r}, got {given!r}")
+    return str(known) if given is None else given
+
+
+class _Asker:
+    """Calls the client; what it raises becomes what `push` raises."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def __call__(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            # The client lets exceptions of its HTTP library out: no narrower type will do.
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> Exception:
+        response = getattr(error, "response", None)
+        if response is None:
+            response = getattr(error.__cause__, "response", None)
+        status = getattr(response, "status_code", None)
+        where = self._subject.repository
+        if status in (401, 403):
+            return PermissionError(
+                f"writing to {where} was refused (HTTP {status}): log in with a token that may "
+                "write (`hf auth login`, or set HF_TOKEN)"
+            )
+        refused = refusal(error, self._subject)
+        if refused is not None:
+            return refused
+        first = (str(error).strip() or "no details").splitlines()[0]
+        said = f"{type(error).__name__}: {first}"
+        if status == 412:
+            said = "somebody else has pushed to it meanwhile"
+        elif status is not None:
+            said = f"the server answered HTTP {status} ({said})"
+        return UploadError(
+            f"could not push to {where}, revision {self._subject.revision}: {said}; push again, "
+            "what has arrived is not sent anew"
+        )
+
+
+def _text(ask: _Asker, api: Any, known: Mapping[str, Any], commit: str, name: str) -> str:
+    path = ask(api.hf_hub_download, **known, filename=name, revision=commit)
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _named(text: str) -> set[str]:
+    """Returns the files that the manifest of an earlier version names; none where it is none."""
+    try:
+        manifest = Manifest.parse(text.encode())
+    except ValueError:
+        return set()
+    names = {name for name, _, _ in manifest.files()}
+    folders = {parent for name in names for parent in PurePosixPath(name).parents}
+    return names | {str(folder / _META_NAME) for folder in folders}
+
+
+def _move_tag(ask: _Asker, api: Any, known: Mapping[str, Any], commit: str) -> None:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def remove() -> None:
+        try:
+            api.delete_tag(**known, tag=FORMAT_TAG)
+        except RevisionNotFoundError:
+            return
+
+    ask(remove)
+    ask(api.create_tag, **known, tag=FORMAT_TAG, revision=commit)
+
+
+_REVISIONS: Final = ".revisions"
+
+
+def pull(
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    root: str | Path | None = None,
+    batch_size: int | None = None,
+    token: str | None = None,
+    progress: bool | Callable[[Progress], object] = False,
+    retry: Retry = Retry(),  # noqa: B008 - frozen
+    sampler: SamplerT | Callable[[], SamplerT] | None = None,
+    **kwargs: Any,
+) -> CorpusExperienceReplay[SamplerT]:
+    """Opens a data set of a Hub repository, and fetches it first where it is not there.
+
+    The revision is resolved to a commit, every file is fetched at that commit and verified against
+    the Hub's hashes and the manifest's checksums, and the data set appears complete or not at all,
+    bit for bit as it was pushed. It lies in ``<root>/<owner>/<name>/<commit>``: commits lie beside
+    one another, and a data set that is open never changes. Files of a download that broke off are
+    kept in the client's cache and not fetched again; processes that ask for one commit at once
+    share one download. Offline, and with a full commit id, what is there is opened without a
+    request.
+
+    Args:
+        repo_id: ``owner/name``.
+        revision: branch, tag or commit id; by default ``main``.
+        root: folder of the pulled data sets; ``~/.cache/replaykit/pulled``.
+        batch_size: default number of rows of a sample.
+        token: for repositories that are not public; by default the client's own.
+        progress: True for a bar on stderr, or a function that is called with a `Progress`.
+        retry: how long to go on with a server that fails.
+        sampler: which rows come next; ``RandomSampler()``.
+        kwargs: other arguments of `CorpusExperienceReplay`, such as ``split``.
+
+    Raises:
+        FileNotFoundError: no such repository or revision, or no data set in it; or offline mode,
+            and it is not there.
+        PermissionError: the repository is gated, or refuses access.
+        DownloadError: the server fails, or what it has does not verify.
+        OSError: there is no room.
+        ValueError: a malformed ``repo_id``.
+
+    Cost: reads every file twice, once for each checksum. The files are linked, not copied, where
+    the client's cache is on the same file system.
+
+    Example: see `push`.
+    """
+    check_repo_id(repo_id)
+    base = Path.home() / ".cache" / "replaykit" / "pulled" if root is None else Path(root)
+    folder = base.joinpath(*repo_id.split("/"))
+    wanted = "main" if revision is None else revision
+    options: dict[str, Any] = {"token": token, "retry": retry}
+    listing, commit = None, wanted if is_commit(wanted) else None
+    if is_offline():
+        commit = commit or _recall(folder, wanted)
+        if commit is None or not (folder / commit).exists():
+            raise offline_error(Subject(repo_id, wanted, endpoint()))
+    elif commit is None or not (folder / commit).exists():
+        listing = list_files(repo_id, directory="", suffix="", revision=wanted, **options)
+        commit = listing.commit
+
+    def build(directory: Path) -> bytes:
+        # Also where it has vanished since it was looked for: then there is no listing.
+        found = listing or list_files(repo_id, directory="", suffix="", revision=commit, **options)
+        return _receive(found, directory, progress, options)
+
+    published = ensure_published(folder / commit, build)
+    _remember(folder, wanted, published.path.name)
+    return CorpusExperienceReplay(published.path, batch_size, sampler=sampler, **kwargs)
+
+
+def _receive(
+    listing: HubListing,
+    directory: Path,
+    progress: bool | Callable[[Progress], object],
+    options: Mapping[str, Any],
+) -> bytes:
+    """Fills a directory with the files of a data set; returns the text of its manifest."""
+    known = {file.path: file for file in listing.files}
+    if MANIFEST_NAME not in known:
+        raise FileNotFoundError(
+            f"dataset repository {listing.repo_id!r} has no {MANIFEST_NAME} at commit "
+            f"{listing.commit}: it holds no data set that was pushed by replaykit"
+        )
+    first = replace(listing, files=(known[MANIFEST_NAME],))
+    text = fetch(first, **options)[0].read_bytes()
+    try:
+        manifest = Manifest.parse(text)
+    except ValueError as error:
+        raise DownloadError(
+            f"dataset repository {listing.repo_id!r} at commit {listing.commit}: its "
+            f"{MANIFEST_NAME} {error}; what this version can read, if there is any, has the tag "
+            f"{FORMAT_TAG!r}"
+        ) from error
+    checksums = {name: (size, crc32) for name, size, crc32 in manifest.files()}
+    descriptions = {name for name in known if name.rpartition("/")[2] == _META_NAME}
+    missing = sorted(({*checksums, _META_NAME}) - known.keys())
+    if missing:
+        raise _broken(listing, f"has no {', '.join(missing)}, which its {MANIFEST_NAME} names")
+    files = tuple(known[name] for name in sorted({*checksums, *descriptions}))
+    for file in files:
+        if file.path in checksums and file.size != checksums[file.path][0]:
+            expected = checksums[file.path][0]
+            raise _broken(
+                listing, f"has {file.path} with {file.size:,} bytes, expected {expected:,}"
+            )
+    _require_room(directory, files)
+    chosen = replace(listing, files=files)
+    paths = fetch(chosen, progress=progress, **options)
+    for file, path in zip(files, paths, strict=True):
+        target = directory.joinpath(*file.path.split("/"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _place(path, target, file)
+        if file.path in checksums and crc32_of_file(target) != checksums[file.path][1]:
+            raise _broken(listing, f"has another {file.path} than its {MANIFEST_NAME} says")
+    hold_back(directory)
+    return text
+
+
+def _broken(listing: HubListing, what: str) -> DownloadError:
+    return DownloadError(
+        f"dataset repository {listing.repo_id!r} {what} (commit {listing.commit}): it was damaged "
+        "after it was pushed; ask its owner to push it again"
+    )
+
+
+def _require_room(directory: Path, files: tuple[HubFile, ...]) -> None:
+    """Checks for room where files will be copied; `fetch` does where they are received."""
+    cache = cache_root()
+    while not cache.exists():
+        cache = cache.parent
+    if cache.stat().st_dev != directory.stat().st_dev:
+        sizes = [file.size for file in files]
+        require_room(directory, sum(sizes), max(sizes))
+
+
+def _place(path: Path, target: Path, file: HubFile) -> None:
+    """Links a file of the cache to its place, or copies it where that cannot be."""
+    source = os.path.realpath(path)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        with disk_errors(target, file.size):
+            shutil.copyfile(source, target)
+
+
+def _recall(folder: Path, revision: str) -> str | None:
+    """Returns the commit that a branch or tag was at when it was pulled last."""
+    try:
+        commit = _note(folder, revision).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    return commit if is_commit(commit) else None
+
+
+def _remember(folder: Path, revision: str, commit: str) -> None:
+    if is_commit(revision) or _recall(folder, revision) == commit:
+        return
+    leave_note(_note(folder, revision), commit)
+
+
+def _note(folder: Path, revision: str) -> Path:
+    return folder / _REVISIONS / quote(revision, safe="")

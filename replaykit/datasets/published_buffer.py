@@ -1,0 +1,447 @@
+"""Serve a published data set as a storage and as a replay buffer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fractions import Fraction
+from multiprocessing.pool import Pool
+from pathlib import Path
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.core import SamplerT
+from replaykit.datasets.dataset_passes import preprocess_rows
+from replaykit.datasets.publishing import Published, open_directory, open_published
+from replaykit.schema import Rows, Schema, take_apart
+from replaykit.storages import Storage, TensorStorage
+from replaykit.storages.columns import Columns, ScatteredColumns
+from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.next_rows import pairs_of
+from replaykit.storages.overflow_table import grow_in_memory
+from replaykit.structure import Path as KeyPath
+from replaykit.ted import format_key
+from replaykit.writers import ImmutableDatasetWriter, Writer
+
+__all__ = ["CorpusExperienceReplay", "Episodes", "MappedStorage", "chosen_episodes", "rows_of"]
+
+_PERCENT: Final = r"(?:([0-9]+(?:\.[0-9]+)?)%)?"
+_FRACTION: Final = re.compile(rf"(?=.*%){_PERCENT}:{_PERCENT}(?:@([0-9]{{1,9}}))?")
+
+Episodes = slice | Iterable[int] | torch.Tensor | Callable[[TensorDict], torch.Tensor]
+"""Positions in the episode table, a slice of it, or a function that gets it and returns which."""
+
+
+def chosen_episodes(
+    published: Published, split: str | None, episodes: Episodes | None
+) -> torch.Tensor | None:
+    """Returns the positions of episodes that both arguments choose, in order; ``None`` for all.
+
+    Args:
+        published: the data set.
+        split: a part that the corpus names, such as ``"train"``; a range of positions such as
+            ``"0:100"``; or a range of hundredths of all episodes in a random order, ``"0%:80%"``,
+            with a seed for the order behind an ``@``.
+        episodes: see `Episodes`.
+
+    Raises:
+        ValueError: a name or range that is none, a position that there is not, a function that
+            returns something else, or nothing is chosen.
+    """
+    if split is None and episodes is None:
+        return None
+    count = published.manifest.episodes
+    keep = torch.ones(count, dtype=torch.bool)
+    if split is not None:
+        keep &= _mask(_of_split(published, split, count), count, "split")
+    if episodes is not None:
+        keep &= _mask(_of_episodes(published, episodes, count), count, "episodes")
+    if not keep.any():
+        raise ValueError(
+            f"expected split and episodes to choose some of {count} episodes, got none with "
+            f"split={split!r}"
+        )
+    return keep.nonzero().flatten()
+
+
+def _of_split(published: Published, split: str, count: int) -> torch.Tensor:
+    known = published.manifest.report.get("splits", {})
+    if split in known:
+        return torch.tensor(known[split], dtype=torch.int64)
+    match = re.fullmatch(r"([0-9]*):([0-9]*)", split) if isinstance(split, str) else None
+    if match is not None:
+        first, stop = (int(part) if part else None for part in match.groups())
+        return torch.arange(count)[first:stop]
+    fraction = _FRACTION.fullmatch(split) if isinstance(split, str) else None
+    if fraction is not None:
+        return _of_fraction(fraction, split, count)
+    names = f"one of {sorted(known)} or " if known else ""
+    raise ValueError(f"expected split as {names}a range such as '0:100' or '0%:80%', got {split!r}")
+
+
+def _of_fraction(match: re.Match[str], split: str, count: int) -> torch.Tensor:
+    """Returns the positions between two hundredths of the episodes in a random order.
+
+    Ranges that meet are disjoint, and together have every episode: both ends are rounded alike.
+    """
+    first, stop = Fraction(match[1] or "0"), Fraction(match[2] or "100")
+    if not 0 <= first <= stop <= 100:
+        raise ValueError(f"expected split as a range within '0%:100%', got {split!r}")
+    # A generator whose numbers NumPy has promised never to change.
+    order = np.random.RandomState(int(match[3] or 0)).permutation(count)
+    begin, end = (round(count * part / 100) for part in (first, stop))
+    return torch.from_numpy(order[begin:end].astype(np.int64))
+
+
+def _of_episodes(published: Published, episodes: Episodes, count: int) -> torch.Tensor:
+    if isinstance(episodes, slice):
+        return torch.arange(count)[episodes]
+    if callable(episodes):
+        found = torch.as_tensor(episodes(published.episodes))
+        if found.dtype != torch.bool or found.shape != (count,):
+            raise ValueError(
+                f"expected the function for episodes to return bool [{count}], got {found.dtype} "
+                f"{list(found.shape)}"
+            )
+        return found.nonzero().flatten()
+    given: Any = episodes if isinstance(episodes, torch.Tensor) else list(episodes)
+    found = torch.as_tensor(given)
+    if found.numel() and (found.dtype.is_floating_point or found.dtype == torch.bool):
+        raise ValueError(f"expected episodes as positions, got {found.dtype}")
+    return found.reshape(-1).to(torch.int64)
+
+
+def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
+    bad = positions[(positions < 0) | (positions >= count)]
+    if bad.numel():
+        raise ValueError(f"expected {name} as positions below {count}, got {int(bad[0])}")
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[positions] = True
+    return mask
+
+
+def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where the rows of episodes lie: runs, int64 ``[R]``, of first rows and of how many.
+
+    Episodes that follow one another make one run.
+    """
+    if len(published.manifest.batch) > 1:
+        starts, lengths = positions, torch.ones_like(positions)
+    else:
+        starts, lengths = (published.episodes[name][positions] for name in ("start", "length"))
+    begins = torch.ones(len(starts), dtype=torch.bool)
+    begins[1:] = starts[1:] != starts[:-1] + lengths[:-1]
+    first = begins.nonzero().flatten()
+    stops = torch.cat([first[1:], torch.tensor([len(starts)])]) - 1
+    return starts[first], starts[stops] + lengths[stops] - starts[first]
+
+
+def _following(stored: Columns, published: Published, episodes: torch.Tensor | None) -> OnceColumns:
+    """Returns columns that take what follows a row from the row after it, and at ends of episodes
+    from what the data set has of these."""
+    lengths, finals = published.episodes["length"], published.finals
+    if episodes is not None:
+        lengths = lengths[episodes]
+        first, last = int(episodes[0]), int(episodes[-1])
+        is_run = len(episodes) == last + 1 - first
+        at = slice(first, last + 1) if is_run else episodes
+        finals = {key: value[at] for key, value in finals.items()}
+    leaves = {**published.columns, **{key: published.columns[key[1:]] for key in finals}}
+    pairs = pairs_of(
+        Schema(take_apart(_together(leaves), 1).root), tuple(key[1:] for key in finals)
+    )
+    if isinstance(stored, ScatteredColumns):
+        rows = stored.part(list(pairs.stored.leaves))
+    else:
+        rows = Columns(
+            pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes
+        )
+    found = OnceColumns(pairs, rows, grow_in_memory(rows.device))
+    found.adopt(lengths.cumsum(0) - 1, Columns(pairs.beside, finals, 1))
+    return found
+
+
+def _together(columns: Mapping[KeyPath, torch.Tensor]) -> TensorDict:
+    """Returns columns as one TensorDict with a batch dimension for the first of theirs."""
+    data = TensorDict({}, batch_size=[len(next(iter(columns.values())))])
+    for key, value in columns.items():
+        data.set(key, value)
+    return data
+
+
+class MappedStorage(TensorStorage):
+    """The rows of a published data set, mapped copy-on-write.
+
+    Opening costs no read of the data. Edits are seen by this process only and never reach the
+    disk. A copy of a storage without edits, as another process gets it, maps the same files.
+
+    Args:
+        published: the opened data set.
+        episodes: positions of the episodes to serve, in order; ``None`` for all. Where they do not
+            follow one another, their rows are read where they lie all the same, but what would be
+            views (``storage[a:b]``, ``column``) are copies; see `ScatteredColumns`.
+    """
+
+    def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
+        data = TensorDict({}, batch_size=published.batch_size)
+        for key, value in published.columns.items():
+            data.set(key, value)
+        starts, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([published.rows])
+        if episodes is not None:
+            starts, lengths = rows_of(published, episodes)
+        first = int(starts[0]) if len(starts) == 1 else 0
+        super().__init__(data[first : first + int(lengths.sum())])
+        stored = self.require()
+        stored.advise = True
+        if len(starts) > 1:
+            leaves = take_apart(data, 1).leaves
+            everything = Columns(stored.schema, leaves, 1, mapped=True)
+            stored = self._columns = ScatteredColumns(everything, starts, lengths)
+            stored.changes.lend()  # as of all of them
+            self._adopt(stored)
+        if published.finals and isinstance(stored, Columns):
+            self._columns = _following(stored, published, episodes)
+            self._adopt(self._columns)
+        self.published = published
+        self.chosen = episodes
+        self._edited = False
+
+    @property
+    def episode_table(self) -> TensorDict:
+        """The episodes that are served, a TensorDict ``[E]``; ``start`` counts the rows here."""
+        table = self.published.episodes
+        if self.chosen is None:
+            return table
+        table = table[self.chosen]
+        lengths = table["length"]
+        return table.set("start", lengths.cumsum(0) - lengths)
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """The data set and which of its episodes, as long as nobody has edited them here."""
+        if self._edited:
+            return None
+        chosen = None if self.chosen is None else self.chosen.clone()
+        return {"content": self.published.manifest.content_id(), "episodes": chosen}
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        self._edited = True
+        super().set(cursor, data, set_cursor=set_cursor)
+
+    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
+        self._edited = True
+        super().write(slots, rows, kept)
+
+    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
+        self._edited = True
+        super().edit(index, value, time_dim=time_dim)
+
+    def edit_columns(
+        self,
+        values: Mapping[KeyPath, Any],
+        index: Any = None,
+        *,
+        time_dim: int = 0,
+        adds: bool = False,
+    ) -> None:
+        self._edited = True
+        super().edit_columns(values, index, time_dim=time_dim, adds=adds)
+
+    def _check_addable(self, paths: Collection[KeyPath]) -> None:
+        raise RuntimeError(
+            f"key {format_key(next(iter(paths)))}: expected a stored key, since a data set has "
+            "the columns that were published; preprocess(fn, dest=...) makes one with others"
+        )
+
+    def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
+        self._edited = True
+        super().load_content(content, target, rows)
+
+    def for_readers(self) -> Any:
+        return super().for_readers() if self._edited else self
+
+    def __getstate__(self) -> dict[str, Any]:
+        path = self.published.path
+        if self._edited:
+            return {**super().__getstate__(), "published": None}
+        content = self.published.manifest.content_id()
+        return {
+            "path": str(path),
+            "content": content,
+            "chosen": self.chosen,
+            "ledger": self.ledger.state(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "path" not in state:
+            super().__setstate__(state)
+            return
+        published = open_directory(FilePath(state["path"]))
+        if published.manifest.content_id() != state["content"]:
+            raise RuntimeError(
+                f"{state['path']} holds another version of the data set than the one that was "
+                "handed over; open it anew"
+            )
+        self.__init__(published, state["chosen"])  # type: ignore[misc]
+        self.ledger.restore(state["ledger"], None)
+
+
+class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]):
+    """A ReplayBuffer over a published data set: its rows as transitions, its episodes as a table.
+
+    Args:
+        path: directory of the data set, as `convert` and the corpus classes make it; or what it
+            was opened as.
+        batch_size: default number of rows of a sample.
+        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
+            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
+            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
+            behind an ``@``, as in ``"0%:80%@7"``.
+        episodes: only these: positions in the episode table, a slice of it, or a function that
+            gets the table and returns bool ``[E]``. With ``split``: those of both.
+        sampler: which rows come next, or a function that makes it; ``RandomSampler()``.
+        kwargs: other keywords of ReplayBuffer, such as ``transform``, ``generator``; not
+            ``storage``.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        RuntimeError: what is there is not a complete data set; says what to do.
+        ValueError: ``split`` or ``episodes`` choose what there is not, or nothing.
+
+    Opening maps the columns and reads none of them. Episodes that are chosen are served in the
+    order of the data set, from where they lie; where they do not follow one another, what would be
+    views of rows (``data[2:5]``, ``data["action"]``) are copies. Rows can be edited in place; edits
+    are seen in this process only and never reach the disk.
+
+    Example:
+        >>> from replaykit.datasets import CorpusExperienceReplay
+        >>> CorpusExperienceReplay("no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] No such file or directory: ...
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Published,
+        batch_size: int | None = None,
+        *,
+        split: str | None = None,
+        episodes: Episodes | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("writer", ImmutableDatasetWriter())
+
+        def mapped() -> MappedStorage:
+            published = path if isinstance(path, Published) else open_published(path)
+            return MappedStorage(published, chosen_episodes(published, split, episodes))
+
+        super().__init__(storage=mapped, sampler=sampler, batch_size=batch_size, **kwargs)
+
+    @property
+    def published(self) -> Published:
+        """The data set as it lies on disk: path, manifest, columns, episode table."""
+        return self._mapped().published
+
+    def _mapped(self) -> MappedStorage:
+        storage = self.storage
+        if not isinstance(storage, MappedStorage):
+            raise RuntimeError("the storage was exchanged; this is no published data set any more")
+        return storage
+
+    @property
+    def episode_table(self) -> TensorDict:
+        """The episodes that are served, a TensorDict ``[E]``.
+
+        ``start`` and ``length`` in rows, ``seed`` and ``episode`` (position of the source file and
+        number in it), ``source_seed``, ``success`` (1, 0, or -1 where the source does not say),
+        ``terminated``, ``truncated``, ``return`` (NaN where rows have no reward), and ``digest``
+        ``[E, 16]``.
+        """
+        return self._mapped().episode_table
+
+    # -- mapping ------------------------------------------------------------------------------
+
+    def preprocess(
+        self,
+        fn: Callable[[Any], Any],
+        dim: int = 0,
+        num_workers: int | None = None,
+        *,
+        chunksize: int | None = None,
+        num_chunks: int | None = None,
+        pool: Pool | None = None,
+        generator: torch.Generator | None = None,
+        max_tasks_per_child: int | None = None,
+        worker_threads: int = 1,
+        index_with_generator: bool = False,
+        pbar: bool = False,
+        mp_start_method: str | None = None,
+        num_frames: int | None = None,
+        dest: str | Path,
+    ) -> TensorStorage:
+        """Applies a function to every row and returns the results as a memory-mapped storage.
+
+        Args:
+            fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
+                trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
+                All results have the layout of the first.
+            dim: dimension along which rows are taken; negative ones count from the last.
+            num_workers: processes; None: as many as there are processors; 0: none, all work is
+                done here.
+            chunksize: rows given to a worker at a time; by default all are divided evenly, in
+                pieces of at most 64 MiB of the source.
+            num_chunks: into how many pieces the rows are divided; not together with
+                ``chunksize``.
+            pool: a pool of processes to use instead of own ones.
+            generator: what the seed of torch's CPU generator in ``fn`` is drawn from; None: the
+                generator of this data set, or the global one. Every row has a seed of its own:
+                pieces and workers do not change the results. The caller's global generator is
+                not changed but by that draw.
+            max_tasks_per_child: pieces after which a worker is replaced.
+            worker_threads: torch threads in each worker.
+            index_with_generator: make the pieces one by one instead of all at first.
+            pbar: show a progress bar.
+            mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+            num_frames: only the first rows.
+            dest: folder of the result, or a link to it; it appears there complete or not at
+                all. Beside it stays a lock file: calls for one ``dest`` run one after the other,
+                and remove what killed ones have left.
+
+        Returns:
+            The storage; changes to it reach the files.
+
+        Raises:
+            FileExistsError: ``dest`` is there and not empty.
+            TypeError: ``pool`` is one of threads.
+            ValueError: an option is out of range (before any work); or a row's result differs in
+                layout from the first one's; names the row.
+            RuntimeError: a worker died; says how.
+            OSError: the disk has too little room.
+
+        Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
+        not change. Own workers end with this process, however it ends. A worker copies 1 MiB of
+        the source, or one row, at a time.
+        """
+        return preprocess_rows(
+            self.storage,
+            fn,
+            dest=dest,
+            dim=dim,
+            num_workers=num_workers,
+            chunksize=chunksize,
+            num_chunks=num_chunks,
+            pool=pool,
+            generator=self._generator if generator is None else generator,
+            max_tasks_per_child=max_tasks_per_child,
+            worker_threads=worker_threads,
+            index_with_generator=index_with_generator,
+            pbar=pbar,
+            mp_start_method=mp_start_method,
+            num_frames=num_frames,
+        )

@@ -1,0 +1,555 @@
+"""Concatenate the batches of members and the info of their rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Standing
+from replaykit.buffer.drawing import Lent
+from replaykit.ensembles.ensemble_core import EnsembleCore
+from replaykit.ensembles.ensemble_sampler import filled, requests
+from replaykit.errors import SchemaError
+from replaykit.samplers.window_forms import MASK
+from replaykit.storages.indexing import check_range
+from replaykit.structure import Branch, Leaf, Node, Path, assembler, flatten, leaf_paths
+from replaykit.ted import format_key
+
+__all__ = [
+    "IDS",
+    "INDEX",
+    "INNER",
+    "PLACES",
+    "InfoSpec",
+    "Places",
+    "check_member",
+    "check_stored",
+    "facts_of",
+    "flat_rows",
+    "joined",
+    "length_of",
+    "merged",
+    "part_of",
+    "piece_of",
+    "put_back_marks",
+    "select",
+    "sliced",
+    "stacked",
+    "standing_of",
+]
+
+_LARGE_BYTES = 2**20
+"""From this size on rows are put where they belong member by member: once, not twice."""
+
+
+class Places:
+    """Where the rows of a batch of K parts come from.
+
+    Args:
+        members: the member of each part.
+        rows: of a part.
+    """
+
+    def __init__(self, members: list[int], rows: int) -> None:
+        self.members, self.rows = members, rows
+        self.shape = (len(members), rows)
+        self._order: torch.Tensor | None = None
+        """For each row of the batch its place among those of all members; None: in that order."""
+        if any(a > b for a, b in itertools.pairwise(members)):
+            first = np.argsort(members, kind="stable")
+            place = np.empty_like(first)
+            place[first] = np.arange(len(first))
+            rows_of = place[:, None] * rows + np.arange(rows)
+            self._order = torch.from_numpy(rows_of.reshape(-1))
+
+    def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Returns rows ``[K, rows, *F]`` of rows ``[n, *F]`` of members, which come in the order
+        of their numbers; a member's together are those of its parts."""
+        if len(tensors) == 1:
+            return tensors[0].unflatten(0, self.shape)
+        first = tensors[0]
+        if self._order is None:
+            return torch.cat(tensors).view(*self.shape, *first.shape[1:])
+        order = self._order.to(first.device)
+        count = self.shape[0] * self.rows
+        if first[:1].nbytes * count < _LARGE_BYTES:
+            return torch.cat(tensors).index_select(0, order).view(*self.shape, *first.shape[1:])
+        out = first.new_empty((count, *first.shape[1:]))
+        target = torch.empty_like(order)  # of each row of the members, where it goes
+        target[order] = torch.arange(count, device=order.device)
+        start = 0
+        for tensor in tensors:
+            out.index_copy_(0, target[start : start + len(tensor)], tensor)
+            start += len(tensor)
+        return out.view(*self.shape, *first.shape[1:])
+
+    def ids(self, device: torch.device) -> torch.Tensor:
+        """The member of each row, int64 ``[K, rows]``."""
+        members = torch.tensor(self.members, dtype=torch.int64, device=device)
+        return members[:, None].repeat(1, self.rows)
+
+
+def select(data: Any, keys: Sequence[Any], member: int) -> Any:
+    """Returns a TensorDict with these keys only; names the member and the keys that it lacks."""
+    if not is_tensordict(data):
+        raise TypeError(
+            f"member {member}: expected a TensorDict to take keys= of, got {type(data).__name__}"
+        )
+    known = set(data.keys(True))
+    missing = [
+        format_key(key if isinstance(key, tuple) else (key,)) for key in keys if key not in known
+    ]
+    if missing:
+        raise KeyError(f"member {member}: no {', '.join(missing)} in its samples")
+    return data.select(*keys)
+
+
+def stacked(pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
+    """Returns the samples of members as one container of batch size ``[K, rows]``.
+
+    Args:
+        pieces: members and their samples, rows along dimension 0, as for ``Places.join``.
+
+    Raises:
+        ValueError: samples that differ in keys, shapes, dtypes, or kinds of container; names what
+            differs and the members. TypeError: something other than tensors; names the key.
+
+    Cost: one pass over the bytes, and a few Python steps a leaf and member.
+    """
+    if all(type(data) is TensorDict for _, data in pieces):
+        found = _plain([data for _, data in pieces], places, torch.Size(places.shape))
+        if found is not None:
+            return found
+    taken = []
+    for member, data in pieces:
+        try:
+            taken.append((member, *flatten(data, 1)))
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"member {member}: {error}; give collate_fn= what stacks its samples"
+            ) from None
+    first, tree, leaves = taken[0]
+    for member, other, found in taken[1:]:
+        if other != tree:
+            check_alike((first, tree), (member, other))
+        for path, leaf in found.items():
+            if leaf.device != leaves[path].device:
+                raise ValueError(
+                    f"expected samples on one device, got {format_key(path)} of member {first} on "
+                    f"{leaves[path].device} and of member {member} on {leaf.device}; give device="
+                )
+    order = list(leaves)
+    joined = [places.join([found[path] for _, _, found in taken]) for path in order]
+    return assembler(tree, order)(joined, torch.Size(places.shape), _device(pieces))
+
+
+def _plain(samples: list[Any], places: Places, batch: torch.Size) -> Any:
+    """The usual case of ``stacked`` in fewer steps: TensorDicts of the same tensors.
+
+    None where there is anything else, or a difference.
+    """
+    first = samples[0]
+    others = samples[1:]
+    fields: dict[str, Any] = {}
+    tables = [fields_of(sample) for sample in samples]
+    size = first.batch_size[1:]
+    if any(len(table) != len(tables[0]) for table in tables) or any(
+        other.device != first.device or other.batch_size[1:] != size for other in others
+    ):
+        return None
+    for name, value in tables[0].items():
+        values: list[Any] = [table.get(name) for table in tables]
+        kind = type(value)
+        if any(type(one) is not kind for one in values):
+            return None
+        if kind is TensorDict:
+            fields[name] = _plain(values, places, batch)
+            if fields[name] is None:
+                return None
+            continue
+        if kind is not torch.Tensor:
+            return None
+        dtype, shape, device = value.dtype, value.shape[1:], value.device
+        if len(values) > 1 and any(
+            one.dtype is not dtype or one.shape[1:] != shape or one.device != device
+            for one in values[1:]
+        ):
+            return None
+        if value.layout is not torch.strided:
+            return None
+        fields[name] = places.join(values)
+    return new_tensordict(fields, batch + size, first.device)
+
+
+def _device(pieces: Sequence[tuple[int, Any]]) -> torch.device | None:
+    """The device that a stack says it is on: where all samples say so."""
+    said = {data.device for _, data in pieces if is_tensordict(data) or is_tensorclass(data)}
+    return said.pop() if len(said) == 1 else None
+
+
+def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
+    """Raises SchemaError where the samples of two members differ in what is in them.
+
+    Classes, order of keys, and constants of containers are those of the first.
+    """
+    (first, tree), (second, found) = one, other
+    known, there = dict(leaf_paths(tree)), dict(leaf_paths(found))
+    lines = [
+        f"key {format_key(path) if path else '(root)'}: {_said(known.get(path))} and "
+        f"{_said(there.get(path))}"
+        for path in sorted(set(known) | set(there), key=str)
+        if known.get(path) != there.get(path)
+    ]
+    if not lines and not _same_kinds(tree, found):
+        lines.append("containers of other kinds")
+    if lines:
+        raise SchemaError(
+            f"expected the same in the samples of all members, got in those of members {first} and "
+            f"{second}: {'; '.join(lines)}. Choose what all have with keys=, or give the members "
+            "transforms, or a collate_fn="
+        )
+
+
+def _said(leaf: Leaf | None) -> str:
+    return "nothing" if leaf is None else str(leaf)
+
+
+def _same_kinds(one: Node, other: Node, path: Path = ()) -> bool:
+    """Whether two trees with the same leaves have containers of the same kinds."""
+    if isinstance(one, Leaf) or isinstance(other, Leaf):
+        return isinstance(one, Leaf) and isinstance(other, Leaf)
+    if one.kind != other.kind or one.extra != other.extra:
+        return False
+    return _children_alike(one, other)
+
+
+def _children_alike(one: Branch, other: Branch) -> bool:
+    theirs = dict(other.children)
+    return all(part in theirs and _same_kinds(child, theirs[part]) for part, child in one.children)
+
+
+def sliced(pieces: Sequence[tuple[int, Any]], places: Places) -> list[Any]:
+    """Returns the rows of each part, in the order of the parts."""
+    by_member: dict[int, list[Any]] = {}
+    for member, data in pieces:
+        by_member.setdefault(member, []).append(data)
+    parts: dict[int, Any] = {}
+    for member, data in by_member.items():
+        if any(length_of(one) % places.rows for one in data):
+            data = [torch.cat(data)]
+        parts[member] = iter(
+            [
+                one[first : first + places.rows]
+                for one in data
+                for first in range(0, length_of(one), places.rows)
+            ]
+        )
+    return [next(parts[member]) for member in places.members]
+
+
+def length_of(data: Any) -> int:
+    """How many rows a sample has."""
+    if isinstance(data, torch.Tensor) or is_tensordict(data) or is_tensorclass(data):
+        return data.shape[0] if len(data.shape) else -1
+    if isinstance(data, dict):
+        return length_of(next(iter(data.values()))) if data else -1
+    if isinstance(data, tuple):
+        return length_of(data[0]) if data else -1
+    return len(data) if hasattr(data, "__len__") else -1
+
+
+def flat_rows(data: Any) -> Any:
+    """Returns a batch ``[K, rows, *S]`` of tensors as ``[K * rows, *S]``."""
+    if isinstance(data, dict):
+        return {key: flat_rows(value) for key, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        items = [flat_rows(value) for value in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    return data.flatten(0, 1)
+
+
+INDEX = ("index", "index")
+"""Where a row lies in its member."""
+
+IDS = ("index", "buffer_ids")
+"""The member that a row is of."""
+
+INNER = ("index", "inner_ids")
+"""Where members are ensembles: their member, and so on, -1 below a buffer; ``[..., depth]``."""
+
+PLACES = (INDEX, IDS, INNER)
+
+_GENERATION = "index_generation"
+
+
+def tells(member: Any) -> frozenset[Any]:
+    """Keys of what a member always tells of its rows, but for the index and marks of ends."""
+    if isinstance(member, EnsembleCore):
+        return frozenset().union(*(tells(one) for one in member._members))
+    return frozenset((*member.sampler.tells, *member._sample_unit.tells))
+
+
+_Fill = Callable[[dict[Any, Any], torch.Tensor], torch.Tensor]
+
+_FILLS: dict[Any, _Fill] = {
+    # Likely as all others, as far as is known: nothing to be corrected.
+    "priority_weight": lambda info, row: torch.ones_like(row, dtype=torch.float32),
+    # A row by itself is its own anchor, and a sequence of one.
+    "anchor_index": lambda info, row: info[INDEX],
+    "anchor_generation": lambda info, row: info[_GENERATION],
+    "sequence_id": lambda info, row: row,
+    "step_in_sequence": lambda info, row: torch.zeros_like(row),
+    "learning_mask": lambda info, row: torch.ones_like(row, dtype=torch.bool),
+    "validity_mask": lambda info, row: torch.ones_like(row, dtype=torch.bool),
+    MASK: lambda info, row: torch.ones_like(row, dtype=torch.bool),
+}
+"""What is said of the rows of members that do not tell it, where others do."""
+
+
+def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
+    """Puts what a sampler marks (where windows end) over what was read; of TensorDicts only.
+
+    The rest stays in ``info``.
+    """
+    if not is_tensordict(data):
+        return data
+    for key in list(info):
+        if key in _FILLS or key in PLACES or key == _GENERATION:
+            continue
+        path = key if isinstance(key, tuple) else (key,)
+        there = lookup(data, path)
+        if there is None:
+            continue
+        value = info.pop(key)
+        if there is not value:
+            if data.is_locked:
+                data = data.copy()
+            data.set(key, value)
+    return data
+
+
+def index_width(member: Any) -> int:
+    """How many numbers say where a row lies in a member: more than one where it has lanes."""
+    if isinstance(member, EnsembleCore):
+        return max(map(index_width, member._members))
+    return int(member.storage.ndim)
+
+
+def depth(member: Any) -> int:
+    """How many members one has to go down in a member to a buffer: none in a buffer."""
+    return 1 + max(map(depth, member._members)) if isinstance(member, EnsembleCore) else 0
+
+
+def weight_dtype(members: Iterable[Any]) -> torch.dtype:
+    """The dtype of ``priority_weight`` in a batch of these members."""
+    found = torch.float32
+    for member in members:
+        if isinstance(member, EnsembleCore):
+            known = weight_dtype(member._members)
+        else:
+            known = getattr(member.sampler, "dtype", found)
+        found = torch.promote_types(found, known)
+    return found
+
+
+@dataclass(frozen=True)
+class InfoSpec:
+    """What is said of the rows of every batch, whichever members it is of.
+
+    Attributes:
+        keys: what members tell, beside where rows lie and their generations.
+        width: numbers in an index.
+        depth: numbers in ``("index", "inner_ids")``; 0: there is none.
+        weights: dtype of ``priority_weight``.
+    """
+
+    keys: frozenset[Any]
+    width: int
+    depth: int
+    weights: torch.dtype
+
+    @classmethod
+    def of(cls, members: Sequence[Any]) -> InfoSpec:
+        """That of an ensemble of these members."""
+        return cls(
+            frozenset().union(*map(tells, members)),
+            max(map(index_width, members)),
+            max(map(depth, members)),
+            weight_dtype(members),
+        )
+
+    def fill(self, info: dict[Any, Any], rows: int) -> dict[Any, Any]:
+        """Returns what is known of some rows of a member, with all that is said of others.
+
+        Args:
+            info: what the member told, and where the rows lie.
+            rows: of a part of the batch; sequences are numbered anew in each.
+        """
+        index = info[INDEX]
+        missing = [key for key in self.keys if key not in info and key in _FILLS]
+        if missing:
+            row = torch.arange(len(index), device=index.device) % rows
+            info = {**info, **{key: _FILLS[key](info, row) for key in missing}}
+        for key in (INDEX, "anchor_index"):
+            if self.width > 1 and key in info:
+                info[key] = _as_wide(info[key], self.width)
+        if self.depth:
+            info[INNER] = _as_wide(info.get(INNER, index.new_empty((len(index), 0))), self.depth)
+        if "priority_weight" in self.keys:
+            info["priority_weight"] = info["priority_weight"].to(self.weights)
+        return info
+
+
+def joined(
+    infos: Sequence[dict[Any, Any]], places: Places, device: torch.device | None
+) -> dict[Any, torch.Tensor]:
+    """Returns what all members of a batch tell of their rows, ``[K, rows, ...]``.
+
+    Args:
+        infos: what is known of rows of members, as for ``Places.join``.
+        device: where to; None: where that of the first member is.
+    """
+    home = infos[0][INDEX].device if device is None else device
+    found: dict[Any, torch.Tensor] = {INDEX: places.join(_there(infos, INDEX, home))}
+    found[IDS] = places.ids(home)
+    lengths = [len(info[INDEX]) for info in infos]
+    for key in infos[0]:
+        if key == INDEX:
+            continue
+        values: list[Any] = [info.get(key) for info in infos]
+        if not all(map(_of_rows, values, lengths)):
+            continue
+        if len({(value.dtype, value.shape[1:]) for value in values}) == 1:
+            found[key] = places.join(_there(infos, key, home))
+    return found
+
+
+def merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
+    """Puts what is known of the rows into a TensorDict of them; other data stay.
+
+    The rows lie along its first two dimensions, or along one. Where they do not any more: an error
+    if they are ``needed``.
+    """
+    if not is_tensordict(data):
+        return data
+    lead = info[INDEX].shape[:2]
+    dims = 2 if data.batch_size[:2] == lead else 1
+    if dims == 1 and data.batch_size[:1] != (lead.numel(),):
+        if not needed:
+            return data
+        raise RuntimeError(
+            f"a transform or collate_fn made batch size {list(data.batch_size)} of {list(lead)} "
+            "rows, so that index and info no longer belong to them; call sample(return_info=True), "
+            "which gives them beside the data"
+        )
+    if data.is_locked:
+        data = data.copy()
+    own = data.batch_size[dims:]
+    for key, value in info.items():
+        if dims == 1:
+            value = value.flatten(0, 1)
+        if own:  # dimensions of the rows themselves
+            rest = value.shape[dims:]
+            wide = value.reshape(*value.shape[:dims], *(1,) * len(own), *rest)
+            value = wide.expand(*data.batch_size, *rest).clone()
+        data.set(key, value)
+    return data
+
+
+def _there(infos: Sequence[dict[Any, Any]], key: Any, home: torch.device) -> list[torch.Tensor]:
+    values = [info[key] for info in infos]
+    return [value if value.device == home else value.to(home) for value in values]
+
+
+def _as_wide(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Numbers ``[n]`` or ``[n, K]`` as ``[n, width]``, with -1 behind them."""
+    columns = numbers.reshape(len(numbers), -1)
+    if columns.shape[1] == width:
+        return columns
+    room = columns.new_full((len(columns), width - columns.shape[1]), -1)
+    return torch.cat([columns, room], 1)
+
+
+def _of_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
+
+
+def check_member(buffer: Any) -> None:
+    """Raises TypeError or ValueError where a buffer in another process cannot be a member."""
+    if isinstance(buffer, EnsembleCore) or not isinstance(buffer, ReplayBuffer):
+        raise TypeError(
+            "expected a ReplayBuffer with rows of its own in the actor of a member, got "
+            f"{type(buffer).__name__}; make its members those of the ensemble"
+        )
+    if buffer._rate_limiter is not None:
+        raise ValueError(
+            "expected a buffer without a rate limiter, which does not see draws of an ensemble, "
+            f"got {buffer._rate_limiter!r}"
+        )
+    if buffer.sampler.passes or buffer.sampler.consumes:
+        raise ValueError(
+            "expected a sampler that draws with replacement in an actor, got a "
+            f"{type(buffer.sampler).__name__}: batches that are not delivered could not give their "
+            "rows back to it"
+        )
+
+
+def facts_of(buffer: Any) -> MemberFacts:
+    """What an ensemble has to know of a buffer; raises as `check_member`."""
+    check_member(buffer)
+    sampler = buffer.sampler
+    return MemberFacts(
+        sampler=type(sampler).__name__,
+        tells=tells(buffer),
+        prioritized=sampler.prioritized,
+        priority_key=buffer._priority_key,
+        width=buffer.storage.ndim,
+        weights=weight_dtype([buffer]),
+        single=len(requests(sampler, buffer._sample_unit, 2, 1)) == 1,
+        ordered=buffer.transform.ordered,
+    )
+
+
+def standing_of(buffer: Any, rows: int) -> Standing:
+    """How many rows a buffer holds, and whether it can give that many now."""
+    return Standing(len(buffer.storage), buffer.can_sample(rows))
+
+
+def part_of(buffer: Any, rows: list[int], seed: int) -> list[DrawnRows]:
+    """Draws that many rows, each number by itself; the buffer's own draws are left alone."""
+    check_member(buffer)
+    lent = Lent(torch.Generator().manual_seed(seed))
+
+    def draw(count: int) -> tuple[Any, int, bool]:
+        drawn = buffer._draw(count, lent)
+        return drawn, len(drawn.anchors), drawn.ran_out
+
+    draws = [one for count in rows for one in filled(count, draw, buffer.sampler)]
+    return [piece_of(buffer, drawn) for drawn in draws]
+
+
+def piece_of(buffer: Any, drawn: Any) -> DrawnRows:
+    """A draw of a buffer, read and transformed, with its rows along dimension 0."""
+    data, info = buffer._finish(drawn)
+    if drawn.arrival is not None:
+        drawn.arrival.order()
+    if drawn.stack_dim:
+        data = data.transpose(0, drawn.stack_dim)
+    return DrawnRows(data, info)
+
+
+def check_stored(buffer: Any, index: torch.Tensor) -> None:
+    """Raises IndexError where one of these rows, ``[K]`` or ``[K, ndim]``, is not stored; -1 is
+    any."""
+    storage = buffer.storage
+    cells = index.reshape(len(index), -1)
+    for column, limit in enumerate((storage.ledger.length, *storage.lanes)):
+        check_range(cells[:, column], -1, limit)

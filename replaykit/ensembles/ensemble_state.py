@@ -1,0 +1,393 @@
+"""An ensemble's state: all members together, in files, in dictionaries, in pickles."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from replaykit.buffer.buffer_state import continue_draws, generator_state, saved_generator
+from replaykit.buffer.core import DataT
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
+from replaykit.ensembles.ensemble_drawing import EnsembleDrawing
+from replaykit.ensembles.ensemble_storage import StorageEnsemble, WriterEnsemble
+from replaykit.ensembles.member_state import (
+    ELSEWHERE,
+    MemberLoad,
+    buffers_of,
+    checked_draws,
+    checked_elsewhere,
+    described,
+    ensembles_of,
+    folders_elsewhere,
+    leaves_of,
+    load_elsewhere,
+    member_state,
+    members_locked,
+    saved_draws,
+    saved_elsewhere,
+    state_of_member,
+    states_elsewhere,
+    take_elsewhere,
+)
+from replaykit.ensembles.remote_draws import EnsembleDrawn
+from replaykit.ensembles.remote_members import Member
+from replaykit.interrupts import deferred
+from replaykit.storages.tensor_bytes import by_value, from_value
+
+__all__ = ["EnsembleSaving"]
+
+_OWN = "ensemble"
+
+
+class EnsembleSaving(EnsembleDrawing[DataT]):
+    """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, pickling."""
+
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
+        """Saves all members and what is the ensemble's own into one directory: all, or none.
+
+        It is a checkpoint as that of a buffer is, of all members at one instant. Rows of a data
+        set that nobody has edited are not saved, but which they are.
+
+        Args:
+            path: the directory; made with its parents, replaced atomically if it holds a
+                checkpoint. Members elsewhere write there too, each at an instant of its own.
+            keep: how many checkpoints the directory holds afterwards, at most.
+
+        Raises:
+            As ``ReplayBuffer.dumps``.
+
+        Cost: that of saving the members. Writers of all of them wait for copies of 8 MiB.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+            >>> def make():
+            ...     rbs = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)]
+            ...     return ReplayBufferEnsemble(*rbs, p=[1, 3], batch_size=4,
+            ...                                 generator=torch.Generator().manual_seed(0))
+            >>> ensemble, other = make(), make()
+            >>> for rb in ensemble.members:
+            ...     _ = rb.extend(torch.arange(9))
+            >>> _ = ensemble.sample()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     ensemble.dumps(folder)
+            ...     other.loads(folder)
+            >>> [bool((ensemble.sample() == other.sample()).all()) for _ in range(3)]
+            [True, True, True]
+        """
+        with saved_elsewhere(self, path) as far:
+            save_snapshot(path, lambda base: self._snapshot(path, base, far), keep=keep)
+
+    def _snapshot(
+        self, path: str | os.PathLike[str], base: Base, far: Mapping[str, Any] | None = None
+    ) -> Snapshot:
+        with members_locked(self) as lock:
+            parts: dict[str, Any] = {} if far is None else {ELSEWHERE: far}
+            documents = []
+            for name, buffer in buffers_of(self):
+                for part, state in member_state(buffer, path).items():
+                    parts[f"{name}/{part}"] = state
+                documents.append(described(name, buffer))
+            for name, ensemble in ensembles_of(self):
+                parts[f"{name}{_OWN}"] = ensemble._own_state()
+            document = {
+                "components": {"buffer": type(self).__name__},
+                "members": documents,
+                "batch_size": self._batch_size,
+            }
+            return Snapshot(parts, document, lock, base)
+
+    def loads(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        mmap: bool = False,
+        verify: bool | None = None,
+    ) -> None:
+        """Takes over an ensemble that ``dumps`` saved; afterwards both draw the same batches.
+
+        Members are matched by their numbers, each by the rules of ``ReplayBuffer.loads``. A member
+        that is a data set has to be the one that was saved.
+
+        Args:
+            path: the directory.
+            version: which of the checkpoints there; None: the newest.
+            mmap: whether the rows of members stay in the files, to be read as they are sampled, by
+                the rules of ``ReplayBuffer.loads`` for each. Members that are data sets have theirs
+                already.
+            verify: whether every file is read and its checksum compared. None: unless ``mmap``.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
+                format; names the file. ValueError: it is not one of such members, or ``mmap`` with
+                members elsewhere; names the member. NotImplementedError: ``mmap`` elsewhere than on
+                a 64-bit POSIX system.
+            OSError: the system does not map the files.
+
+        All members are checked first, and the files read; nothing has changed if it raises. Where
+        memory for the rows of a member runs out after others have theirs, these get back what they
+        held; a copy of it is kept meanwhile. Members elsewhere take theirs after all that has been
+        checked, one after the other; where one fails at that its error says who has taken theirs.
+        """
+        members = dict(buffers_of(self))
+        with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+            if verify or (verify is None and not mmap):
+                saved.verify()
+            names = list(members)
+            found = {name for name in saved.manifest["parts"] if name.endswith("/writer")}
+            if found != {f"{name}/writer" for name in names} or _OWN not in saved:
+                there = sorted(name.rsplit("/", 1)[0] for name in found)
+                raise ValueError(
+                    f"expected the checkpoint of an ensemble with the members {names}, got "
+                    f"{there or 'that of one buffer'} in {path}"
+                )
+            far = folders_elsewhere(self, saved, path, mmap=mmap)
+
+            def part(name: str, which: str) -> Any:
+                key = f"{name}/{which}"
+                if which == "storage" and "identity" not in saved.manifest["parts"][key]:
+                    return saved.part(key, mapped=["groups"])
+                if which in ("writer", "sampler") and mmap:
+                    return saved.part(key, mapped=getattr(members[name], which).mapped_entries)
+                return saved.part(key)
+
+            own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}
+            self._take(
+                lambda name, buffer: state_of_member(buffer, name, part, path, mapped=mmap),
+                own,
+                lambda: load_elsewhere(far, verify=verify is not False),
+                apart=bool(far),
+            )
+
+    dump = save = dumps
+    load = loads
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that ``dumps`` saves, as a dictionary.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(2))
+            >>> ensemble = ReplayBufferEnsemble(rb)
+            >>> state = ensemble.state_dict()
+            >>> rb.empty()
+            >>> ensemble.load_state_dict(state)
+            >>> rb[:]
+            tensor([0, 1])
+        """
+        far = states_elsewhere(self)
+        with members_locked(self):
+            return {
+                "_elsewhere": far,
+                "_members": {name: member_state(buffer, None) for name, buffer in buffers_of(self)},
+                "_own": {name: ensemble._own_state() for name, ensemble in ensembles_of(self)},
+                "_batch_size": self._batch_size,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, by the rules of ``loads``; values are copied.
+
+        Raises:
+            ValueError: entries are missing, or do not fit this ensemble; nothing has changed.
+        """
+        members = state_dict.get("_members") if isinstance(state_dict, Mapping) else None
+        own = state_dict.get("_own") if isinstance(state_dict, Mapping) else None
+        names = [name for name, _ in buffers_of(self)]
+        far = checked_elsewhere(self, state_dict)
+        if (
+            not isinstance(members, Mapping)
+            or not isinstance(own, Mapping)
+            or (set(members) != set(names) or set(own) != {name for name, _ in ensembles_of(self)})
+        ):
+            found = sorted(members) if isinstance(members, Mapping) else "none"
+            raise ValueError(
+                f"expected the state of an ensemble with the members {names}, got {found}"
+            )
+
+        def part(name: str, which: str) -> Any:
+            state = members[name]
+            if not isinstance(state, Mapping) or which not in state:
+                raise ValueError(f"expected the entry {which!r} in its state")
+            return state[which]
+
+        self._take(
+            lambda name, buffer: state_of_member(buffer, name, part, None),
+            own,
+            lambda: take_elsewhere(far),
+            apart=bool(far),
+        )
+
+    def _take(
+        self,
+        state_of: Any,
+        own: Mapping[str, Any],
+        take_far: Callable[[], None],
+        *,
+        apart: bool,
+    ) -> None:
+        """Has all members and ensembles take over their states, all or nothing.
+
+        Args:
+            take_far: has members elsewhere take theirs; called after all have been checked, without
+                a lock.
+            apart: whether there are any.
+        """
+        if apart:
+            with members_locked(self):
+                self._checked_all(state_of, own)
+            take_far()
+        with members_locked(self):
+            ensembles, loading = self._checked_all(state_of, own)
+            with contextlib.ExitStack() as taken:
+                for ensemble, state in ensembles:
+                    taken.enter_context(ensemble._own_taken(state))
+                loading.take()
+            for ensemble, state in ensembles:
+                kept = [one for one in state.draws if loading.deliverable(ensemble, one)]
+                ensemble._finish_own(state.random, kept)
+
+    def _checked_all(
+        self, state_of: Any, own: Mapping[str, Any]
+    ) -> tuple[list[tuple[Any, _Own]], MemberLoad]:
+        """States that all can take over; changes nothing. The locks are held."""
+        ensembles = [
+            (ensemble, ensemble._checked_own(own[name])) for name, ensemble in ensembles_of(self)
+        ]
+        loading = MemberLoad(
+            [(ensemble, one, state.random) for ensemble, state in ensembles for one in state.draws]
+        )
+        for name, buffer in buffers_of(self):
+            loading.check(name, buffer, state_of)
+        return ensembles, loading
+
+    # -- what is the ensemble's own -------------------------------------------------------------
+
+    def _own_state(self) -> dict[str, Any]:
+        draws: list[Any] = self._made_again()
+        return {
+            "sampler": self._sampler.own_state(),
+            "transforms": copy.deepcopy(self._chain.state_dict()),
+            "generator": generator_state(self._generator),
+            "prepared": [saved_draws(self, draw) for draw in draws],
+        }
+
+    def _checked_own(self, state: Any) -> _Own:
+        """Returns a saved state; ValueError where it is not one of such an ensemble."""
+        names = ("sampler", "transforms", "generator", "prepared")
+        if not isinstance(state, Mapping) or any(name not in state for name in names):
+            raise ValueError(f"expected the entries {names} in the state of an ensemble")
+        self._sampler.check_own_state(state["sampler"])
+        self._chain.check_state(state["transforms"])
+        if not isinstance(state["prepared"], list):
+            raise ValueError(f"expected a list of prepared draws, got {state['prepared']!r}")
+        draws = [checked_draws(self, record) for record in state["prepared"]]
+        return _Own(
+            state["sampler"], state["transforms"], saved_generator(state["generator"]), draws
+        )
+
+    @contextlib.contextmanager
+    def _own_taken(self, state: _Own) -> Iterator[None]:
+        """Takes over choice and transforms; gives back what there was where anything fails."""
+        chain, sampler = copy.deepcopy(self._chain.state_dict()), self._sampler.own_state()
+        try:
+            self._chain.load_state_dict(copy.deepcopy(state.transforms))
+            self._sampler.load_own_state(state.sampler)
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._chain.load_state_dict(chain)
+            self._sampler.load_own_state(sampler)
+            raise
+
+    def _finish_own(self, saved: torch.Generator | None, draws: list[EnsembleDrawn]) -> None:
+        """Goes on with a saved generator and with draws that were made ahead."""
+        self._take_prepared()
+        self._pass_ended = False
+        self._pending = deque(draws)  # type: ignore[arg-type]
+        current = self._generator
+        if saved is not None:
+            if current is not None and current.device == saved.device:
+                current.set_state(saved.get_state())
+            else:
+                self._generator = saved
+        self._feed()
+
+    # -- pickling -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        with members_locked(self):
+            state = dict(self.__dict__)
+            state["_prefetcher"] = state["_making"] = None
+            state["_drawn_by"] = ()
+            state["_generator"] = by_value(generator_state(self._generator))
+            queue = self._queue()
+            ahead: list[Any] = [] if queue is None else queue.pending()
+            state["_pending"] = by_value(
+                [saved_draws(self, draw) for draw in (*ahead, *self._pending)]
+            )
+            if queue is not None:
+                # Threads that draw ahead go on while the rest is pickled: what members are now
+                # belongs to the draws that are taken along.
+                state["_members"] = [
+                    member
+                    if isinstance(member, Member)
+                    else _Taken(type(member), member.__getstate__())
+                    for member in self._members
+                ]
+                state["_storage"] = state["_writer"] = None
+                state["_sampler"] = self._sampler.alone()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(state["_members"], list):
+            self._members = tuple(
+                one.made() if isinstance(one, _Taken) else one for one in state["_members"]
+            )
+            self._storage = StorageEnsemble(*(member.storage for member in self._members))
+            self._writer = WriterEnsemble(*(member.writer for member in self._members))
+            for part in (self._storage, self._sampler, self._writer):
+                part.follow(self._members)
+        self._making = threading.RLock()
+        self._generator = saved_generator(from_value(state["_generator"]))
+        draws = [checked_draws(self, record) for record in from_value(state["_pending"])]
+        for draw in draws:
+            for buffer, one in leaves_of(self, draw):
+                continue_draws([one], buffer.storage)
+        self._pending = deque(draws)  # type: ignore[arg-type]
+        self._be_known_to_members()
+        if self._prefetch_depth and not self._closed:
+            self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+
+
+class _Taken(NamedTuple):
+    """A buffer's state at an instant, to be pickled later."""
+
+    cls: Any
+    state: dict[str, Any]
+
+    def made(self) -> Any:
+        """The buffer in that state."""
+        buffer = self.cls.__new__(self.cls)
+        buffer.__setstate__(self.state)
+        return buffer
+
+
+class _Own(NamedTuple):
+    """What is an ensemble's own of a saved state, checked."""
+
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    random: torch.Generator | None
+    draws: list[EnsembleDrawn]

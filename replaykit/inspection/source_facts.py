@@ -1,0 +1,546 @@
+"""Read the facts of data sets and of H5 files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.conversion_report import lines_of
+from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.h5 import H5File, H5Leaf, open_h5
+from replaykit.datasets.engine.layout import Layout
+from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.publishing import Published, open_published
+from replaykit.errors import CorpusError
+from replaykit.inspection.facts import (
+    EpisodeFacts,
+    Facts,
+    KeyFacts,
+    LayoutGuess,
+    Table,
+    TensorColumn,
+    evenly,
+    measure,
+)
+from replaykit.inspection.layouts import guess_layout, layout_named, scan_files, unread_sources
+
+__all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "opened_h5"]
+
+
+def corpus_facts(path: Path) -> tuple[Facts, Table]:
+    """Returns what is known of a data set.
+
+    Statistics are those of all values, as they were taken when the data set was made. Cost: O(E);
+    no column is read.
+
+    Raises:
+        FileNotFoundError: there is nothing. RuntimeError: it is no complete data set.
+    """
+    published = open_published(path)
+    manifest = published.manifest
+    keys = tuple(
+        KeyFacts(
+            "/".join(array.key),
+            array.shape[len(manifest.batch) :],
+            str(array.dtype).removeprefix("torch."),
+            int(np.prod(manifest.batch)),
+            array.facts.get("statistics"),
+            int(np.prod(manifest.batch)) if "statistics" in array.facts else 0,
+            _source(array.facts),
+        )
+        for array in (*manifest.arrays, *manifest.finals)
+    )
+    about: dict[str, Any] = {
+        "layout": f"{manifest.converter.get('name')} {manifest.converter.get('version')}",
+        "content": manifest.content_id()[:16],
+        "made": f"{manifest.made.get('time')} by {manifest.made.get('library')} "
+        f"{manifest.made.get('version')}",
+        "source": _origin(manifest.source),
+    }
+    if manifest.identity.get("dataset_id"):
+        about = {"data set": manifest.identity["dataset_id"], **about}
+    splits = manifest.report.get("splits") or {}
+    if splits:
+        about["splits"] = ", ".join(f"{name} ({len(of)})" for name, of in splits.items())
+    if len(manifest.batch) > 1:
+        about["form"] = f"split trajectories {list(manifest.batch)}, padded with zeros"
+    nbytes = sum(size for _, size, _ in manifest.files())
+    return (
+        Facts(
+            "corpus",
+            str(path),
+            int(published.episodes["length"].sum()),
+            nbytes,
+            about,
+            keys,
+            _episodes(published),
+            tuple(lines_of(manifest.report)),
+        ),
+        _table(published),
+    )
+
+
+def _source(facts: Any) -> str | None:
+    if "source" not in facts:
+        return None
+    if facts.get("one_per_episode"):
+        return f"{facts['source']}, one an episode"
+    shift = facts.get("shift", 0)
+    return f"{facts['source']}[t{f'{shift:+d}' if shift else ''}]"
+
+
+def _origin(source: Any) -> str:
+    origin, files = source.get("origin", {}), source.get("files", [])
+    size = sum(file["size"] for file in files)
+    where = "files of one's own"
+    if origin.get("repository"):
+        where = f"{origin['repository']} at {str(origin.get('commit'))[:12]}"
+    elif origin.get("url"):
+        where = str(origin["url"])
+    return f"{where}: {len(files)} file{'s' * (len(files) != 1)}, {size:,} bytes"
+
+
+def _episodes(published: Published) -> EpisodeFacts:
+    table = published.episodes
+    terminated = table["terminated"].tolist()
+    truncated = table["truncated"].tolist()
+    ends = tuple(
+        " and ".join(name for name, is_set in (("terminated", a), ("truncated", b)) if is_set)
+        or "open"
+        for a, b in zip(terminated, truncated, strict=True)
+    )
+    has_rewards = ("next", "reward") in published.columns
+    returns = table["return"].numpy().astype(np.float64) if has_rewards else None
+    return EpisodeFacts(table["length"].numpy(), ends, returns, tuple(published.groups()))
+
+
+def _table(published: Published) -> Table:
+    starts = published.episodes["start"].numpy()
+    lengths = published.episodes["length"].numpy()
+    batch = published.manifest.batch
+
+    def flat(number: int) -> npt.NDArray[np.int64]:
+        return np.arange(starts[number], starts[number] + lengths[number])
+
+    def padded(number: int) -> npt.NDArray[np.int64]:
+        return number * batch[1] + np.arange(lengths[number])
+
+    rows_of = flat if len(batch) == 1 else padded
+    columns = {}
+    for key, values in published.columns.items():
+        if values.dtype == torch.bfloat16 or not values.numel():
+            continue
+        shape = tuple(values.shape[len(batch) :])
+        columns["/".join(key)] = TensorColumn(
+            values.reshape(-1, *shape),
+            rows_of,
+            shape,
+            values.new_empty(0).numpy().dtype,
+            int(np.prod(batch)),
+        )
+    return Table(
+        columns,
+        len(starts),
+        tuple(key for key in columns if key == "action" or key.startswith("action/")),
+        tuple(key for key in columns if key == "next/reward"),
+    )
+
+
+Array = npt.NDArray[Any]
+
+_NUMBER: Final = re.compile(r"[0-9]+")
+
+
+class OpenFiles:
+    """H5 files of which one is open at a time; a context manager."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._open: tuple[Path, H5File] | None = None
+
+    def get(self, path: Path) -> H5File:
+        """Returns a file, open until another one is asked for.
+
+        Raises:
+            CorpusError: it is no H5 file, or damaged.
+        """
+        if self._open is None or self._open[0] != path:
+            self.close()
+            self._open = (path, self._stack.enter_context(open_h5(path)))
+        return self._open[1]
+
+    def close(self) -> None:
+        """Closes the file that is open."""
+        self._open = None
+        self._stack.close()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class H5Piece:
+    """A dataset, or some records of one: those of an episode."""
+
+    path: Path
+    dataset: str
+    start: int
+    rows: int
+
+
+@dataclass
+class H5Column:
+    """The datasets of one kind, one after the other.
+
+    Attributes:
+        pattern: their path, with ``*`` for the numbers in which they differ.
+        shape: of one record.
+        dtype: of the values.
+        problem: why the values are no numbers, if they are not.
+        pieces: the datasets, in the order of files and names.
+        cuts: the episodes, where they are not the pieces.
+    """
+
+    files: OpenFiles
+    pattern: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    problem: str | None = None
+    pieces: list[H5Piece] = field(default_factory=list)
+    cuts: list[H5Piece] | None = None
+    differs: int = 0
+    _starts: Array | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many records all of them have."""
+        return sum(piece.rows for piece in self.pieces)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Returns records as if all pieces were one."""
+        if self._starts is None:
+            self._starts = np.cumsum([0, *(piece.rows for piece in self.pieces)])
+        found = []
+        number = int(np.searchsorted(self._starts, start, "right")) - 1
+        while start < stop:
+            piece, base = self.pieces[number], int(self._starts[number])
+            end = min(stop, base + piece.rows)
+            if end > start:
+                found.append(self._read(piece, start - base, end - base))
+            start, number = end, number + 1
+        return np.concatenate(found) if found else np.empty((0, *self.shape), self.dtype)
+
+    def episode(self, number: int, most: int) -> Array:
+        """Returns so many records of an episode, evenly, in at most eight reads."""
+        parts = self.pieces if self.cuts is None else self.cuts
+        if number >= len(parts):
+            return np.empty((0, *self.shape), self.dtype)
+        piece = parts[number]
+        if piece.rows <= most:
+            return self._read(piece, 0, piece.rows)
+        length = max(1, most // 8)
+        starts = evenly(np.arange(piece.rows - length + 1), max(1, most // length))
+        return np.concatenate([self._read(piece, int(at), int(at) + length) for at in starts])
+
+    def _read(self, piece: H5Piece, start: int, stop: int) -> Array:
+        file = self.files.get(piece.path)
+        block = file.read(piece.dataset, piece.start + start, piece.start + stop)
+        return block.reshape(stop - start, *self.shape)
+
+
+def found_columns(files: OpenFiles, paths: Sequence[Path]) -> dict[str, H5Column]:
+    """Returns the datasets of files as columns, by their pattern.
+
+    Numbers in a path are what datasets of one kind differ in if there are several such; those of
+    the last part tell keys apart and stay. Cost: opens every dataset once, reads none.
+    """
+    found: dict[str, H5Column] = {}
+    for path in paths:
+        file = files.get(path)
+        several = _several(file)
+        listed = sorted(_leaves(file), key=lambda leaf: natural_key(leaf.path))
+        for leaf in listed:
+            _add(found, files, path, leaf, _pattern(leaf.path, several))
+    return found
+
+
+def _several(file: H5File) -> set[str]:
+    """Returns the patterns of groups of which the file has more than one, or that look it."""
+    times: dict[str, int] = {}
+    for group in _groups(file):
+        pattern = _NUMBER.sub("*", group)
+        times[pattern] = times.get(pattern, 0) + 1
+    return {pattern for pattern in times if "*" in pattern}
+
+
+def _groups(file: H5File) -> Iterator[str]:
+    for member in file.members():
+        if not member.is_group:
+            continue
+        yield member.name
+        if member.children:
+            for child in file.members(member.name):
+                if child.is_group:
+                    yield f"{member.name}/{child.name}"
+
+
+def _leaves(file: H5File) -> Iterator[H5Leaf]:
+    # Group by group: what one walk may find is bounded, so that damaged files end it.
+    for member in file.members():
+        if not member.is_group:
+            continue
+        children = list(file.members(member.name))
+        if children and all(child.is_group for child in children):
+            for child in children:
+                above = f"{member.name}/{child.name}"
+                for leaf in file.leaves(above):
+                    yield H5Leaf(f"{above}/{leaf.path}", leaf.shape, leaf.dtype, leaf.problem)
+        else:
+            for leaf in file.leaves(member.name):
+                yield H5Leaf(f"{member.name}/{leaf.path}", leaf.shape, leaf.dtype, leaf.problem)
+    groups = [member.name for member in file.members() if member.is_group]
+    yield from file.leaves("", without=groups)
+
+
+def _pattern(path: str, several: set[str]) -> str:
+    parts = path.split("/")
+    for depth in (2, 1):
+        if len(parts) <= depth:
+            continue
+        head = _NUMBER.sub("*", "/".join(parts[:depth]))
+        if head in several:
+            # Above the episode nothing is a number of an episode.
+            above = (
+                parts[: depth - 1]
+                if _NUMBER.sub("*", "/".join(parts[: depth - 1])) not in several
+                else []
+            )
+            start = "/".join([*above, *head.split("/")[len(above) :]])
+            return "/".join([start, *parts[depth:]])
+    return path
+
+
+def _add(
+    found: dict[str, H5Column], files: OpenFiles, path: Path, leaf: H5Leaf, pattern: str
+) -> None:
+    rows = leaf.shape[0] if leaf.shape else 1
+    shape, dtype = tuple(leaf.shape[1:]), np.dtype(leaf.dtype)
+    column = found.get(pattern)
+    if column is None:
+        column = found[pattern] = H5Column(files, pattern, shape, dtype, leaf.problem)
+    same = (column.shape, column.dtype) == (shape, dtype)
+    if not same or (column.problem is None) != (leaf.problem is None):
+        column.differs += 1
+        return
+    column.pieces.append(H5Piece(path, leaf.path, 0, rows))
+
+
+_WANTED: Final = (("action",), ("next", "reward"))
+"""What is converted for facts of files that are too large to be converted whole, besides flags."""
+_WHOLE_BYTES: Final = 256 << 20
+"""Bytes of values up to which all of them are converted, so that every rule is applied."""
+_ROOM: Final = 3
+"""Times the values that the temporary folder must have free: most are stored twice."""
+_NOT_READ: Final = ("[V36]", "left out by the policies")
+"""Warnings that come of leaving keys out of the conversion for facts."""
+
+
+@contextmanager
+def opened_h5(
+    path: Path, files: Sequence[Path], layout: str | None, most_bytes: int | None
+) -> Iterator[tuple[Facts, Table]]:
+    """Opens H5 files of one data set and yields what is known of them.
+
+    Datasets are listed as they are. Episodes, returns, reasons of ends and warnings are those that
+    a conversion gives: the files are converted into a directory that is removed. What a conversion
+    would refuse is said, and episodes that break a rule are left out then. Of files of more than
+    256 MiB of values only actions, rewards, flags and what layouts compare are converted, which is
+    said too, unless ``most_bytes`` is ``None``. Where no layout fits, there are no episodes.
+
+    Args:
+        path: the file or folder that was asked for.
+        files: in order.
+        layout: by name; ``None``: the one that fits.
+
+    Raises:
+        CorpusError: a file is not HDF5, or damaged. OSError: it cannot be read.
+    """
+    guess = LayoutGuess(layout, ("it was given",)) if layout else guess_layout(files)
+    said: list[str] = []
+    episodes = plan = None
+    if guess.layout is None:
+        said.append("no layout of the package fits, so its episodes are not known")
+    else:
+        chosen = layout_named(guess.layout)
+        episodes, plan = _episode_facts(files, chosen, said, is_exact=most_bytes is None)
+    with OpenFiles() as handles:
+        columns = found_columns(handles, files)
+        keys = []
+        for key, column in columns.items():
+            keys.append(_key(key, column, most_bytes))
+        table = _file_table(columns, plan, files)
+        yield (
+            Facts(
+                "H5 file" if path.is_file() else "H5 folder",
+                str(path),
+                None if plan is None else plan.rows,
+                sum(file.stat().st_size for file in files),
+                {"files": len(files)} if len(files) > 1 else {},
+                tuple(keys),
+                episodes,
+                tuple(said),
+                guess,
+            ),
+            table,
+        )
+
+
+def _key(key: str, column: H5Column, most_bytes: int | None) -> KeyFacts:
+    count = len(column.pieces)
+    note = f"{count} datasets" if count > 1 else None
+    if column.differs:
+        other = f"{column.differs} more of another shape or type"
+        note = f"{note}, {other}" if note else other
+    if column.problem is not None:
+        return KeyFacts(key, column.shape, "-", column.rows, note=column.problem)
+    statistics, rows = measure(column, most_bytes)
+    return KeyFacts(key, column.shape, str(column.dtype), column.rows, statistics, rows, note=note)
+
+
+def _episode_facts(
+    files: Sequence[Path], layout: Layout, said: list[str], *, is_exact: bool
+) -> tuple[EpisodeFacts | None, Plan | None]:
+    """Converts as the command would; where that is refused, without what breaks a rule.
+
+    Where nothing is left then, what is known without comparing observations is better than nothing.
+    """
+    reads_all = True
+    attempts: tuple[tuple[Literal["error", "skip"], bool], ...] = (
+        ("error", True), ("skip", True), ("skip", False),
+    )  # fmt: skip
+    for on_invalid, may_be_whole in attempts:
+        try:
+            plan = scan_files(files, layout, Policies(on_invalid=on_invalid))
+            has_room = is_exact or _is_small(plan)
+            is_whole = may_be_whole and reads_all and has_room
+            policies = _policies(plan, on_invalid, is_whole=is_whole)
+            with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
+                published = _dry_run(Path(folder) / "data", files, layout, policies)
+                found = _found(published, said, is_whole=is_whole)
+        except (CorpusError, ImportError) as error:
+            reads_all = reads_all and not isinstance(error, ImportError)
+            text = f"a conversion would be refused: {error}"
+            if text not in said:
+                said.append(text)
+            continue
+        if not has_room:
+            said.append(
+                f"the files have {plan.source_bytes:,} bytes of values, of which only actions, "
+                "rewards, flags and what the layout compares were checked: a conversion, and "
+                "--exact, check all"
+            )
+        elif not is_whole:
+            said.append(
+                "what is said of episodes comes from actions, rewards, flags and what the layout "
+                "compares alone, since a conversion of all keys is refused"
+            )
+        return found, plan
+    return None, None
+
+
+def _is_small(plan: Plan) -> bool:
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    return plan.source_bytes <= min(_WHOLE_BYTES, free // _ROOM)
+
+
+def _policies(plan: Plan, on_invalid: Literal["error", "skip"], *, is_whole: bool) -> Policies:
+    if is_whole:
+        return Policies(on_invalid=on_invalid)
+    keys = [target.key for leaf in plan.leaves for target in leaf.targets]
+    wanted = [key for key in _WANTED if any(each[: len(key)] == key for each in keys)]
+    # Flags and ids are always there; a file may have nothing else of it.
+    return Policies(on_invalid=on_invalid, include=[*wanted, ("episode",)], all_nan="keep")
+
+
+def _found(published: Published, said: list[str], *, is_whole: bool) -> EpisodeFacts:
+    """Returns the episodes of what was converted, apart from its files; adds its warnings."""
+    facts, _ = corpus_facts(published.path)
+    episodes = facts.episodes
+    assert episodes is not None
+    said.extend(
+        text for text in facts.warnings if is_whole or not any(part in text for part in _NOT_READ)
+    )
+    returns = episodes.returns
+    return EpisodeFacts(
+        np.array(episodes.lengths),
+        episodes.ends,
+        None if returns is None else returns.copy(),
+        episodes.names,
+    )
+
+
+def _dry_run(target: Path, files: Sequence[Path], layout: Layout, policies: Policies) -> Published:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return ensure_dataset(
+            target,
+            get_sources=lambda: unread_sources(files, natural=layout.natural_files),
+            layout=layout,
+            progress=False,
+            options=ConvertOptions(policies=policies),
+        )
+
+
+def _file_table(columns: dict[str, H5Column], plan: Plan | None, files: Sequence[Path]) -> Table:
+    numbers: dict[str, Any] = {
+        key: column for key, column in columns.items() if column.problem is None and column.rows
+    }
+    if plan is None:
+        episodes = max((len(column.pieces) for column in numbers.values()), default=0)
+        return Table(numbers, episodes if episodes > 1 else 0)
+    by_role: dict[str, set[str]] = {}
+    for leaf in plan.leaves:
+        by_role.setdefault(leaf.role, set()).update(leaf.paths)
+    span = plan.spans[0]
+    prefix = f"{span.group}/" if span.group else ""
+    roles: dict[str, tuple[str, ...]] = {}
+    for role in ("action", "reward"):
+        wanted = {f"{prefix}{path}" for path in by_role.get(role, ())}
+        roles[role] = tuple(
+            key
+            for key, column in numbers.items()
+            if any(piece.dataset in wanted for piece in column.pieces)
+        )
+    if not span.group:
+        # Several episodes in one array: those of the plan.
+        for column in numbers.values():
+            _cut(column, plan, files)
+    return Table(numbers, len(plan.episodes), roles["action"], roles["reward"])
+
+
+def _cut(column: H5Column, plan: Plan, files: Sequence[Path]) -> None:
+    pieces = {(piece.path, piece.dataset): piece for piece in column.pieces}
+    cuts = []
+    for episode in plan.episodes:
+        for (path, _), piece in pieces.items():
+            if path == files[episode.file]:
+                rows = max(0, min(episode.records, piece.rows - episode.base))
+                cuts.append(H5Piece(path, piece.dataset, episode.base, rows))
+    column.cuts = cuts

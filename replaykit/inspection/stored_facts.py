@@ -1,0 +1,311 @@
+"""Read the facts of checkpoints and of the directories of buffers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.buffer_state import BufferState, apply_state, saved_sampler
+from replaykit.buffer.episode_views import Episodes
+from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
+from replaykit.episodes import EndReason
+from replaykit.errors import CheckpointError
+from replaykit.inspection.facts import (
+    EpisodeFacts,
+    Facts,
+    KeyFacts,
+    Table,
+    TensorColumn,
+    evenly,
+    measure,
+)
+from replaykit.mapping import can_map_spans
+from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
+from replaykit.storages.content import Content
+from replaykit.storages.recoverable import PRIORITIES
+from replaykit.structure import Branch
+from replaykit.writers import RoundRobinWriter
+
+__all__ = [
+    "RECOVERY",
+    "episodes_of",
+    "is_scratch",
+    "keys_of",
+    "opened_checkpoint",
+    "opened_scratch",
+    "table_of",
+]
+
+_MOST_PRIORITIES: Final = 200_000
+_ENDS: Final = {
+    int(EndReason.OPEN): "open",
+    int(EndReason.TERMINATED): "terminated",
+    int(EndReason.TRUNCATED): "truncated",
+    int(EndReason.CUT): "cut",
+}
+
+
+def table_of(content: Content, episodes: Episodes | None, priorities: Any = None) -> Table:
+    """Returns stored rows as columns; none is read yet.
+
+    Args:
+        content: of one schema.
+        episodes: which rows are those of which episode; ``None`` where that is not known.
+        priorities: of the rows, as they were set, ``[N]``: what takes an index of rows.
+    """
+    lanes = tuple(content.lanes)
+    count = 0 if priorities is None else len(priorities)
+
+    def rows_of(number: int) -> npt.NDArray[np.int64]:
+        assert episodes is not None
+        index = episodes[number].index.numpy()
+        if index.ndim == 1:
+            return np.asarray(index)
+        return np.asarray(np.ravel_multi_index(tuple(index.T), (content.rows, *lanes)))
+
+    columns = {}
+    for group in content.groups if len(content.groups) == 1 else ():
+        for path, values in group.leaves.items():
+            spec = group.schema.leaves[path]
+            key = "/".join(map(str, path)) or "data"
+            dtype = torch.empty(0, dtype=spec.dtype).float() if spec.dtype == torch.bfloat16 else (
+                torch.empty(0, dtype=spec.dtype)
+            )  # fmt: skip
+            columns[key] = TensorColumn(
+                values,
+                rows_of,
+                tuple(spec.shape),
+                dtype.numpy().dtype,
+                content.rows * math.prod(lanes),
+                lanes,
+            )
+    return Table(
+        columns,
+        0 if episodes is None else len(episodes),
+        tuple(key for key in columns if key == "action" or key.startswith("action/")),
+        tuple(key for key in columns if key == "next/reward"),
+        None if not count else _picked(priorities, count),
+        count,
+    )
+
+
+def _picked(priorities: Any, count: int) -> npt.NDArray[Any]:
+    at = evenly(np.arange(count), _MOST_PRIORITIES)
+    return np.asarray(priorities[torch.from_numpy(at)].reshape(-1).to(torch.float64).numpy())
+
+
+def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:
+    """Returns what each key is, with the statistics of its rows; see `measure`."""
+    found = []
+    for key, column in table.columns.items():
+        statistics, rows = measure(column, most_bytes)
+        found.append(KeyFacts(key, column.shape, str(column.dtype), column.rows, statistics, rows))
+    return tuple(found)
+
+
+def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
+    """Returns the episodes that are stored; one pass over the rewards, where there are any.
+
+    ``None`` where rows have no keys, such as those that tell an end.
+    """
+    schema = storage.schema
+    root = None if schema is None else schema.root
+    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+        return None, None
+    episodes = Episodes(storage)
+    returns = None
+    try:
+        sums = episodes.returns
+        if sums.numel() == len(episodes):
+            returns = sums.reshape(-1).numpy()
+    except KeyError:
+        pass  # rows without rewards
+    reasons, lanes = episodes.reasons.numpy(), episodes.lanes.numpy()
+    # What was going on when it was saved is cut by opening it: nothing spans a restart.
+    last = np.append(lanes[1:] != lanes[:-1], True)[: len(lanes)]
+    reasons = np.where(last & (reasons == EndReason.CUT), EndReason.OPEN, reasons)
+    ends = tuple(_ENDS[int(reason)] for reason in reasons)
+    return episodes, EpisodeFacts(episodes.lengths.numpy(), ends, returns)
+
+
+RECOVERY: Final = "%recovery"
+_SUFFIX: Final = ".memmap"
+
+
+def is_scratch(path: Path) -> bool:
+    """Whether a directory is that of a memory-mapped storage."""
+    return (path / RECOVERY / "manifest.json").exists() or any(path.rglob(f"*{_SUFFIX}"))
+
+
+@contextmanager
+def opened_scratch(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
+    """Opens the directory of a storage and yields what is known of it.
+
+    One made with ``recover=True`` is opened as the storage itself opens it: a write that was cut
+    off is taken back, and nobody else may have it open. Of another one only the files are known:
+    nothing in them says what they hold.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+        RuntimeError: a process has it open.
+    """
+    files = [file for file in path.rglob(f"*{_SUFFIX}") if file.is_file()]
+    nbytes = sum(file.stat().st_size for file in files)
+    if not (path / RECOVERY / "manifest.json").exists():
+        names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:20])
+        warning = (
+            "the storage was made without recover=True, so nothing says which keys, dtypes and "
+            "rows these files hold: save the buffer with dumps() and inspect the checkpoint"
+        )
+        about = {"files": f"{len(files)}: {names}"}
+        yield Facts("buffer", str(path), None, nbytes, about, (), None, (warning,)), Table()
+        return
+    storage = _opened(path)
+    content = storage.content()
+    episodes, facts = episodes_of(storage) if content.rows and content.groups else (None, None)
+    table = table_of(content, episodes, _stored_priorities(storage))
+    described: dict[str, Any] = {
+        "storage": f"LazyMemmapStorage of {storage.max_size:,} rows, recover=True",
+        "lanes": list(content.lanes),
+    }
+    if not content.lanes:
+        del described["lanes"]
+    yield (
+        Facts(
+            "buffer", str(path), len(storage), nbytes, described, keys_of(table, most_bytes), facts
+        ),
+        table,
+    )
+
+
+def _opened(path: Path) -> LazyMemmapStorage:
+    file = path / RECOVERY / "manifest.json"
+    try:
+        content = json.loads(file.read_text("utf-8"))["content"]
+        lanes = [int(size) for size in content["lanes"]]
+        slots, ndim, key = int(content["slots"]), int(content["ndim"]), content["lane_key"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    return LazyMemmapStorage(
+        slots * int(np.prod(lanes)),
+        scratch_dir=path,
+        ndim=ndim,
+        lane_key=tuple(key) if isinstance(key, list) else key,
+        dedup_next=[tuple(path) for path in content.get("dedup_next", ())] or False,
+        recover=True,
+    )
+
+
+def _stored_priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
+    recovery: Any = storage.recovery
+    kept = recovery._still_saved()
+    if kept is None or not kept.priorities or not kept.priorities[0].length:
+        return None
+    length = kept.priorities[0].length
+    return torch.from_numpy(recovery.home.table(PRIORITIES, np.float64, length)[:length])
+
+
+@contextmanager
+def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
+    """Opens the newest checkpoint of a directory and yields what is known of it.
+
+    Sizes and the manifest's checksum are compared, checksums of data are not.
+
+    Raises:
+        FileNotFoundError: there is none. CheckpointError: it is damaged; names the file.
+    """
+    kind = MappedCheckpoint if can_map_spans() else Checkpoint
+    with kind(path) as saved:
+        manifest = saved.manifest
+        try:
+            content = Content.from_state(saved.part("storage", mapped=["groups"]))
+        except ValueError as error:
+            raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+        warnings: list[str] = []
+        episodes, facts = _episodes(saved, content, warnings)
+        table = table_of(content, episodes, _priorities(saved))
+        if content.groups and not table.columns:
+            warnings.append(
+                f"rows of {len(content.groups)} layouts in one list: their values are not looked at"
+            )
+        versions = checkpoint_versions(path)
+        about: dict[str, Any] = {
+            "buffer": ", ".join(str(name) for name in manifest["components"].values()),
+            "capacity": manifest["max_size"],
+            "written": manifest["write_count"],
+            "version": f"{versions[-1]} (kept: {', '.join(map(str, versions))})",
+            "format": f"{manifest['format_version']}, by replaykit {manifest['library_version']}",
+        }
+        if manifest["lanes"]:
+            about["lanes"] = manifest["lanes"]
+        if table.priorities is not None:
+            sampler = saved.part("sampler", mapped=["_priorities"])
+            about["priorities"] = ", ".join(
+                f"{name} {sampler[f'_{name}']:g}"
+                for name in ("alpha", "beta", "eps")
+                if isinstance(sampler.get(f"_{name}"), (int, float))
+            )
+        yield (
+            Facts(
+                "checkpoint",
+                str(path),
+                manifest["len"],
+                sum(record["size"] for record in manifest["files"].values()),
+                about,
+                keys_of(table, most_bytes),
+                facts,
+                tuple(warnings),
+            ),
+            table,
+        )
+
+
+def _priorities(saved: Checkpoint) -> Any:
+    """Returns the priorities as they lie in the files; ``None`` where there are none."""
+    if "sampler" not in saved:
+        return None
+    state = saved.part("sampler", mapped=["_priorities"])
+    return state.get("_priorities") if isinstance(state, dict) else None
+
+
+def _episodes(
+    saved: Checkpoint, content: Content, warnings: list[str]
+) -> tuple[Any, EpisodeFacts | None]:
+    """Returns the episodes by way of a buffer whose rows stay in the files."""
+    if not content.groups or not content.rows:
+        return None, None
+    manifest, writer = saved.manifest, saved.part("writer")
+    slots = manifest["max_size"]
+    storage = LazyTensorStorage(slots, ndim=manifest["ndim"])
+    buffer = ReplayBuffer(storage=storage, writer=RoundRobinWriter())
+    # What was drawn and how is no matter here: of the state only rows, their order and episodes
+    # are taken, into a writer and a sampler that know no more than these.
+    state = {**writer, "_kind": buffer.writer.kind}
+    try:
+        with buffer._locked():
+            apply_state(
+                buffer,
+                BufferState(
+                    content,
+                    None,
+                    state,
+                    saved_sampler(buffer.sampler),
+                    buffer._chain.state_dict(),
+                    None,
+                    [],
+                    mapped=isinstance(saved, MappedCheckpoint),
+                ),
+            )
+        return episodes_of(storage)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        warnings.append(f"the episodes are not listed: {error}")
+        return None, None

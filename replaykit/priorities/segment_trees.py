@@ -1,0 +1,650 @@
+"""Define segment trees of sums, minima and maxima."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+import operator
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from replaykit._compat import Uncompiled, as_tensor
+from replaykit.errors import EmptyDistributionError
+from replaykit.keywords import checked_keywords
+from replaykit.priorities.tree_kernels import TorchKernel, chosen_kernel, native_view
+from replaykit.priorities.tree_layout import (
+    Operation,
+    allocate,
+    as_index,
+    as_numbers,
+    as_values,
+    levels_of,
+    operation_of,
+    refuse,
+    refuse_query,
+    refuse_range,
+)
+
+__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
+
+_TAKEN = -1
+_INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
+
+
+class SegmentTree(Uncompiled):
+    """What sum, min and max trees have in common. Not used by itself.
+
+    A tree is an array of ``capacity`` leaves, each the identity of the operation until it is set,
+    under nodes of eight children. A node is always combined anew from its stored children, in one
+    fixed order, and never adjusted by a difference: the nodes are a pure function of the leaves,
+    the same on every kernel, bit for bit.
+
+    Args:
+        capacity: number of leaves, at least 1; need not be a power of two.
+        dtype: of the leaves, ``torch.float32`` or ``torch.float64``.
+        device: where the tree lives, and everything that it returns.
+
+    Errors: ValueError for a capacity below 1, NotImplementedError for another dtype or for a device
+    without float64, RuntimeError where ``REPLAYKIT_TREE`` names a kernel that cannot be used.
+
+    Every call on a tree takes its lock, so threads may share one; a batch is one step to the
+    others. An update that is refused changes nothing. On an accelerator no call waits for it but
+    those that return a Python number, ``leaves`` and ``state_dict``; an update refused there raises
+    at the next of these.
+
+    Memory: 5.14 bytes a leaf for float32 sums, 9.14 for float64 ones, 4.57 and 9.14 for extremes.
+    """
+
+    _operation_name: ClassVar[str] = ""
+
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @checked_keywords
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not self._operation_name:
+            raise TypeError(f"expected a sum, min or max tree, got {type(self).__name__}")
+        capacity = operator.index(capacity)
+        if capacity < 1:
+            raise ValueError(f"expected a capacity of at least 1, got {capacity}")
+        if dtype not in (_FLOAT32, _FLOAT64):
+            raise NotImplementedError(f"expected leaves of float32 or float64, got {dtype}")
+        device = torch.device(device)
+        if device.type == "mps":
+            raise NotImplementedError("expected a device that has float64, got mps")
+        self._operation: Operation = operation_of(self._operation_name, dtype, capacity)
+        self._levels = levels_of(capacity)
+        self._kernel_name = chosen_kernel(device)
+        leaves, nodes = allocate(self._levels, dtype, self._operation.inner, device)
+        leaves.fill_(self._operation.identity)
+        nodes.fill_(self._operation.identity)
+        self._leaves, self._nodes = leaves[:capacity], nodes
+        self._device = leaves.device
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        # One of the two serves the tree: a view of the compiled core, or torch.
+        self._view: Any = None
+        self._torch: TorchKernel | None = None
+        if self._kernel_name == "torch":
+            self._torch = TorchKernel(self._operation, self._levels, leaves, nodes)
+        else:
+            self._view = native_view(
+                self._kernel_name, self._operation, self._levels, leaves, nodes
+            )
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Number of leaves."""
+        return self._capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the leaves."""
+        return self._leaves.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree lives, and everything that it returns."""
+        return self._device
+
+    @property
+    def kernel(self) -> str:
+        """What does the work: ``avx512``, ``portable`` or ``torch``; same results."""
+        return self._kernel_name
+
+    @property
+    def native_view(self) -> Any:
+        """The core's view of the tree, for calls that do more than one thing; None without it.
+
+        Its user sees to it that nobody else is at the tree meanwhile.
+        """
+        return self._view
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of leaves and nodes, padding included."""
+        levels = self._levels
+        return levels.leaves * self.dtype.itemsize + levels.entries * self._nodes.itemsize
+
+    def __len__(self) -> int:
+        return self._capacity
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(capacity={self._capacity}, dtype={self.dtype}, "
+            f"device={str(self._device)!r}, kernel={self._kernel_name!r})"
+        )
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def update(self, index: Any, value: Any) -> None:
+        """Sets leaves and combines the nodes above them anew.
+
+        Args:
+            index: int64 ``[K]`` (other integers, lists and ranges are brought to it). Of equal
+                indices the last wins.
+            value: one number, or ``[K]`` of any real dtype, cast to the leaves'.
+
+        Errors: IndexError for an index outside ``[0, capacity)``, ValueError for a value that the
+        tree does not take, both naming the first offender; all or nothing.
+        Cost: O(K log8 capacity), without allocation.
+
+        Example:
+            >>> import torch
+            >>> from replaykit.priorities import SumSegmentTree
+            >>> tree = SumSegmentTree(4)
+            >>> tree.update(torch.tensor([1, 3, 1]), torch.tensor([5.0, 2.0, 1.0]))
+            >>> tree.leaves
+            tensor([0., 1., 0., 2.])
+        """
+        # Most calls have two tensors that can go as they are; attribute reads are all it takes to
+        # see that. A single entry can lie in memory with the opposite sign (a view of a conjugate).
+        if (
+            self._view is not None
+            and type(index) is torch.Tensor
+            and type(value) is torch.Tensor
+            and index.dtype is _INT64
+            and ((wide := value.dtype is _FLOAT64) or value.dtype is _FLOAT32)
+            and index.is_cpu
+            and value.is_cpu
+            and index.dim() == 1
+            and value.dim() == 1
+            and (count := index.numel()) == value.numel()
+            and count > 1
+            and index.is_contiguous()
+            and value.is_contiguous()
+        ):
+            with self._lock:
+                code = self._view.update(index.data_ptr(), value.data_ptr(), wide, count)
+            if code != _TAKEN:
+                self._refuse(code, index, value)
+            return
+        index = as_index(index, self._device)
+        value = as_values(value, len(index), self._device)
+        with self._lock:
+            if self._torch is not None:
+                self._torch.update(index, value)
+                return
+            at, count = index.data_ptr(), index.shape[0]
+            if isinstance(value, float):
+                code = self._view.update_to(at, value, count)
+            else:
+                wide = value.dtype is _FLOAT64
+                code = self._view.update(at, value.data_ptr(), wide, count)
+        if code != _TAKEN:
+            self._refuse(code, index, value)
+
+    def update_range(self, start: int, value: Any, count: int | None = None) -> None:
+        """Sets the leaves ``start .. start + count - 1``.
+
+        Args:
+            start: the first of them.
+            value: ``[count]`` of any real dtype, or one number, which needs ``count``.
+            count: how many; that of the values if None.
+
+        Errors: those of ``update``; ValueError where ``count`` and the values do not agree.
+        Cost: O(count); each node over the run is combined once.
+
+        Example:
+            >>> from replaykit.priorities import SumSegmentTree
+            >>> tree = SumSegmentTree(4)
+            >>> tree.update_range(1, 2.0, 3)
+            >>> tree.leaves
+            tensor([0., 2., 2., 2.])
+        """
+        start = operator.index(start)
+        if count is None:
+            try:
+                count = len(value)
+            except TypeError:
+                raise ValueError("expected a count with one value for a range, got None") from None
+        count = operator.index(count)
+        values = as_values(value, max(count, 0), self._device)
+        if start < 0 or count < 0 or start + count > self._capacity:
+            refuse_range(self._capacity, start, start + count)
+        with self._lock:
+            if self._torch is not None:
+                self._torch.update_run(start, values, count)
+                return
+            if isinstance(values, float):
+                code = self._view.update_run_to(start, values, count)
+            else:
+                wide = values.dtype is _FLOAT64
+                code = self._view.update_run(start, values.data_ptr(), wide, count)
+        if code != _TAKEN:
+            self._refuse(code, None, values)
+
+    def _refuse(self, code: int, index: torch.Tensor | None, value: torch.Tensor | float) -> None:
+        """Makes a sentence of what the compiled kernel said: the first entry it did not take."""
+        position, of_value = divmod(code, 2)
+        if index is not None and not of_value:
+            refuse(self._operation, self._capacity, True, int(index[position]), position)
+        if isinstance(value, float):
+            refuse(self._operation, self._capacity, False, value, None)
+        else:
+            refuse(self._operation, self._capacity, False, float(value[position]), position)
+
+    def fill(self, value: float) -> None:
+        """Sets every leaf to the value. Cost: O(capacity)."""
+        self.update_range(0, value, self._capacity)
+
+    def clear(self) -> None:
+        """Sets every leaf to the identity, as in a new tree. Cost: O(capacity)."""
+        self.fill(self._operation.identity)
+
+    def rebuild(self) -> None:
+        """Combines every node anew; changes nothing, unless memory was written behind its back.
+
+        Cost: O(capacity), about 0.3 ms for a million leaves.
+        """
+        with self._lock:
+            (self._torch or self._view).rebuild()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            index = range(*index.indices(self._capacity))
+            if index.step == 1:
+                self.update_range(index.start, value, max(len(index), 0))
+                return
+        elif not isinstance(index, torch.Tensor) or index.ndim == 0:
+            with contextlib.suppress(TypeError):  # several
+                index = [operator.index(index)]
+        self.update(index, value)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            rows = range(*index.indices(self._capacity))
+            with self._lock:
+                if rows.step == 1:
+                    return self._leaves[rows.start : max(rows.stop, rows.start)].clone()
+                return self._leaves.index_select(0, as_index(rows, self._device))
+        if not isinstance(index, torch.Tensor) or index.ndim == 0:
+            with contextlib.suppress(TypeError):  # several
+                index = operator.index(index)
+        if isinstance(index, int):
+            if not 0 <= index < self._capacity:
+                refuse(self._operation, self._capacity, True, index, None)
+            with self._lock:
+                self._synchronise()
+                return float(self._leaves[index])
+        index = as_index(index, self._device)
+        with self._lock:
+            if self._torch is not None:
+                return self._torch.gather(index)
+            wrong = (index < 0) | (index >= self._capacity)
+            if bool(wrong.any()):
+                position = int(wrong.nonzero()[0])
+                refuse(self._operation, self._capacity, True, int(index[position]), position)
+            return self._leaves.index_select(0, index)
+
+    def _synchronise(self) -> None:
+        if self._torch is not None:
+            self._torch.synchronise()
+
+    @property
+    def leaves(self) -> torch.Tensor:
+        """All leaves, ``[capacity]``: a copy."""
+        with self._lock:
+            self._synchronise()
+            return self._leaves.clone()
+
+    def reduce(self, start: Any = 0, end: Any = None) -> Any:
+        """The leaves of ``[start, end)`` combined; of an empty range the identity.
+
+        Args:
+            start, end: ints, ``end=None`` for ``capacity``; or int64 ``[K]``, or one of each.
+
+        Returns:
+            A float for ints. For tensors ``[K]``, float64 of sums, else the leaves' dtype.
+
+        Errors: IndexError for a range that is not within the tree, ValueError for one that ends
+        before it starts.
+        Cost: O(log8 capacity) a range, O(1) for the whole tree. The order of additions depends on
+        the range and the capacity only.
+
+        Example:
+            >>> import torch
+            >>> from replaykit.priorities import MinSegmentTree
+            >>> tree = MinSegmentTree(4)
+            >>> tree[0:4] = torch.tensor([3.0, 1.0, 2.0, 5.0])
+            >>> tree.reduce(), tree.reduce(2), tree.reduce(2, 2)
+            (1.0, 2.0, inf)
+            >>> tree.reduce(torch.tensor([0, 2]), torch.tensor([1, 4]))
+            tensor([3., 2.])
+        """
+        if end is None:
+            end = self._capacity
+        if isinstance(start, torch.Tensor) or isinstance(end, torch.Tensor):
+            return self._reduce_each(start, end)
+        start, end = operator.index(start), operator.index(end)
+        if not 0 <= start <= end <= self._capacity:
+            refuse_range(self._capacity, start, end)
+        with self._lock:
+            if self._view is not None:
+                if end - start == self._capacity:
+                    return self._view.root()
+                return self._view.reduce_one(start, end)
+            assert self._torch is not None
+            self._torch.synchronise()
+            bounds = torch.tensor([[start], [end]], device=self._device)
+            return float(self._torch.reduce(bounds[0], bounds[1]))
+
+    def _reduce_each(self, start: Any, end: Any) -> torch.Tensor:
+        bounds = [as_tensor(bound) for bound in (start, end)]
+        count = max(bound.numel() for bound in bounds if bound.ndim)
+        start, end = (
+            as_index(bound if bound.ndim else bound.expand(count), self._device) for bound in bounds
+        )
+        if len(start) != len(end):
+            raise ValueError(f"expected as many starts as ends, got {len(start)} and {len(end)}")
+        with self._lock:
+            if self._torch is not None:
+                return self._torch.reduce(start, end)
+            out = torch.empty(count, dtype=torch.float64, device="cpu")
+            code = self._view.reduce(start.data_ptr(), end.data_ptr(), count, out.data_ptr())
+        if code != _TAKEN:
+            refuse_range(self._capacity, int(start[code]), int(end[code]), code)
+        return out.to(self._operation.inner)
+
+    def _root(self) -> float:
+        with self._lock:
+            return float((self._torch or self._view).root())
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def load(self, leaves: torch.Tensor) -> None:
+        """Takes over ``leaves``, ``[capacity]`` of the tree's dtype, from any device.
+
+        Errors: TypeError for another dtype, ValueError for another length or for values that the
+        tree does not take; all or nothing. Cost: O(capacity).
+        """
+        if not isinstance(leaves, torch.Tensor) or leaves.dtype != self.dtype:
+            got = getattr(leaves, "dtype", type(leaves).__name__)
+            raise TypeError(f"expected leaves of {self.dtype}, got {got}")
+        if leaves.shape != (self._capacity,):
+            raise ValueError(
+                f"expected leaves of shape [{self._capacity}], got {list(leaves.shape)}"
+            )
+        with self._lock:
+            self._synchronise()  # what was refused before belongs to another call
+        self.update_range(0, leaves)
+        with self._lock:
+            self._synchronise()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The leaves; the nodes follow from them, bit for bit."""
+        return {"leaves": self.leaves}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave; KeyError without leaves, else as ``load``."""
+        if "leaves" not in state:
+            raise KeyError(f"expected the key 'leaves', got {sorted(state)}")
+        self.load(state["leaves"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "device": str(self._device), "leaves": self.leaves}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        leaves = state["leaves"]
+        SegmentTree.__init__(self, state["capacity"], dtype=leaves.dtype, device=state["device"])
+        self.load(leaves)
+
+
+class MinSegmentTree(SegmentTree):
+    """An array that knows the minimum of each of its ranges.
+
+    A leaf is +inf until it is set. It takes every number, infinite ones too; ValueError for NaN.
+    See ``SegmentTree`` for what all trees do.
+
+    Example:
+        >>> import torch
+        >>> from replaykit.priorities import MinSegmentTree
+        >>> tree = MinSegmentTree(100)
+        >>> tree.root
+        inf
+        >>> tree[[3, 7]] = torch.tensor([2.0, -1.0])
+        >>> tree.root, tree.reduce(0, 7)
+        (-1.0, 2.0)
+    """
+
+    _operation_name = "min"
+
+    @property
+    def root(self) -> float:
+        """The minimum of all leaves; on an accelerator this waits for it. Cost: O(1)."""
+        return self._root()
+
+
+class MaxSegmentTree(SegmentTree):
+    """An array that knows the maximum of each of its ranges.
+
+    A leaf is -inf until it is set. It takes every number, infinite ones too; ValueError for NaN.
+    See ``SegmentTree`` for what all trees do.
+
+    Example:
+        >>> from replaykit.priorities import MaxSegmentTree
+        >>> tree = MaxSegmentTree(3)
+        >>> tree[0:2] = 4.0
+        >>> tree.root, tree.reduce(2, 3)
+        (4.0, -inf)
+    """
+
+    _operation_name = "max"
+
+    @property
+    def root(self) -> float:
+        """The maximum of all leaves; on an accelerator this waits for it. Cost: O(1)."""
+        return self._root()
+
+
+_EMPTY = -2
+_NOTHING = "expected a positive weight to draw, got a tree in which all are zero"
+
+
+class SumSegmentTree(SegmentTree):
+    """An array of weights that knows the sum of each of its ranges, and finds and draws slots.
+
+    Weights are finite and not negative, and zero until they are set; one that is below the smallest
+    normal number of ``dtype`` is stored as zero. A slot of weight zero is never found or drawn.
+    Sums are float64 whatever the leaves are. See ``SegmentTree`` for what all trees do.
+
+    Source of the search: the inverse of the cumulative distribution (proportional prioritization,
+    Schaul et al., arXiv 1511.05952, appendix B.2.1), on intervals that are open on the right, so
+    that a value on a boundary belongs to the next slot of positive weight.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import SumSegmentTree
+        >>> tree = SumSegmentTree(1000)
+        >>> tree[[1, 2, 900]] = torch.tensor([1.0, 2.0, 5.0])
+        >>> tree.total, tree.reduce(0, 3)
+        (8.0, 3.0)
+        >>> tree.find_prefix(torch.tensor([0.0, 0.5, 1.0, 3.0, 8.0]))
+        tensor([  1,   1,   2, 900, 900])
+        >>> index, weight = tree.draw(4, generator=torch.Generator().manual_seed(0))
+        >>> bool((weight == tree[index]).all())
+        True
+    """
+
+    _operation_name = "sum"
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights; on an accelerator this waits for it. Cost: O(1)."""
+        return self._root()
+
+    def total_tensor(self) -> torch.Tensor:
+        """The sum of all weights, float64 without dimensions, on the device; waits for nothing."""
+        with self._lock:
+            if self._torch is not None:
+                return self._torch.root_tensor()
+            return torch.tensor(self._view.root(), dtype=_FLOAT64, device="cpu")
+
+    @property
+    def nonzero_count(self) -> int:
+        """How many weights are positive. Counted when asked for. Cost: O(capacity)."""
+        with self._lock:
+            self._synchronise()
+            return int(torch.count_nonzero(self._leaves))
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    def find_prefix(self, value: Any) -> Any:
+        """The smallest slot up to which the weights, its own included, sum to more than ``value``.
+
+        Args:
+            value: a number, or ``[K]`` of any real dtype, in ``[0, total]``; the total itself gives
+                the last slot of positive weight.
+
+        Returns:
+            An int for a number, int64 ``[K]`` for a tensor.
+
+        Errors: ValueError for values that are NaN, negative or above the total;
+        EmptyDistributionError if all weights are zero.
+        Cost: O(K log8 capacity).
+        """
+        if (
+            self._view is not None
+            and type(value) is torch.Tensor
+            and value.dtype is _FLOAT64
+            and value.is_cpu
+            and value.dim() == 1
+            and (count := value.numel()) > 1
+            and value.is_contiguous()
+        ):
+            index = torch.empty(count, dtype=_INT64, device="cpu")
+            with self._lock:
+                code = self._view.find(value.data_ptr(), count, True, index.data_ptr(), 0)
+            if code != _TAKEN:
+                self._refuse_value(code, value, True)
+            return index
+        if isinstance(value, numbers.Real):
+            one = torch.full((1,), float(value), dtype=_FLOAT64, device=self._device)
+            return int(self._find(one, True)[0][0])
+        return self._find(self._as_queries(value), True)[0]
+
+    def find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot and weight for each value: what draws, slices and shards are made of.
+
+        Args:
+            x: float64 ``[K]``, not negative. Values from the total on, infinite ones too, give the
+                last slot of positive weight.
+
+        Returns:
+            index int64 ``[K]`` and weight float64 ``[K]``.
+
+        Errors: ValueError for NaN or negative values, EmptyDistributionError if all weights are
+        zero; on an accelerator that gives index -1 and weight 0 instead.
+        """
+        return self._find(self._as_queries(x), False)
+
+    def _as_queries(self, value: Any) -> torch.Tensor:
+        queries = as_numbers(value, self._device)
+        if queries.ndim != 1:
+            raise ValueError(f"expected values of shape [K], got {list(queries.shape)}")
+        return queries.to(_FLOAT64)
+
+    def _find(self, x: torch.Tensor, limited: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._torch is not None:
+            with self._lock:
+                found = self._torch.find(x, limited)
+            if found is None:
+                if x.numel():
+                    raise EmptyDistributionError(_NOTHING)
+                found = x.to(_INT64), x
+            return found
+        count = x.numel()
+        index, weight = (
+            torch.empty(count, dtype=_INT64, device="cpu"),
+            torch.empty(count, dtype=_FLOAT64, device="cpu"),
+        )
+        with self._lock:
+            code = self._view.find(
+                x.data_ptr(), count, limited, index.data_ptr(), weight.data_ptr()
+            )
+        if code != _TAKEN:
+            self._refuse_value(code, x, limited)
+        return index, weight
+
+    def _refuse_value(self, code: int, x: torch.Tensor, limited: bool) -> None:
+        if code == _EMPTY:
+            raise EmptyDistributionError(_NOTHING)
+        refuse_query(self.total if limited else math.inf, float(x[code]), code)
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        batch_size: int,
+        *,
+        generator: torch.Generator | None = None,
+        stratified: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots at random, each with probability weight / total, and their weights.
+
+        Args:
+            batch_size: how many, ``B``.
+            generator: where the randomness comes from, on the tree's device; torch's global one
+                if None. One float64 uniform is taken a slot.
+            stratified: one slot from each of ``B`` equal parts of the total, in ascending order,
+                instead of ``B`` independent ones; lower variance, same expectation.
+
+        Returns:
+            index int64 ``[B]`` and weight float64 ``[B]``.
+
+        Errors: ValueError for a negative ``batch_size``; EmptyDistributionError if all weights are
+        zero, before the generator moves. On an accelerator that gives index -1 and weight 0.
+        Cost: O(B log8 capacity). The same uniforms give the same slots on every kernel.
+        """
+        if batch_size < 0:
+            raise ValueError(f"expected a batch size of at least 0, got {batch_size}")
+        if self._torch is not None:
+            with self._lock:
+                drawn = self._torch.draw(batch_size, generator, stratified)
+            if drawn is None:
+                if batch_size:
+                    raise EmptyDistributionError(_NOTHING)
+                none = torch.empty(0, dtype=_FLOAT64, device=self._device)
+                drawn = none.to(_INT64), none
+            return drawn
+        # The uniforms become the weights in place. Made under the lock, so that the order of draws
+        # is that in which the generator moves.
+        index = torch.empty(batch_size, dtype=_INT64, device="cpu")
+        with self._lock:
+            if batch_size and not self._view.root() > 0:
+                raise EmptyDistributionError(_NOTHING)
+            weight = torch.rand(batch_size, dtype=_FLOAT64, generator=generator, device="cpu")
+            self._view.draw(weight.data_ptr(), batch_size, index.data_ptr(), stratified)
+        return index, weight

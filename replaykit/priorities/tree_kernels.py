@@ -1,0 +1,314 @@
+"""Choose the kernel of a tree, and run trees in torch on any device."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from typing import Any
+
+import torch
+
+from replaykit import native
+from replaykit.priorities.tree_layout import (
+    FAN,
+    Levels,
+    Operation,
+    refuse,
+    refuse_query,
+    refuse_range,
+)
+
+__all__ = ["TorchKernel", "available_kernels", "chosen_kernel", "native_view"]
+
+_VARIABLE = "REPLAYKIT_TREE"
+
+
+def available_kernels() -> list[str]:
+    """Names of the kernels that trees on this machine's CPU can use, the fastest first.
+
+    Example:
+        >>> from replaykit.priorities.tree_kernels import available_kernels
+        >>> available_kernels()[-1]
+        'torch'
+    """
+    core = native.core()
+    return [*([] if core is None else core.tree_kernels()), "torch"]
+
+
+def chosen_kernel(device: torch.device) -> str:
+    """The name of the kernel for a tree on that device.
+
+    The environment variable ``REPLAYKIT_TREE`` (``avx512``, ``portable`` or ``torch``) overrides
+    the choice for the CPU; RuntimeError where it names one that this machine cannot use.
+    """
+    if device.type != "cpu":
+        return "torch"
+    there = available_kernels()
+    wanted = os.environ.get(_VARIABLE, "").strip().lower()
+    if not wanted:
+        return there[0]
+    if wanted not in there:
+        raise RuntimeError(
+            f"expected {_VARIABLE} to name a kernel that this machine can use, one of "
+            f"{', '.join(there)}, got {wanted}"
+        )
+    return wanted
+
+
+def native_view(
+    name: str,
+    operation: Operation,
+    levels: Levels,
+    leaves: torch.Tensor,
+    nodes: torch.Tensor,
+) -> Any:
+    """The compiled kernel over that memory, which the caller keeps alive."""
+    return native.core().SegmentTree(
+        operation.name,
+        operation.leaf == torch.float64,
+        name,
+        leaves.data_ptr(),
+        nodes.data_ptr(),
+        levels.capacity,
+    )
+
+
+_LAST = math.nextafter(1.0, 0.0)
+_INDEX, _VALUE, _QUERY, _RANGE = 1, 2, 3, 4
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """Numbers as int64, without loss: an index is one already."""
+    return value.to(torch.float64).view(torch.int64)
+
+
+def _number(bits: int) -> float:
+    number: float = struct.unpack("d", struct.pack("q", bits))[0]
+    return number
+
+
+class TorchKernel:
+    """The operations of a tree over leaves ``[levels.leaves]`` and entries ``[levels.entries]``."""
+
+    name = "torch"
+
+    def __init__(
+        self, operation: Operation, levels: Levels, leaves: torch.Tensor, nodes: torch.Tensor
+    ) -> None:
+        self._operation = operation
+        self._capacity = levels.capacity
+        # Children of the nodes, from the leaves upwards, `[count, 8]` each.
+        self._children = [leaves.view(-1, FAN)]
+        self._entries = []
+        for count, offset in zip(levels.counts, levels.offsets, strict=True):
+            padded = -(-count // FAN) * FAN
+            self._entries.append(nodes[offset : offset + padded])
+            self._children.append(self._entries[-1].view(-1, FAN))
+        self._leaves = leaves
+        self._counts = (levels.capacity, *levels.counts)
+        self._deferred = leaves.device.type != "cpu"
+        # Kind, position, offender and what goes with it, of the first entry that was refused.
+        self._refused = torch.zeros(4, dtype=torch.int64, device=leaves.device)
+
+    # -- refusing ---------------------------------------------------------------------------------
+
+    def synchronise(self) -> None:
+        """Raises what an earlier call on an accelerator had to refuse; once."""
+        if self._deferred:
+            noted = self._refused.tolist()
+            if noted[0]:
+                self._refused.zero_()
+                self._raise(*noted)
+
+    def _raise(self, kind: int, position: int, first: int, second: int) -> None:
+        if kind == _INDEX:
+            refuse(self._operation, self._capacity, True, first, position)
+        elif kind == _VALUE:
+            refuse(self._operation, self._capacity, False, _number(first), position)
+        elif kind == _QUERY:
+            refuse_query(_number(second), _number(first), position)
+        else:
+            refuse_range(self._capacity, first, second, position)
+
+    def _refuse(
+        self, bad: torch.Tensor, kind: torch.Tensor | int, first: torch.Tensor, second: Any = None
+    ) -> torch.Tensor | None:
+        """Raises for the first bad entry; on an accelerator notes it, and says whether any is."""
+        any_bad = bad.any()
+        if not self._deferred and not bool(any_bad):
+            return None
+        size = bad.numel()
+        if size == 0:
+            return None
+        order = torch.arange(size, device=bad.device)
+        position = torch.where(bad, order, size).amin().clamp(max=size - 1).reshape(1)
+        kinds = torch.full_like(order, kind) if isinstance(kind, int) else kind
+        columns = (kinds, order, first, order if second is None else second)
+        noted = torch.cat([column.index_select(0, position) for column in columns])
+        if not self._deferred:
+            self._raise(*noted.tolist())
+        # In place, so that a captured graph notes it where `synchronise` looks.
+        first_one = any_bad & (self._refused[0] == 0)
+        self._refused.copy_(torch.where(first_one, noted, self._refused))
+        return any_bad
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def update(self, index: torch.Tensor, value: torch.Tensor | float) -> None:
+        """Sets leaves; of equal indices the last wins. All or nothing."""
+        if index.numel() == 0:
+            return
+        if not isinstance(value, torch.Tensor):
+            value = torch.full(index.shape, value, dtype=torch.float64, device=index.device)
+        wrong = (index < 0) | (index >= self._capacity)
+        bad = wrong | self._operation.refuses(value)
+        kind = torch.where(wrong, _INDEX, _VALUE)
+        refused = self._refuse(bad, kind, torch.where(wrong, index, _bits(value)))
+        if refused is not None:
+            index = index.clamp(0, self._capacity - 1)
+        # The order in which a scatter writes equal indices is not defined. After this all entries
+        # of one index carry the value of the last, and it does not matter.
+        index, order = torch.sort(index, stable=True)
+        last = torch.searchsorted(index, index, right=True) - 1
+        leaf = self._operation.stored(value).index_select(0, order.index_select(0, last))
+        if refused is not None:
+            leaf = torch.where(refused, self._leaves.index_select(0, index), leaf)
+        self._leaves.index_copy_(0, index, leaf)
+        self._refresh(index)
+
+    def update_run(self, start: int, value: torch.Tensor | float, count: int) -> None:
+        """Sets the leaves ``start .. start + count - 1``. All or nothing."""
+        if count == 0:
+            return
+        if not isinstance(value, torch.Tensor):
+            value = torch.full((count,), value, dtype=torch.float64, device=self._leaves.device)
+        refused = self._refuse(self._operation.refuses(value), _VALUE, _bits(value))
+        run = self._leaves[start : start + count]
+        leaf = self._operation.stored(value)
+        run.copy_(leaf if refused is None else torch.where(refused, run, leaf))
+        first, last = start, start + count - 1
+        for children, entries in zip(self._children, self._entries, strict=False):
+            first, last = first // FAN, last // FAN
+            entries[first : last + 1] = self._operation.combine(children[first : last + 1])
+
+    def _refresh(self, index: torch.Tensor) -> None:
+        counts = self._counts[1:]
+        for children, entries, count in zip(self._children, self._entries, counts, strict=False):
+            index = index // FAN
+            if count <= index.numel():
+                entries[:count] = self._operation.combine(children[:count])
+            else:
+                touched = self._operation.combine(children.index_select(0, index))
+                entries.index_copy_(0, index, touched)
+
+    def rebuild(self) -> None:
+        """Combines every node anew."""
+        for children, entries, count in zip(
+            self._children, self._entries, self._counts[1:], strict=False
+        ):
+            entries[:count] = self._operation.combine(children[:count])
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """The leaves of these indices; of those outside, on an accelerator, the first or last."""
+        bad = (index < 0) | (index >= self._capacity)
+        if self._refuse(bad, _INDEX, index) is not None:
+            index = index.clamp(0, self._capacity - 1)
+        return self._leaves.index_select(0, index)
+
+    def root_tensor(self) -> torch.Tensor:
+        """All leaves combined, a tensor without dimensions."""
+        return self._operation.combine(self._children[-1][0])
+
+    def root(self) -> float:
+        """All leaves combined."""
+        self.synchronise()
+        return float(self.root_tensor())
+
+    def reduce(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Leaves ``start .. end - 1`` of each range combined, in the native kernel's order."""
+        capacity, operation = self._capacity, self._operation
+        bad = (start < 0) | (start > end) | (end > capacity)
+        if self._refuse(bad, _RANGE, start, end) is not None:
+            start, end = torch.where(bad, 0, start), torch.where(bad, 0, end)
+        result = torch.full_like(start, operation.identity, dtype=operation.inner)
+        top = len(self._children) - 1
+        for level, (children, count) in enumerate(zip(self._children, self._counts, strict=True)):
+            end = torch.where((end == count) & (start < end), len(children) * FAN, end)
+            left, right = start // FAN, end // FAN
+            done = (left == right) | (level == top)
+            # In the left node up to the end if that is in it, else to the node's end, unless the
+            # node is taken whole, one level up.
+            stop = torch.where(done, end - left * FAN, torch.where(start % FAN != 0, FAN, 0))
+            result = operation.both(result, self._part(children, left, start - left * FAN, stop))
+            if level == top:
+                break
+            stop = torch.where(done, 0, end % FAN)
+            result = operation.both(result, self._part(children, right, stop * 0, stop))
+            start = torch.where(done, 0, (start + FAN - 1) // FAN)
+            end = torch.where(done, 0, right)
+        return result
+
+    def _part(
+        self, children: torch.Tensor, node: torch.Tensor, first: torch.Tensor, stop: torch.Tensor
+    ) -> torch.Tensor:
+        lane = torch.arange(FAN, device=children.device)
+        kept = (lane >= first.unsqueeze(1)) & (lane < stop.unsqueeze(1))
+        eight = children.index_select(0, node.clamp(max=len(children) - 1))
+        return self._operation.combine(torch.where(kept, eight, self._operation.identity))
+
+    def find(self, x: torch.Tensor, limited: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Slot and weight of each value; None without a positive weight (not on an accelerator)."""
+        total = self.root_tensor()
+        if not self._deferred and not bool(total > 0):
+            return None
+        bad = ~(x >= 0) | (x > total) if limited else ~(x >= 0)
+        limit = (total if limited else torch.full_like(total, math.inf)).expand(x.shape)
+        if self._refuse(bad, _QUERY, _bits(x), _bits(limit)) is not None:
+            x = torch.where(bad, 0.0, x)
+        return self._descend(x, total)
+
+    def draw(
+        self, batch_size: int, generator: torch.Generator | None, stratified: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Slots and weights at random; None without a positive weight (not on an accelerator)."""
+        total = self.root_tensor()
+        if not self._deferred and not bool(total > 0):
+            return None
+        device = total.device
+        u = torch.rand(batch_size, dtype=torch.float64, device=device, generator=generator)
+        if stratified:
+            # Divided by a tensor: by a number, an accelerator would multiply with its inverse.
+            strata = torch.full_like(u, batch_size)
+            u = (torch.arange(batch_size, dtype=torch.float64, device=device) + u) / strata
+        return self._descend(u.clamp(max=_LAST) * total, total)
+
+    def _descend(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
+        # The total is added in another order than the prefixes, and may differ from them by a
+        # rounding; an infinite value enters the last positive child everywhere.
+        x = torch.where(x >= total, math.inf, x)
+        rank = torch.arange(1, FAN + 1, device=x.device)
+        eight = before = chosen = at.unsqueeze(1)
+        for children in reversed(self._children):
+            eight = children.index_select(0, at)
+            before = torch.zeros(len(at), FAN + 1, dtype=torch.float64, device=x.device)
+            p = before[:, 1:]
+            p.copy_(eight)
+            # A scan over eight lanes in three steps: the kernels' order of additions.
+            p[:, 1::2].add_(p[:, 0::2])
+            halves = p.unflatten(1, (2, 4))
+            halves[:, :, 2:].add_(halves[:, :, 1:2])
+            p[:, 4:].add_(p[:, 3:4])
+            allowed = (before[:, :FAN] <= x.unsqueeze(1)).logical_and_(eight > 0)
+            # The first child where there is none, which only happens in a tree of zeros.
+            chosen = (allowed * rank).amax(1, keepdim=True).sub_(1).clamp_(min=0)
+            x = x - before.gather(1, chosen).squeeze(1)
+            at = (at * FAN).add_(chosen.squeeze(1))
+        weight = eight.gather(1, chosen).squeeze(1).to(torch.float64)
+        if self._deferred:
+            empty = ~(total > 0)
+            at, weight = torch.where(empty, -1, at), torch.where(empty, 0.0, weight)
+        return at, weight

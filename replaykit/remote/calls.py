@@ -1,0 +1,342 @@
+"""Call the methods of a buffer in its actor, also from loaders."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import is_tensordict
+from replaykit._ray import Carried
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.buffer_dataset import MemberFacts, RemoteRequest
+from replaykit.buffer.core import DataT, checked_batch_size
+from replaykit.buffer.dataloader import LoadingElsewhere
+from replaykit.remote.requests import RemoteResult, Reply, fetch, running_ray
+from replaykit.remote.wire_format import ITSELF, Message, pack, unpack
+from replaykit.storages.save_hooks import check_no_checkpointer
+from replaykit.transfer import to_device
+
+__all__ = ["Forwarding", "RemoteLoader"]
+
+_LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
+_LOCAL = {
+    "episodes": "ask in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
+}
+_RESTARTING = frozenset(
+    {
+        "append_transform",
+        "empty",
+        "insert_transform",
+        "load",
+        "load_state_dict",
+        "loads",
+        "set_rng",
+        "set_sampler",
+        "set_storage",
+        "set_writer",
+    }
+)
+"""After these, batches that were asked for before are of another buffer, as it were."""
+
+_WAITING = {
+    "add": "writing",
+    "cut": "writing",
+    "extend": "writing",
+    "flush": "writing",
+    "sample": "sampling",
+}
+"""Methods that a rate limiter may hold up, and what has its place among them; the threads of the
+actor that wait there."""
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    original = getattr(ReplayBuffer, name)
+
+    def method(self: Any, *args: Any, **keywords: Any) -> Any:
+        return self._invoke(name, args, keywords)
+
+    functools.update_wrapper(method, original)
+    method.__doc__ = f"{_first_line(original)} As ``ReplayBuffer.{name}``, in the actor."
+    return method
+
+
+def _forwarded_property(name: str) -> property:
+    original = getattr(ReplayBuffer, name)
+    return property(
+        lambda self: self._read(name),
+        doc=f"{_first_line(original)} A copy of it, where it is an object.",
+    )
+
+
+def _first_line(original: Any) -> str:
+    return (original.__doc__ or "").strip().split("\n\n")[0].replace("\n        ", " ")
+
+
+class Forwarding:
+    """Calls by name, and every method and property of a buffer that needs nothing else.
+
+    Args:
+        actor: handle of a `Host`.
+        cls: class of the buffer.
+        devices: whether the actor takes tensors on accelerators; otherwise they go as CPU tensors.
+        paced: whether the buffer has a rate limiter: what waits then has threads of its own.
+    """
+
+    def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
+        self._actor = actor
+        self._cls = cls
+        self._devices = devices
+        self._paced = paced
+        self._methods: dict[tuple[str, str | None], Any] = {}
+
+    # -- the way of a call --------------------------------------------------------------------
+
+    def _live(self) -> Any:
+        actor = self._actor
+        if actor is None:
+            raise RuntimeError("this buffer was closed")
+        running_ray()
+        return actor
+
+    def _submit(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Sends a call and returns its object reference."""
+        actor = self._live()
+        packed = [self._packed(arg) for arg in args]
+        named = {key: self._packed(value) for key, value in keywords.items()}
+        if self._paced and name in _WAITING:
+            return self._method("wait", _WAITING[name]).remote(name, packed, named)
+        return actor.call.remote(name, packed, named)
+
+    def _method(self, name: str, threads: str | None, results: int = 1) -> Any:
+        """Ray's method of that name, with its options, which are looked at once."""
+        actor = self._live()
+        found = self._methods.get((name, threads))
+        if found is None:
+            options: dict[str, Any] = {"num_returns": results} if results > 1 else {}
+            if threads and self._paced:
+                options["concurrency_group"] = threads
+            found = getattr(actor, name)
+            found = self._methods[name, threads] = found.options(**options) if options else found
+        return found
+
+    def _packed(self, value: Any) -> Message:
+        if not self._devices and (
+            isinstance(value, torch.Tensor) or is_tensordict(value) or is_tensorclass(value)
+        ):
+            device = value.device
+            if device is not None and device.type != "cpu":
+                value = to_device(value, "cpu")
+        return pack(value)
+
+    def _invoke(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Calls a method after the writes of this handle, and returns what it returns."""
+        self._before(name)
+        return self._own(Reply(self._submit(name, args, keywords)).get())
+
+    def _before(self, name: str) -> None:
+        """Whatever has to be on its way before a call."""
+
+    def _own(self, result: Any) -> Any:
+        return self if result is ITSELF else result
+
+    def _read(self, name: str) -> Any:
+        self._before(name)
+        return self._own(unpack(fetch(self._live().read.remote(name)), devices=True))
+
+    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Returns ``function(buffer, *args, **keywords)``, called in the actor.
+
+        For what takes several calls, or gives something that does not travel, as
+        ``rb.run(lambda buffer: buffer.episodes.lengths)``. Other calls wait meanwhile.
+        """
+        self._before("run")
+        packed = [self._packed(arg) for arg in args]
+        named = {key: self._packed(value) for key, value in keywords.items()}
+        return self._own(
+            unpack(fetch(self._live().run.remote(pack(function), packed, named)), devices=True)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the class of the buffer has, such as ``data_path`` of a data set."""
+        if name.startswith("_") or name in _LIFECYCLE:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if name in _LOCAL:
+            raise AttributeError(f"{name!r} does not travel: {_LOCAL[name]}")
+        found = inspect.getattr_static(self._cls, name, None)
+        if callable(found) or isinstance(found, (classmethod, staticmethod)):
+            return functools.partial(self._called, name)
+        return self._read(name)
+
+    def _called(self, name: str, *args: Any, **keywords: Any) -> Any:
+        return self._invoke(name, args, keywords)
+
+    # -- the buffer's own ---------------------------------------------------------------------
+
+    append_transform = _forwarded("append_transform")
+    can_sample = _forwarded("can_sample")
+    cut = _forwarded("cut")
+    dump = _forwarded("dump")
+    dumps = _forwarded("dumps")
+    empty = _forwarded("empty")
+    insert_transform = _forwarded("insert_transform")
+    load = _forwarded("load")
+    load_state_dict = _forwarded("load_state_dict")
+    loads = _forwarded("loads")
+    mark_update = _forwarded("mark_update")
+    read_all_in_order = _forwarded("read_all_in_order")
+    register_load_hook = _forwarded("register_load_hook")
+    register_save_hook = _forwarded("register_save_hook")
+    save = _forwarded("save")
+    set_ = _forwarded("set_")
+    set_at_ = _forwarded("set_at_")
+    set_rng = _forwarded("set_rng")
+    set_sampler = _forwarded("set_sampler")
+    set_storage = _forwarded("set_storage")
+    set_writer = _forwarded("set_writer")
+    state_dict = _forwarded("state_dict")
+    stats = _forwarded("stats")
+    update_ = _forwarded("update_")
+    update_if_present = _forwarded("update_if_present")
+    update_priority = _forwarded("update_priority")
+    update_tensordict_priority = _forwarded("update_tensordict_priority")
+    write_all = _forwarded("write_all")
+
+    batch_size = _forwarded_property("batch_size")
+    initialized = _forwarded_property("initialized")
+    priority_key = _forwarded_property("priority_key")
+    sampler = _forwarded_property("sampler")
+    shared = _forwarded_property("shared")
+    storage = _forwarded_property("storage")
+    transform = _forwarded_property("transform")
+    write_count = _forwarded_property("write_count")
+    writer = _forwarded_property("writer")
+
+    def __len__(self) -> int:
+        return int(self._invoke("__len__", (), {}))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._invoke("__setitem__", (index, value), {})
+
+    @property
+    def service_backend(self) -> str:
+        """``"ray"``: the buffer is in an actor."""
+        return "ray"
+
+    @property
+    def checkpointer(self) -> None:
+        """None: a buffer saves itself, in one format. TypeError for any other value."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
+
+    @property
+    def dim_extend(self) -> int:
+        """Dimension of written data that is time; it cannot be changed later."""
+        return int(self._read("dim_extend"))
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        fetch(self._live().assign.remote("dim_extend", pack(value)))
+
+
+_SEEDS = 2**62
+
+
+class RemoteLoader(Forwarding, LoadingElsewhere[DataT]):
+    """``dataloader``, and what `BufferDataset` asks for."""
+
+    def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
+        super().__init__(actor, cls, devices=devices, paced=paced)
+        self._process = os.getpid()
+
+    def _size_of(self, batch_size: int | None) -> int:
+        size = self.batch_size if batch_size is None else checked_batch_size(batch_size)
+        if size is None:
+            raise RuntimeError(
+                "batch_size not specified: expected a batch_size, of the buffer or in this call"
+            )
+        return int(size)
+
+    def _check_loader(self) -> None:
+        self._before("check_loader")
+        fetch(self._method("check_loader", None).remote())
+
+    def _check_workers(self, method: str | None = None) -> None:
+        if method == "fork" or self._process != os.getpid():
+            raise ValueError(
+                "expected worker processes that are spawned (multiprocessing_context='spawn'): "
+                "one that was forked has no connection with Ray"
+            )
+
+    def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
+        def asked(size: int) -> RemoteRequest:
+            seed = int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
+            return _Seeded(self, size, seed)
+
+        return asked
+
+    def _carried(self) -> Carried:
+        return Carried.of(self._handed_on())
+
+    # -- as a member of an ensemble -----------------------------------------------------------
+
+    def _facts_of_member(self) -> MemberFacts:
+        return cast(MemberFacts, Reply(self._told("facts")).get())
+
+    def _be_fresh(self, rows: int) -> None:
+        """Nothing is known here."""
+
+    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
+        return RemoteResult(Reply(self._told("part", rows, seed, known)))
+
+    def _ask_standing(self, rows: int) -> RemoteRequest:
+        return RemoteResult(Reply(self._told("standing", rows)))
+
+    def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
+        return _Plain(self._told("check_stored", self._packed(index)))
+
+    def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
+        self._before(name)
+        return RemoteResult(Reply(self._submit(name, args, keywords)))
+
+    def _told(self, name: str, *args: Any) -> Any:
+        """Sends a message of an ensemble's, after the writes of this handle."""
+        self._before(name)
+        return self._method(name, None).remote(*args)
+
+    def _handed_on(self) -> RemoteLoader[DataT]:
+        from replaykit.remote.ray_buffer import RayReplayBufferClient
+
+        return RayReplayBufferClient(
+            self._live(), self._cls, devices=self._devices, paced=self._paced
+        )
+
+
+class _Plain:
+    """The answer to a message that only says whether something is so."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    def result(self, timeout: float | None = None) -> Any:
+        return fetch(self._ref, timeout)
+
+
+class _Seeded:
+    """A batch that is asked for when somebody wants it."""
+
+    def __init__(self, handle: RemoteLoader, size: int, seed: int) -> None:
+        self._handle, self._size, self._seed = handle, size, seed
+
+    def result(self, timeout: float | None = None) -> Any:
+        handle = self._handle
+        handle._before("draw")
+        return Reply(handle._method("draw", None).remote(self._size, self._seed)).get(timeout)

@@ -1,0 +1,241 @@
+"""Draw by priority among eligible rows, and without repetition."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from replaykit.episodes import CountLaw, EpisodeIndex
+from replaykit.episodes.episode_laws import GOES_ON
+from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.priority_table import PriorityTable, SetElements
+
+__all__ = ["EligiblePriorities", "drawn_distinct"]
+
+Array = np.ndarray[Any, Any]
+
+_MANY = 2
+"""All rows are looked at where as many as one part in so many would have to be."""
+
+
+class _Seen(NamedTuple):
+    """What the tree was derived from, and how far rows had come then; int64 ``[lanes]`` each."""
+
+    table: PriorityTable
+    episodes: EpisodeIndex
+    rebuilt: int
+    numbering: int
+    law: CountLaw
+    version: int
+    lo: Array
+    hi: Array
+    opened: Array
+    """First stored row of the episode that was open; ``hi`` where none was. Of laws that leave
+    open episodes out."""
+
+
+class EligiblePriorities:
+    """A sum tree with ``v`` of the rows with which windows of a law may start, and 0 elsewhere.
+
+    It is a second tree beside that of a PriorityTable, which it never changes: what is drawn by
+    follows from priorities and the episode index, so that another window length, or other needs of
+    transforms, and back again, give exactly the probabilities of before.
+
+    Kept up at the next draw, not at every write and update: the rows written since, those that
+    could be no starts yet because rows were missing after them, those at the oldest end, and the
+    rows whose priorities were set. Where law, index or exponent are others, or streams have come
+    or gone, all rows.
+
+    Cost: O(changed * log N), or O(N); 6 bytes a row in float32, 10 in float64. The storage's lock
+    guards it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: _Seen | None = None
+        self._sums: SumSegmentTree | None = None
+        self._eligible = torch.empty(0, dtype=torch.bool, device="cpu")
+        self._process = -1
+        self._watched: PriorityTable | None = None
+        self._watch = SetElements()
+
+    def follow(self, table: PriorityTable, index: EpisodeIndex, law: CountLaw) -> SumSegmentTree:
+        """Returns the tree of a table's elements, up to date.
+
+        Args:
+            table: with a priority for each stored element.
+            index: up to date.
+            law: how many windows an episode has; its first rows are their starts.
+        """
+        seen = self._seen
+        if self._watched is not table:
+            self._watched, self._watch = table, table.watch()
+        changed = self._watch.take()
+        known = (
+            changed is not None
+            and seen is not None
+            and seen.table is table
+            and seen.episodes is index
+            and seen.rebuilt == index.rebuilt
+            and seen.numbering == index.numbering
+            and seen.law == law
+        )
+        if known and not changed and seen is not None and seen.version == index.version:
+            assert self._sums is not None
+            return self._sums
+        self._seen = None  # if this is interrupted, all rows are looked at again
+        lane = np.arange(index.lanes)
+        lo, hi = (np.full(index.lanes, bound) for bound in index.bounds(lane))
+        rows = None
+        if known and seen is not None:
+            rows = _stale(seen, index, lo, hi, lane)
+        sums = self._sums
+        if rows is None or changed is None or sums is None:
+            sums = self._derive_all(table, index, law)
+        else:
+            self._derive(sums, table, index, law, rows, changed)
+        opened = _opened(index, lo, hi, lane) if law.closed else hi
+        self._seen = _Seen(
+            table, index, index.rebuilt, index.numbering, law, index.version, lo, hi, opened
+        )
+        return sums
+
+    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    def _derive_all(
+        self, table: PriorityTable, index: EpisodeIndex, law: CountLaw
+    ) -> SumSegmentTree:
+        sums, count = self._sums, table.length
+        if (
+            sums is None
+            or (sums.capacity, sums.dtype) != (table.capacity, table.law.dtype)
+            or self._eligible.device != table.device
+            or self._process != os.getpid()
+        ):
+            sums = SumSegmentTree(table.capacity, dtype=table.law.dtype, device=table.device)
+            self._sums, self._process = sums, os.getpid()
+            self._eligible = torch.empty(table.capacity, dtype=torch.bool, device=table.device)
+        # What lies above are rows that are not stored any more.
+        self._eligible.fill_(False)
+        sums.clear()
+        if count:
+            start = index.eligible_starts(law, *index.place(np.arange(count)))
+            self._eligible[:count] = torch.from_numpy(start).to(table.device)
+            sums.update_range(0, table.values().where(self._eligible[:count], 0.0))
+        return sums
+
+    def _derive(
+        self,
+        sums: SumSegmentTree,
+        table: PriorityTable,
+        index: EpisodeIndex,
+        law: CountLaw,
+        rows: tuple[Array, Array],
+        changed: list[torch.Tensor],
+    ) -> None:
+        time, lane = rows
+        if len(time):
+            element = torch.from_numpy(index.element(time, lane)).to(table.device)
+            start = index.eligible_starts(law, time, lane)
+            self._eligible[element] = torch.from_numpy(start).to(table.device)
+            changed = [*changed, element]
+        if changed:
+            at = changed[0] if len(changed) == 1 else torch.cat(changed)
+            sums.update(at, table.values(at).where(self._eligible[at], 0.0))
+
+
+def _stale(
+    seen: _Seen, index: EpisodeIndex, lo: Array, hi: Array, lane: Array
+) -> tuple[Array, Array] | None:
+    """Times and lanes of rows that may have become starts, or starts no more; None: many."""
+    if seen.version == index.version:
+        nothing = np.empty(0, np.int64)
+        return nothing, nothing
+    if len(seen.hi) != len(hi) or not (hi > lo).all():
+        return None
+    law = seen.law
+    # The newest end: rows written since, and those after which rows were missing.
+    first = seen.hi - max(law.least, -law.add) - law.past - law.open_future
+    if law.closed:  # episodes that have ended since, from where they begin
+        stored = seen.hi > lo
+        newest = np.where(stored, seen.hi - 1, lo)
+        ended = index.episodes_at(newest, lane)[2] != GOES_ON
+        first = np.where(stored & ended, np.minimum(first, seen.opened), first)
+    first = np.maximum(first, lo)
+    if len(lane) == 1 and law == CountLaw.strict(law.least):
+        time = np.arange(first[0], hi[0])
+        return (time, np.zeros_like(time)) if len(time) * _MANY <= hi[0] - lo[0] else None
+    # The oldest end, where the begin of an episode may have been overwritten.
+    until = lo
+    if law.past or law.below or law.add != 1 - law.least:
+        until = np.where(lo > seen.lo, np.minimum(lo + law.past + law.least + 1, first), lo)
+    if law.intact:
+        begin, last, _, _ = index.episodes_at(lo, lane)
+        cut_now = (begin < lo) & (begin >= seen.lo)
+        until = np.where(cut_now, np.maximum(until, np.minimum(last + 1, first)), until)
+    count = (hi - first) + (until - lo)
+    if int(count.sum()) * _MANY > int((hi - lo).sum()):
+        return None
+    return _ranges(np.concatenate([lo, first]), np.concatenate([until, hi]), np.tile(lane, 2))
+
+
+def _opened(index: EpisodeIndex, lo: Array, hi: Array, lane: Array) -> Array:
+    if not (hi > lo).all():
+        return hi
+    begin, _, code, _ = index.episodes_at(hi - 1, lane)
+    return np.where(code == GOES_ON, np.maximum(begin, lo), hi)
+
+
+def _ranges(start: Array, end: Array, lane: Array) -> tuple[Array, Array]:
+    """All times of ``[start, end)``, and their lanes: int64 ``[K]`` each."""
+    count = np.maximum(end - start, 0)
+    before = np.cumsum(count) - count
+    time = np.arange(int(count.sum())) + np.repeat(start - before, count)
+    return time, np.repeat(lane, count)
+
+
+_ROUNDS = 8
+
+
+def drawn_distinct(
+    table: PriorityTable, sums: SumSegmentTree, count: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns up to ``count`` elements drawn one after another from what is left, and their ``v``.
+
+    Fewer where fewer have weight. Independent draws of which repeated ones are dropped have this
+    law; where that would take long, since the rest of the weight is small, every element left gets
+    a key ``e / v``, e standard exponential, and those of the lowest keys come next, in that order,
+    which is the same law (Efraimidis and Spirakis 2006, "Weighted random sampling with a
+    reservoir").
+
+    Args:
+        table: of the priorities.
+        sums: a tree over ``v`` of the elements to draw from, with a positive sum.
+
+    Cost: O(count * log N) if it is a small part of the weight, else O(N).
+    """
+    drawn = torch.empty(0, dtype=torch.int64, device=table.device)
+    value = torch.empty(0, dtype=torch.float64, device=table.device)
+    few = 4 * count >= table.length
+    for _ in range(0 if few else _ROUNDS):
+        more, its = table.draw(count, generator, False, sums)
+        drawn, value = _first_of_each(torch.cat([drawn, more]), torch.cat([value, its]))
+        if len(drawn) >= count:
+            return drawn[:count], value[:count]
+    left = sums[: table.length].to(torch.float64)
+    left[drawn] = 0.0
+    rest = left.nonzero()[:, 0]
+    mass = left[rest]
+    device = table.device if generator is None else generator.device
+    uniform = torch.rand(len(rest), dtype=torch.float64, generator=generator, device=device)
+    key = -torch.log1p(-uniform.to(table.device)) / mass
+    order = key.argsort(stable=True)[: count - len(drawn)]
+    return torch.cat([drawn, rest[order]]), torch.cat([value, mass[order]])
+
+
+def _first_of_each(drawn: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements in order, each where it came first."""
+    found: tuple[Any, Any] = np.unique(drawn.cpu().numpy(), return_index=True)
+    first = torch.from_numpy(np.sort(found[1])).to(drawn.device)
+    return drawn[first], value[first]

@@ -1,0 +1,291 @@
+"""Draw rows uniformly, with and without replacement."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from typing_extensions import Self
+
+from replaykit._compat import arange
+from replaykit.checkpoint import ReadLater, ReadOnce
+from replaykit.episodes import WINDOWS
+from replaykit.keywords import checked_keywords
+from replaykit.samplers.sampler import (
+    Sampler,
+    as_drawn,
+    drawing_device,
+    made_of_saved,
+    require_rows,
+)
+from replaykit.samplers.window_measures import Eligible, eligible_records, index_for
+from replaykit.storages import Storage
+from replaykit.storages.indexing import ravel
+
+__all__ = ["RandomSampler", "SamplerWithoutReplacement"]
+
+Array = np.ndarray[Any, Any]
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Draws the pieces of a permutation of the stored records, pass after pass.
+
+    ``ran_out`` turns True with the batch that ends a pass; it may be shorter than asked for. The
+    next draw begins a new pass, and so does a change of the number of stored records.
+    Overwriting records at constant length does not.
+
+    Where transforms read the rows around, a pass has the rows that can be drawn when it begins.
+    A row that no longer has what they need when its turn comes is left out of the pass. If writes
+    leave none of them, the next draw begins a new pass.
+
+    Args:
+        drop_last: leave out a last batch that would be shorter.
+        shuffle: ``False``: records in physical order.
+        replacement: no effect.
+
+    Raises:
+        ValueError: ``drop_last`` and fewer records than one batch.
+
+    Cost: O(B), and the rows left out; O(N) once a pass, and 8 bytes a record.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
+        ...                   sampler=SamplerWithoutReplacement(shuffle=False))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> [batch.tolist() for batch in rb]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """
+
+    kind = "without_replacement"
+    prompt = True
+    passes = True
+    mapped_entries = ("_remaining",)
+
+    _remaining = ReadOnce[torch.Tensor | None]()
+    """Elements still to come in this pass; None: the next draw begins a pass."""
+
+    @checked_keywords
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
+    ) -> None:
+        super().__init__()
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._remaining = None
+        self._length = 0
+        # As of which index of episodes all rows of the pass could be drawn; None: it is not known.
+        self._whole_as_of: Any = None
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws the next records of the pass; returns the index, and no info.
+
+        The last batch of a pass may be shorter. Begins a new pass where there is none to go on
+        with.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            ValueError: ``drop_last`` and fewer rows than ``batch_size``.
+        """
+        count = require_rows(storage)
+        eligible = eligible_records(storage, self.needs) if self.needs else None
+        known = count if eligible is None else eligible.require()
+        if self.drop_last and batch_size > known:
+            raise ValueError(
+                f"The batch size ({batch_size}) is greater than the storage capacity in use: "
+                f"{known} rows are stored, and drop_last=True gives no smaller batch"
+            )
+        remaining, drawn = self._remaining, None
+        if remaining is not None and self._length == count:
+            if eligible is None or eligible.as_of == self._whole_as_of:
+                if not self._too_few(remaining, batch_size):
+                    drawn = remaining[:batch_size], remaining[batch_size:]
+            else:
+                drawn = self._still_eligible(remaining, batch_size, eligible)
+        if drawn is None:
+            remaining = self._new_pass(known, drawing_device(storage, self.generator))
+            if eligible is not None:
+                remaining = eligible.elements(remaining.cpu().numpy())
+            self._whole_as_of = None if eligible is None else eligible.as_of
+            drawn = remaining[:batch_size], remaining[batch_size:]
+        index, rest = drawn
+        self._length = count
+        self._ran_out = not len(rest) or self._too_few(rest, batch_size)
+        self._remaining = None if self._ran_out else rest
+        return as_drawn(index, storage), {}
+
+    def _still_eligible(
+        self, remaining: torch.Tensor, batch_size: int, eligible: Eligible
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the next records of a pass that can be drawn now, and what follows them.
+
+        None: too few can be. Nothing follows where no further batch can be drawn now.
+        """
+        more = batch_size if self.drop_last else 1
+        place = eligible.first_of(remaining, batch_size + more)
+        index = remaining[torch.from_numpy(place[:batch_size])]
+        if not len(index) or self._too_few(index, batch_size):
+            return None
+        after = int(place[batch_size]) if len(place) == batch_size + more else len(remaining)
+        return index, remaining[after:]
+
+    def _too_few(self, remaining: torch.Tensor, batch_size: int) -> bool:
+        return self.drop_last and len(remaining) < batch_size
+
+    def _new_pass(self, count: int, device: torch.device) -> torch.Tensor:
+        if self.shuffle:
+            return torch.randperm(count, generator=self.generator, device=device)
+        return torch.arange(count, device=device)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        count = len(storage)
+        if count and self.needs:
+            with storage.lock:
+                count = eligible_records(storage, self.needs).count
+        return count >= (batch_size if self.drop_last else 1)
+
+    def empty(self) -> None:
+        super().empty()
+        self._remaining, self._length, self._whole_as_of = None, 0, None
+
+    def drop_pass(self) -> None:
+        self._remaining = None
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]
+        if self._remaining is not None:
+            flat.append(self._remaining)
+        if flat:
+            self._remaining = torch.cat([index.to(flat[0].device) for index in flat])
+            self._whole_as_of = None
+
+    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
+        if self._remaining is None:
+            return
+        lanes = storage.lanes.numel()
+        if len(rows) and int(rows.max()) >= self._length // lanes:
+            # Records came after this pass had begun: the next draw begins another one anyway.
+            self._remaining = None
+            return
+        now = torch.full((self._length // lanes,), -1, device="cpu")
+        now[rows] = arange(len(rows))
+        remaining = self._remaining.cpu()
+        slots = now[remaining // lanes]
+        kept = (slots * lanes + remaining % lanes)[slots >= 0]
+        self._remaining = kept if len(kept) else None
+        self._length = len(rows) * lanes
+
+    def state_dict(self) -> dict[str, Any]:
+        remaining = None if self._remaining is None else self._remaining.cpu().clone()
+        return {
+            **super().state_dict(),
+            "_remaining": remaining,
+            "_length": self._length,
+            "_ran_out": self._ran_out,
+        }
+
+    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state_dict, storage)
+        _left_of(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._remaining, self._whole_as_of = _left_of(state_dict), None
+        self._length = state_dict["_length"]
+        self._ran_out = state_dict["_ran_out"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_whole_as_of": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+
+def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tensor] | None:
+    """What a saved pass has yet to draw; ValueError where it is none."""
+    length = state_dict.get("_length")
+    if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
+        raise ValueError(f"expected a length and ran_out, got {state_dict}")
+    if state_dict.get("_remaining") is None:
+        return None
+    make = functools.partial(_checked_left, length=length)
+    return made_of_saved(state_dict, {"_remaining": (torch.int64,)}, make, "pass")
+
+
+def _checked_left(remaining: Array, length: int) -> torch.Tensor:
+    if len(remaining) and not 0 <= remaining.min() <= remaining.max() < length:
+        raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")
+    return torch.from_numpy(remaining)
+
+
+class RandomSampler(Sampler):
+    """Draws every stored record with the same probability, independently.
+
+    Args:
+        replacement: ``False`` makes a SamplerWithoutReplacement instead, from the other keywords.
+
+    Cost: O(B).
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=RandomSampler(),
+        ...                   generator=torch.Generator().manual_seed(0))
+        >>> _ = rb.extend(torch.arange(8) * 10)
+        >>> rb.sample(4)
+        tensor([40, 70, 50,  0])
+    """
+
+    kind = "random"
+    prompt = True
+    stateless = True
+
+    @overload
+    def __new__(cls, *, replacement: Literal[True] = True) -> Self: ...
+    @overload
+    def __new__(  # type: ignore[misc]  # of another class, as in TorchRL
+        cls, *, replacement: Literal[False], **kwargs: Any
+    ) -> SamplerWithoutReplacement: ...
+    def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
+        if not replacement:
+            return SamplerWithoutReplacement(**kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        super().__init__()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws each record anew out of all; returns the index, and no info."""
+        count = require_rows(storage)
+        self._ran_out = False  # there is no pass; a flag that was set is over
+        if self.needs:
+            known = index_for(storage).total(self.needs.single, WINDOWS)
+            if known < count:
+                records = eligible_records(storage, self.needs)
+                records.require()
+                return self._eligible(records, storage, batch_size), {}
+        generator, home = self.generator, storage.device
+        device = home if generator is None else generator.device
+        flat = torch.randint(count, (batch_size,), generator=generator, device=device)
+        if storage.ndim == 1 and device == home:
+            return flat, {}
+        return as_drawn(flat, storage), {}
+
+    def _eligible(self, records: Eligible, storage: Storage, batch_size: int) -> torch.Tensor:
+        """Draws among the records that have around them what the transforms need."""
+        generator, home = self.generator, storage.device
+        device = drawing_device(storage, generator)
+        number = torch.randint(records.count, (batch_size,), generator=generator, device=device)
+        found = records.elements((number if number.is_cpu else number.cpu()).numpy())
+        if storage.ndim == 1 and isinstance(home, torch.device) and home.type == "cpu":
+            return found
+        return as_drawn(found, storage)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        if not len(storage) or not self.needs:
+            return len(storage) > 0
+        with storage.lock:
+            return eligible_records(storage, self.needs).count > 0

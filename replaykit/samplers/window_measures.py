@@ -1,0 +1,359 @@
+"""Draw rows and windows by a measure, among those that are eligible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, EpisodeIndex, Needs, Windows
+from replaykit.errors import NotEnoughData
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
+
+__all__ = [
+    "DRAWS",
+    "MEASURES",
+    "SINGLE",
+    "Anchors",
+    "Eligible",
+    "PerLane",
+    "PerTrajectory",
+    "PerTransition",
+    "PerWindow",
+    "eligible_records",
+    "iid",
+    "index_for",
+    "integers",
+    "refuse_nothing",
+    "stratified",
+    "uniform",
+    "without_replacement",
+]
+
+SINGLE = CountLaw.strict(1)
+
+
+def index_for(storage: Storage) -> EpisodeIndex:
+    """The storage's index of episodes, up to date.
+
+    Raises:
+        RuntimeError: a storage that does not know where episodes end.
+    """
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
+            "read the rows around need; use a tensor or memmap storage"
+        )
+    return storage.episodes
+
+
+def eligible_records(storage: Storage, needs: Needs) -> Eligible:
+    """The records that have around them what transforms need. Cost: O(lanes)."""
+    index = index_for(storage)
+    return Eligible(index, needs.single, needs)
+
+
+class Eligible:
+    """Records in the order of lanes and time, by number; holds until the next write.
+
+    Attributes:
+        count: how many there are.
+        as_of: index of episodes, its version, and needs: where these are equal, the same records.
+    """
+
+    def __init__(self, index: EpisodeIndex, law: CountLaw, needs: Needs) -> None:
+        self._index, self._law, self._needs = index, law, needs
+        self.count = index.total(law, WINDOWS)
+        self.as_of = index, index.version, needs
+
+    def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Elements, int64 ``[K]``, of the records with these numbers in ``[0, count)``."""
+        return torch.from_numpy(self._index.rows(self._law, number))
+
+    def first_of(self, elements: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
+        """Finds the first ``count`` of some stored elements that are such records.
+
+        Returns:
+            Their places among ``elements``, int64, rising; fewer where there are no more.
+
+        Cost: O(places looked at): nothing after the last one found is, but for twice as many.
+        """
+        found, at, size = [np.empty(0, np.int64)], 0, count
+        while count > 0 and at < len(elements):
+            some = elements[at : at + size].cpu().numpy()
+            fits = self._index.eligible_starts(self._law, *self._index.place(some))
+            place = at + np.nonzero(fits)[0][:count]
+            found.append(place)
+            count, at, size = count - len(place), at + size, 2 * size
+        return np.concatenate(found)
+
+    def require(self) -> int:
+        """Returns their count; NotEnoughData where there is none."""
+        if not self.count:
+            refuse_nothing(self._index, self._needs)
+        return self.count
+
+
+def refuse_nothing(index: EpisodeIndex, needs: Needs) -> None:
+    """Raises NotEnoughData that says what is stored and what the transforms need."""
+    raise NotEnoughData(
+        f"none of the {index.stored_rows()} stored rows can be drawn: the transforms need "
+        f"{_words(needs)}, and the longest of the stored episodes has {index.longest()} rows"
+    )
+
+
+def _words(needs: Needs) -> str:
+    words = []
+    if needs.past:
+        words.append(f"{needs.past} rows of history, or the reset of the episode")
+    if needs.open_future:
+        words.append(f"{needs.open_future} rows after it, or the end of the episode")
+    if needs.closed:
+        words.append("an episode that has ended")
+    if needs.intact:
+        words.append("an episode that is stored from its reset on")
+    return ", and ".join(words)
+
+
+Array = np.ndarray[Any, Any]
+
+
+class Anchors:
+    """The windows of an index that a law counts, with a measure on them. Holds until a change of
+    the index.
+
+    Windows have numbers ``0 .. count - 1``: lanes in order, inside a lane in the order of time.
+
+    Args:
+        index: the episodes.
+        law: which windows they have.
+        newest: of every lane only that many newest windows; None: all.
+
+    Attributes:
+        per_lane: int64 ``[lanes]``, windows of every lane. ``count``: all of them.
+
+    Cost: O(lanes) to make, a search among episodes for every window looked up. With ``newest``
+    the measures per trajectory and per transition take O(newest * lanes).
+    """
+
+    uniform = False
+    """Whether all windows are equally likely."""
+
+    def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
+        self.index, self.law, self.newest = index, law, newest
+        stored = index.totals(law, WINDOWS)
+        self.per_lane = stored if newest is None else np.minimum(stored, newest)
+        self.count = int(self.per_lane.sum())
+        self._ends = np.cumsum(self.per_lane)
+        # From the numbers of windows here to those of the index, lane by lane.
+        self._shift = None if newest is None else np.cumsum(stored) - self._ends
+
+    def numbered(self, number: Array) -> Windows:
+        """Looks windows up, int64 ``[K]`` in ``[0, count)``."""
+        if self._shift is not None:
+            number = number + self._shift[np.searchsorted(self._ends, number, side="right")]
+        return self.index.find(self.law, WINDOWS, number)
+
+    def at(self, point: Array) -> Windows:
+        """Inverse of the distribution function: windows at points, float64 ``[K]`` of [0, 1)."""
+        raise NotImplementedError
+
+    def mass(self, found: Windows) -> Array:
+        """Probability of windows up to one factor, float64 ``[K]``."""
+        raise NotImplementedError
+
+    def _by_mass(self, point: Array) -> Windows:
+        """``at`` where the windows are few: all are looked up and their masses added."""
+        found = self.numbered(np.arange(self.count))
+        new = np.ones(self.count, bool)
+        new[1:] = (np.diff(found.lane) != 0) | (np.diff(found.base) != 0)
+        episode = np.cumsum(new) - 1
+        mass = self.mass(found._replace(count=np.bincount(episode)[episode]))
+        upto = np.cumsum(mass)
+        at = np.searchsorted(upto, point * upto[-1], side="right")
+        return self.numbered(np.minimum(at, self.count - 1))
+
+
+class PerWindow(Anchors):
+    """Every window is equally likely: ``P(a) = 1 / W``."""
+
+    uniform = True
+
+    def at(self, point: Array) -> Windows:
+        return self.numbered(floor_below(point * self.count, self.count))
+
+    def mass(self, found: Windows) -> Array:
+        return np.ones(len(found.base))
+
+
+class PerTrajectory(Anchors):
+    """Every episode that has a window, then each of its windows:
+    ``P(a) = 1 / J' * 1 / (windows of j)``."""
+
+    def at(self, point: Array) -> Windows:
+        if self.newest is not None:
+            return self._by_mass(point)
+        episodes = int(self.index.totals(self.law, EPISODES).sum())
+        scaled = point * episodes
+        number = floor_below(scaled, episodes)
+        found = self.index.find(self.law, EPISODES, number)
+        return found._replace(rest=floor_below((scaled - number) * found.count, found.count))
+
+    def mass(self, found: Windows) -> Array:
+        return 1.0 / found.count
+
+
+class PerTransition(Anchors):
+    """An episode by its number of stored rows, then each of its windows:
+    ``P(a) = n_j / sum n * 1 / w_j``. Only episodes that have a window count."""
+
+    def at(self, point: Array) -> Windows:
+        if self.newest is not None:
+            return self._by_mass(point)
+        rows = int(self.index.totals(self.law, ROWS).sum())
+        scaled = point * rows
+        number = floor_below(scaled, rows)
+        found = self.index.find(self.law, ROWS, number)
+        part = (found.rest + (scaled - number)) / self._stored(found)
+        return found._replace(rest=floor_below(part * found.count, found.count))
+
+    def mass(self, found: Windows) -> Array:
+        return self._stored(found) / found.count
+
+    def _stored(self, found: Windows) -> Array:
+        first, last = self.index.spans(found.base, found.lane)
+        return np.asarray(last - first + 1)
+
+
+class PerLane(Anchors):
+    """Every lane that has a window, then each of its windows: ``P(a) = 1 / E' * 1 / w_e``."""
+
+    def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
+        super().__init__(index, law, newest)
+        self.lanes = np.nonzero(self.per_lane)[0]
+        """Lanes that have a window."""
+
+    def at(self, point: Array) -> Windows:
+        scaled = point * len(self.lanes)
+        number = floor_below(scaled, len(self.lanes))
+        return self.in_lane(self.lanes[number], scaled - number)
+
+    def in_lane(self, lane: Array, point: Array) -> Windows:
+        """Windows of given lanes, int64 ``[K]``, at points of [0, 1)."""
+        count = self.per_lane[lane]
+        number = self._ends[lane] - count + floor_below(point * count, count)
+        return self.numbered(number)
+
+    def mass(self, found: Windows) -> Array:
+        return 1.0 / self.per_lane[found.lane]
+
+
+MEASURES: dict[str, type[Anchors]] = {
+    "window": PerWindow,
+    "trajectory": PerTrajectory,
+    "lane": PerLane,
+    "transition": PerTransition,
+}
+
+
+def floor_below(value: Array, limit: Any) -> Array:
+    """Rounds numbers of ``[0, limit]`` down to integers below ``limit``, which rounding of floats
+    may reach."""
+    return np.minimum(value.astype(np.int64), limit - 1)
+
+
+_CPU = torch.device("cpu")
+
+DRAWS = ("iid", "stratified", "without_replacement", "sequential")
+
+
+def uniform(count: int, generator: torch.Generator | None) -> Array:
+    """Numbers of [0, 1), float64 ``[count]``, from the generator; None: torch's global one."""
+    device = "cpu" if generator is None else generator.device
+    drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
+    return np.asarray(drawn.cpu().numpy())
+
+
+def integers(limit: int, count: int, generator: torch.Generator | None) -> Array:
+    """Numbers of ``[0, limit)``, int64 ``[count]``, each as likely."""
+    if generator is not None and generator.device != _CPU:
+        drawn = torch.randint(limit, (count,), generator=generator, device=generator.device)
+        return np.asarray(drawn.cpu().numpy())
+    found = np.empty(count, np.int64)
+    torch.from_numpy(found).random_(0, limit, generator=generator)
+    return found
+
+
+def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+    """Independent draws, with replacement."""
+    if anchors.uniform:
+        return anchors.numbered(integers(anchors.count, count, generator))
+    return anchors.at(uniform(count, generator))
+
+
+def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+    """One draw in each of ``count`` parts of equal mass, in order.
+
+    Of lanes that are equally likely each gets as many as the others, those left over go to
+    distinct lanes chosen at random; the lanes take turns in the batch.
+    """
+    if isinstance(anchors, PerLane):
+        return _stratified_lanes(anchors, count, generator)
+    return anchors.at((np.arange(count) + uniform(count, generator)) / count)
+
+
+def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator | None) -> Windows:
+    rounds, rest = divmod(count, len(anchors.lanes))
+    device = "cpu" if generator is None else generator.device
+    more = torch.randperm(len(anchors.lanes), generator=generator, device=device)[:rest]
+    chosen = np.sort(more.cpu().numpy())
+    # By number among the lanes that have windows; a lane's i-th of m draws is in its i-th part.
+    turn = np.tile(np.arange(len(anchors.lanes)), rounds)
+    draws = np.full(len(anchors.lanes), rounds)
+    draws[chosen] += 1
+    lane = np.concatenate([turn, chosen])
+    part = np.arange(count) // len(anchors.lanes)
+    point = (part + uniform(count, generator)) / draws[lane]
+    return anchors.in_lane(anchors.lanes[lane], point)
+
+
+def without_replacement(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+    """Successive draws from what is left: no window twice. ``count`` is at most their number.
+
+    Repeated windows are dropped and others drawn. Where that would take long, since most of the
+    mass is drawn already, every window left gets a key ``e / mass``, e standard exponential, and
+    those with the lowest keys come next, in that order (Efraimidis and Spirakis, 2006: the law is
+    the same). Cost: O(count), or O(windows) then.
+    """
+    few = 4 * count >= anchors.count
+    if anchors.uniform and few:
+        device = "cpu" if generator is None else generator.device
+        picked = torch.randperm(anchors.count, generator=generator, device=device)[:count]
+        return anchors.numbered(picked.cpu().numpy())
+    drawn, tries = _none(), 0
+    while len(drawn.base) < count and not few:
+        need = count - len(drawn.base)
+        drawn = _joined(drawn, iid(anchors, 2 * need if tries else need, generator))
+        tries += 1
+        few = tries >= 8
+    if len(drawn.base) < count:
+        everything = anchors.numbered(np.arange(anchors.count))
+        key = -np.log1p(-uniform(anchors.count, generator)) / anchors.mass(everything)
+        order = np.argsort(key, kind="stable")
+        drawn = _joined(drawn, Windows(*(field[order] for field in everything)))
+    return Windows(*(field[:count] for field in drawn))
+
+
+def _none() -> Windows:
+    nothing = np.zeros(0, np.int64)
+    return Windows(nothing, nothing, nothing, nothing, nothing)
+
+
+def _joined(drawn: Windows, more: Windows) -> Windows:
+    """Both in order, each window where it came first."""
+    both = Windows(*(np.concatenate(pair) for pair in zip(drawn, more, strict=True)))
+    keys = np.stack([both.lane, both.base, both.rest], 1)
+    first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
+    return Windows(*(field[first] for field in both))

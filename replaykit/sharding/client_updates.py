@@ -1,0 +1,337 @@
+"""Send priorities, patches and cuts to the shards of their rows."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replaykit._compat import as_tensor, is_tensordict
+from replaykit.buffer.row_updates import (
+    ConditionalUpdateResult,
+    Priorities,
+    check_tracked,
+    checked_handles,
+    checked_patch,
+    without_priorities,
+)
+from replaykit.samplers import Transition
+from replaykit.schema import Schema
+from replaykit.sharding.client_writes import Routed
+from replaykit.sharding.routing import check_stored
+from replaykit.ted import format_key, unravel
+
+if TYPE_CHECKING:
+    from replaykit.sharding.sharded_buffer import ShardedClient
+
+__all__ = ["Patched", "Streamed", "Updates"]
+
+
+class Updates:
+    """Sets priorities of rows by index.
+
+    Attributes:
+        dropped: entries left out, since their rows were written anew, or lost.
+    """
+
+    def __init__(self, client: ShardedClient) -> None:
+        self._client = client
+        self.dropped = 0
+
+    def priority(self, index: Any, priority: Any, generation: Any = None) -> None:
+        """Sets priorities; see ``ShardedClient.update_priority``."""
+        client = self._client
+        if without_priorities(client.sampler, above=2):
+            return
+        if priority is None and is_tensordict(index):
+            self.tensordict(index)
+            return
+        slots = as_tensor(index).cpu().reshape(-1)
+        if slots.is_floating_point() or slots.dtype is torch.bool:
+            raise TypeError(f"expected an index of integers, got {slots.dtype}")
+        values = as_tensor(priority).detach().cpu().to(torch.float64)
+        values = values.expand(len(slots)).contiguous() if not values.ndim else values.reshape(-1)
+        given = None if generation is None else as_tensor(generation).cpu().reshape(-1)
+        for name, found in (("priorities", values), ("generations", given)):
+            if found is not None and len(found) != len(slots):
+                raise ValueError(f"expected {len(slots)} {name}, got {len(found)}")
+        client._sampler.check_priorities(values)
+        self._send(slots.to(torch.int64), values, given)
+
+    def _send(self, index: torch.Tensor, values: torch.Tensor, given: torch.Tensor | None) -> None:
+        client = self._client
+        names, members = client._names, client._members
+        members.present()
+        # Of whom is said below that the rows are stored; the rows of a successor are others.
+        meant = members.incarnations()
+        shards, slots = names.shards(index), names.slots(index)
+        check_stored(client, index)
+        chosen = {
+            int(shard): (shards == shard).nonzero()[:, 0]
+            for shard in shards.unique()
+            if int(shard) >= 0
+        }
+        gone = [shard for shard in chosen if shard not in meant]
+        self.dropped += sum(len(chosen.pop(shard)) for shard in gone)
+
+        def send(shard: int, stamp: Any) -> Any:
+            mine = chosen[shard]
+            generation = None
+            if given is not None:
+                generation = names.unstamped(given[mine], meant[shard])
+            what = (stamp, slots[mine], values[mine], generation)
+            return members.send(shard, "update", *what, only=meant[shard])
+
+        answers = client._writes(sorted(chosen), send, again=False)
+        self.dropped += sum(answer[0] for answer in answers.values())
+        self.dropped += sum(len(chosen[shard]) for shard in chosen.keys() - answers.keys())
+
+    def tensordict(self, data: Any) -> None:
+        """Sets priorities from a sample."""
+        if self._client._law.prioritized:
+            _Face(self).update_tensordict_priority(data)
+
+
+class _Target:
+    """The sampler of a buffer, as its updates see it: what they bring is sent to shards."""
+
+    prioritized = True
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+        self._like: Any = updates._client.sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._like, name)
+
+    def check_priorities(self, priority: torch.Tensor) -> None:
+        self._like.check_priorities(priority)
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Any = None, generation: Any = None
+    ) -> None:
+        self._updates.priority(index, priority, generation)
+
+
+class _Face(Priorities):
+    """How samples become updates is the buffer's to say; this is as much of one as it needs."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._initialized = True
+        self._sampler: Any = _Target(updates)
+        self._sample_unit = Transition()
+        self._priority_key = updates._client._priority_key
+        self._collate_fn = None
+
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> Any:
+        return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))
+
+
+class Patched(Routed):
+    """``update_if_present``."""
+
+    def update_if_present(
+        self,
+        *,
+        index: torch.Tensor,
+        generation: torch.Tensor,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Writes values into rows whose place has not been written again since they were seen.
+
+        Args:
+            index: of rows, int64 ``[K]``, as a sample carries them.
+            generation: their ``index_generation``, int64 ``[K]``; -1 is never live. Nor is a row
+                that was seen before its shard was restarted.
+            patch, version_key, version, require_newer: as for ``ReplayBuffer.update_if_present``.
+
+        Returns:
+            What became of each row, in the order of ``index``.
+
+        Raises:
+            As ``ReplayBuffer.update_if_present``; nothing has changed then. ValueError: the
+            ``shard_key`` in the patch, since rows do not move. TimeoutError: a shard has not
+            answered; its part may have been written.
+
+        Rows of one shard are patched at once, those of different shards one after the other. Cost:
+            one message to each shard that is meant; one more with the first patch.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, RoundRobinWriter, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(2), backend="local",
+            ...     writer=lambda: RoundRobinWriter(track_generations=True),
+            ... ) as rb:
+            ...     _ = rb.extend(TensorDict({"x": torch.zeros(4)}, [4]))
+            ...     _ = rb.add(TensorDict({"x": torch.ones(())}, []))  # displaces the row at 0
+            ...     result = rb.update_if_present(
+            ...         index=torch.tensor([0, 1]), generation=torch.tensor([0, 0]),
+            ...         patch={"x": torch.tensor([5.0, 5.0])})
+            ...     result.updated.tolist(), rb[:]["x"].tolist()
+            ([False, True], [1.0, 5.0, 0.0, 0.0])
+        """
+        self._before_a_write()
+        names, members = self._names, self._members
+        check_tracked(self._settings.tracked)
+        handles, given = checked_handles(1, index, generation)
+        where = handles[:, 0]
+        layout = self._stored_layout()
+        checked = checked_patch(layout.leaf, len(where), patch, version_key, version, require_newer)
+        touched = {*checked.values, checked.version_key}
+        key = self._settings.shard_key
+        if key is not None and unravel(key) in touched:
+            raise ValueError(
+                f"expected the shard_key {format_key(unravel(key))} not to be in the patch: rows "
+                "stay in the shards that they went to"
+            )
+        meant = members.incarnations()
+        shards, slots = names.shards(where), names.slots(where)
+        chosen = {shard: mine for shard in meant if len(mine := (shards == shard).nonzero()[:, 0])}
+
+        def send(shard: int, stamp: Any) -> Any:
+            mine = chosen[shard]
+            seen = names.unstamped(given[mine], meant[shard])
+            values = {
+                path: value.detach().cpu().index_select(0, mine)
+                for path, value in checked.values.items()
+            }
+            versions = None if checked.versions is None else checked.versions[mine]
+            part = checked._replace(values=values, versions=versions)
+            return members.send(shard, "patch", stamp, slots[mine], seen, part, only=meant[shard])
+
+        answers = self._writes(sorted(chosen), send, again=False)
+        found = torch.zeros(1 if checked.versions is None else 2, len(where), dtype=torch.bool)
+        for shard, answer in answers.items():
+            found[:, chosen[shard]] = torch.as_tensor(answer[0], dtype=torch.bool)
+        rejected = None if checked.versions is None else found[1]
+        return ConditionalUpdateResult(found[0], rejected, batch_size=[len(where)])
+
+    def _stored_layout(self) -> Schema:
+        """What stored rows look like, which transforms may have made of those that were given.
+
+        Raises:
+            RuntimeError: nothing is stored.
+        """
+        members = self._members
+        members.present()
+        if not any(self._rows_of(shard) for shard in members.table.there()):
+            members.refresh(None, 0.0)
+        if not any(self._rows_of(shard) for shard in members.table.there()):
+            raise RuntimeError("nothing is stored")
+        if self._stored is None:
+            roots = members.ask_all("layout").values()
+            self._stored = next((Schema(root) for root in roots if root is not None), None)
+        if self._stored is None:
+            raise RuntimeError("nothing is stored")
+        return self._stored
+
+
+class Streamed(Patched):
+    """``flush`` and ``cut``."""
+
+    def flush(self) -> torch.Tensor:
+        """Stores the rows that the shards' transforms hold back, as ``ReplayBuffer.flush`` does:
+        what was written until now is all there is.
+
+        Returns:
+            The index of each row, int64 ``[K]``, shard by shard.
+
+        Raises:
+            TimeoutError: a shard has died and not come back, or does not answer.
+
+        It does not wait for a rate limiter, which counts the rows, but for this handle's writes
+        that one holds up. Cost: one message to each shard.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     rb.flush()
+            tensor([], dtype=torch.int64)
+        """
+        self._check_open()
+        self._outbox.settle()
+        members, names = self._members, self._names
+
+        def send(shard: int, stamp: Any) -> Any:
+            return members.send(shard, "flush", stamp)
+
+        answers = self._writes(list(range(names.num_shards)), send)
+        self._tickets.told()
+        return torch.cat([names.join(shard, answers[shard][0]) for shard in sorted(answers)])
+
+    def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
+        """Ends the episodes that are being written, without a flag, as ``ReplayBuffer.cut`` does:
+        what is written next belongs to others, which begin in the middle.
+
+        Args:
+            lane: streams of storages with ``lane_key``, by what stands in that column, in whichever
+                shards they are; None: all.
+
+        Raises:
+            IndexError: nothing is stored of one of the streams; none has been cut then.
+            TimeoutError: a shard has died and not come back, or does not answer.
+
+        Rows that transforms hold back are stored before, as by ``flush``. Cost: one message to each
+        shard, two with ``lane``.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer, SliceSampler
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(100), shard_key="env",
+            ...     sampler=lambda: SliceSampler(slice_len=2), backend="local",
+            ... ) as rb:
+            ...     for first in (0, 2):
+            ...         _ = rb.extend(TensorDict({
+            ...             "env": torch.zeros(2).long(), "t": torch.arange(first, first + 2),
+            ...             "next": {"done": torch.zeros(2, dtype=bool)}}, [2]))
+            ...         rb.cut()
+            ...     starts = rb.sample(200)["t"][::2]
+            >>> starts.unique()
+            tensor([0, 2])
+        """
+        self._check_open()
+        self._outbox.settle()
+        members = self._members
+        where: dict[int, torch.Tensor | None] = dict.fromkeys(range(self._names.num_shards))
+        if lane is not None:
+            where = self._shards_of(as_tensor(lane).cpu())
+
+        def send(shard: int, stamp: Any) -> Any:
+            return members.send(shard, "cut", stamp, where[shard])
+
+        self._writes(list(where), send)
+        self._tickets.told()
+
+    def _shards_of(self, lanes: torch.Tensor) -> dict[int, torch.Tensor | None]:
+        """The shards that have rows of streams, with the keys of these.
+
+        Raises:
+            IndexError: no shard has rows of one.
+        """
+        members = self._members
+        until = time.monotonic() + members.timeout
+        members.present()
+        for shard in range(self._names.num_shards):
+            members.wait_for([shard], until)
+        answers = members.ask_all("streams", lanes)
+        told = {shard: answer for shard, answer in answers.items() if answer is not None}
+        if not told:
+            return {}  # nothing is stored, as in one buffer without rows
+        known = torch.stack([has for _, has in told.values()]).any(0)
+        if not bool(known.all()):
+            missing = next(iter(told.values()))[0][~known].tolist()
+            raise IndexError(f"expected streams of which rows are stored, got {missing}")
+        return {shard: cells[has] for shard, (cells, has) in told.items() if bool(has.any())}

@@ -1,0 +1,331 @@
+"""All shards as they are at one instant, into a directory and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.errors import CheckpointError
+from replaykit.filesystem import make_directory, remove_tree
+from replaykit.sharding.protocol import BarrierBusy, ShardDied, ShardSilent
+from replaykit.sharding.routing import InTurn
+from replaykit.sharding.shard_config import check_common, check_head
+from replaykit.sharding.shard_server import missing_parts
+from replaykit.structure import from_json
+from replaykit.ted import format_key, unravel
+
+if TYPE_CHECKING:
+    from replaykit.sharding.sharded_buffer import ShardedClient
+
+__all__ = ["load_all", "save_all", "state_of", "take_state"]
+
+_HELD_S = 60.0
+"""Writes wait so long at most; after that a save is given up."""
+_DRAIN_S = 5.0
+"""How long the missing parts of a batch are waited for: their writer is sending them."""
+_LOOK_AGAIN_S = 0.005
+_LOCK = ".shards.lock"
+"""Who saves or loads holds it: what a save removes is then nobody else's. The kernel lets go of it
+when its holder dies."""
+
+
+def save_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
+    """Saves all shards; see ``ShardedClient.dumps``.
+
+    Shards write into a folder of this save alone. Nothing names it before all are done: the one
+    replace of the manifest does, and what no manifest names is removed afterwards.
+    """
+    folder = Path(path).expanduser().absolute()
+    make_directory(folder)
+    with FileLock(folder / _LOCK):
+        _save(client, folder)
+
+
+def _save(client: ShardedClient, folder: Path) -> None:
+    token = uuid.uuid4().hex
+    own = folder / "shards" / token
+    targets = [str(own / _name(shard)) for shard in range(client.num_shards)]
+    try:
+        with _held(client, token) as dealt:
+            facts = _all(client, "begin_save", [(token, target) for target in targets])
+            pace = _pace(client)
+        _all(client, "finish_save", [(token,)] * client.num_shards)
+        for target in targets:
+            if not Path(target, MANIFEST).exists():
+                raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
+        generator = client.generator
+        layout = client._members.supervisor.agree(None)
+        head = {
+            "save": token,
+            "num_shards": client.num_shards,
+            "shard_key": _key(client),
+            "dealt": dealt,
+            "generator": None if generator is None else client._ahead.state(),
+            "rows": [one.rows for one in facts],
+            "layout": None if layout is None else layout.to_json(),
+        }
+        head.update(pace)
+        save_checkpoint(folder, {"sharded": head}, {"components": {"buffer": "sharded"}})
+    except BaseException:
+        _whatever_it_says(client, "finish_save", token)  # nobody writes there any more
+        remove_tree(own)
+        raise
+    for other in (folder / "shards").iterdir():
+        if other.name != token:
+            remove_tree(other)
+
+
+def load_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
+    """Takes over a checkpoint; see ``ShardedClient.loads``."""
+    folder = Path(path).expanduser().absolute()
+    with contextlib.ExitStack() as held:
+        # Where nobody can write nobody saves, either.
+        with contextlib.suppress(OSError):
+            held.enter_context(FileLock(folder / _LOCK))
+        _load(client, folder)
+
+
+def _load(client: ShardedClient, folder: Path) -> None:
+    with Checkpoint(folder) as saved:
+        saved.verify()
+        if "sharded" not in saved:
+            raise CheckpointError(f"{folder} is the checkpoint of a buffer without shards")
+        head = saved.part("sharded")
+        try:
+            check_head(head)
+        except ValueError as error:
+            raise CheckpointError(f"{saved.folder / MANIFEST} cannot be read: {error}") from None
+    layout = head.get("layout")
+    count = head["num_shards"]
+    own = folder / "shards" / head["save"]
+    sources = [str(own / _name(shard)) for shard in range(count)]
+    same = count == client.num_shards and head["shard_key"] == _key(client)
+    token = uuid.uuid4().hex
+    with _all_or_none(client):
+        found = _all(client, "prepare_load", [(token, sources, same)] * client.num_shards)
+        rows, left_out = (sum(one[which] for one in found) for which in (0, 1))
+        if rows < sum(head["rows"]):  # more where transforms had held some back
+            raise CheckpointError(f"expected {sum(head['rows'])} rows in {folder}, found {rows}")
+        _commit(client, token, head, layout, head["dealt"] if same else rows)
+    if left_out:
+        warnings.warn(
+            f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
+            "left out",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+@contextlib.contextmanager
+def _all_or_none(client: ShardedClient) -> Iterator[None]:
+    """While shards prepare what they will hold; they forget it where that fails."""
+    try:
+        yield
+    except BaseException:
+        _whatever_it_says(client, "drop_load")
+        raise
+
+
+def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: int) -> None:
+    """All shards let go of what they hold for what they have prepared."""
+    with _held(client, token):
+        _all(client, "commit_load", [(token,)] * client.num_shards)
+        if client._tickets.keeper is not None:
+            client._tickets.keeper.load(head.get("pace"), client._members.table.told())
+    if isinstance(client._router, InTurn):
+        client._router.dealt = dealt
+    client._ahead.drop()
+    if head["generator"] is not None and client.generator is not None:
+        client.generator.set_state(head["generator"].clone())
+    client._members.supervisor.replace(layout if layout is None else from_json(layout))
+    client._schema = client._stored = None
+
+
+_STATE = ("num_shards", "shard_key", "dealt", "generator", "layout", "shards")
+
+
+def state_of(client: ShardedClient) -> dict[str, Any]:
+    """All shards as a dictionary; see ``ShardedClient.state_dict``."""
+    token = uuid.uuid4().hex
+    with _held(client, token) as dealt:
+        shards = _all(client, "state", [(token,)] * client.num_shards)
+        client._members.refresh(None, 0.0)
+        pace = _pace(client)
+    layout = client._members.supervisor.agree(None)
+    generator = None if client.generator is None else client._ahead.state()
+    values = (
+        client.num_shards,
+        _key(client),
+        dealt,
+        generator,
+        None if layout is None else layout.to_json(),
+        shards,
+    )
+    return {**dict(zip(_STATE, values, strict=True)), **pace}
+
+
+def _pace(client: ShardedClient) -> dict[str, Any]:
+    """The counts of a rate limiter, of what this client has just been told of all shards, while no
+    write is let in."""
+    keeper = client._tickets.keeper
+    return {} if keeper is None else {"pace": keeper.state(client._members.table.told())}
+
+
+def take_state(client: ShardedClient, state: Any) -> None:
+    """Takes over a dictionary; see ``ShardedClient.load_state_dict``."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"expected the state of a sharded buffer, got {type(state).__name__}")
+    missing = [name for name in _STATE if name not in state]
+    if missing:
+        raise ValueError(f"expected the entries {list(_STATE)}, missing {missing}")
+    for name, own in (("num_shards", client.num_shards), ("shard_key", _key(client))):
+        if state[name] != own:
+            raise ValueError(
+                f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps "
+                "and loads go from one to the other"
+            )
+    check_common(state)
+    shards = state["shards"]
+    if not isinstance(shards, list):
+        raise ValueError(f"expected a list of states, got {type(shards).__name__}")
+    if len(shards) != client.num_shards:
+        raise ValueError(f"expected the states of {client.num_shards} shards, got {len(shards)}")
+    token = uuid.uuid4().hex
+    with _all_or_none(client):
+        _all(client, "prepare_state", [(token, shard) for shard in shards])
+        _commit(client, token, state, state["layout"], state["dealt"])
+
+
+def _name(shard: int) -> str:
+    return f"{shard:05d}"
+
+
+def _key(client: ShardedClient) -> str | None:
+    key = client._settings.shard_key
+    return None if key is None else format_key(unravel(key))
+
+
+def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """Asks every shard, all at once; returns answers in the order of the shards.
+
+    Raises:
+        RuntimeError: one has died. ShardSilent: one answers nothing any more. What one raised,
+            when all have answered.
+    """
+    members = client._members
+    until = time.monotonic() + members.timeout
+    members.present()
+    for shard in range(client.num_shards):
+        members.wait_for([shard], until)
+    sent = [members.send(shard, verb, *each) for shard, each in enumerate(arguments)]
+    answers: list[Any] = []
+    failed: Exception | None = None
+    for shard, reply in enumerate(sent):
+        try:
+            answers.append(_patiently(client, shard, reply))
+        except ShardDied:
+            failed = RuntimeError(
+                f"shard {shard} died while all were saved or loaded; nothing has been published"
+            )
+        except Exception as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return answers
+
+
+def _whatever_it_says(client: ShardedClient, verb: str, *args: Any) -> None:
+    """Asks every shard that is there, and waits; what it raises is no matter any more."""
+    members = client._members
+    for shard, sent in [
+        (shard, members.send(shard, verb, *args)) for shard in members.table.there()
+    ]:
+        with contextlib.suppress(Exception):
+            _patiently(client, shard, sent)
+
+
+def _patiently(client: ShardedClient, shard: int, sent: Any) -> Any:
+    """Takes the answer of work on files: it may last, as long as the shard answers beside it.
+
+    Raises:
+        ShardSilent: it does not. Otherwise as ``Members.take``.
+    """
+    members = client._members
+    while True:
+        try:
+            return members.take(shard, sent)
+        except ShardSilent:
+            members.take(shard, members.send(shard, "stats", only=sent[0]))
+
+
+@contextlib.contextmanager
+def _held(client: ShardedClient, token: str) -> Iterator[int]:
+    """While all shards are between the same two writes; gives how many rows had been dealt out.
+
+    The first shard is asked before the others, so that of two who save one goes first.
+    """
+    members = client._members
+    count = client.num_shards
+    until = time.monotonic() + members.timeout
+    while True:
+        try:
+            first = members.take(0, members.send(0, "freeze", token, _HELD_S))
+            break
+        except BarrierBusy:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_LOOK_AGAIN_S)
+        except ShardDied:
+            members.wait_for([0], until)
+    try:
+        sent = [members.send(shard, "freeze", token, _HELD_S) for shard in range(1, count)]
+        found = {0: first}
+        for shard, reply in enumerate(sent, 1):
+            try:
+                found[shard] = members.take(shard, reply)
+            except ShardDied:
+                raise RuntimeError(
+                    f"shard {shard} died while all were saved or loaded; try again when it is back"
+                ) from None
+        _drain(client, token, missing_parts(found))
+        yield client._router.dealt if isinstance(client._router, InTurn) else 0
+    finally:
+        members.ask_all("thaw", token)
+
+
+def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, int]]]) -> None:
+    """Waits until every batch that was begun is whole."""
+    members = client._members
+    for shard, writes in missing.items():
+        members.take(shard, members.send(shard, "let_through", token, writes))
+    until = time.monotonic() + _DRAIN_S
+    left = dict(missing)
+    while left:
+        for shard, writes in missing.items():
+            if shard in left and members.take(shard, members.send(shard, "has_all", writes)):
+                del left[shard]
+        if not left:
+            return
+        if time.monotonic() >= until:
+            break
+        time.sleep(_LOOK_AGAIN_S)
+    gone = set().union(*left.values())
+    members.ask_all("forget", gone)
+    # Of a shard that was restarted it is known what it lost; else a writer is gone.
+    if any(not members.table.incarnations[shard] for shard in left):
+        warnings.warn(
+            f"{len(gone)} batches were written by halves, by clients that are gone; what there is "
+            "of them is saved",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,334 @@
+"""Read and write deduplicated rows in the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from replaykit import native
+from replaykit.episodes.interleaved import stream_keys
+from replaykit.native.fallback import row_stride
+from replaykit.storages.columns import Columns
+from replaykit.storages.next_rows import Chains, Links, Pairs
+from replaykit.storages.overflow_table import Beside
+from replaykit.storages.records import alone, plan_records
+from replaykit.structure import Path
+from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
+
+__all__ = ["Batch", "ComparedStreams", "NativeOnce", "keys_of"]
+
+Array = np.ndarray[Any, Any]
+
+_THREADS_FROM = 2**20
+"""Bytes of a batch from which on more than one thread is worth asking for."""
+
+_CPU = torch.device("cpu")
+"""Named wherever memory is taken: a default device of the caller's has no say here."""
+
+
+class Batch(NamedTuple):
+    """Rows of streams, as the core compares them: int64 arrays.
+
+    Attributes:
+        followers: the place of the next row of its stream for each row, or -1.
+        newest: slots of the newest stored rows of some streams; nothing follows them.
+        first: places of the first rows of these streams.
+        expected: whether they have to go on from the newest ones, 0 or 1.
+    """
+
+    followers: Array
+    newest: Array
+    first: Array
+    expected: Array
+
+
+class NativeOnce:
+    """Addresses of columns and of what lies beside them, in the form in which the core takes them.
+
+    What it does not do (it says so, and nothing has changed) the operations of torch do, with the
+    same result. Everything is called with the storage's lock held.
+
+    Args:
+        pairs: which leaves are those of the following row.
+        rows: columns of the leaves that every row has.
+        beside: what the other rows have of their own.
+        links: where the following rows lie; None: one time slot further.
+    """
+
+    @classmethod
+    def over(
+        cls, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> NativeOnce | None:
+        """Returns it where the core can move the rows, else None; as ``NativeRows.over``."""
+        if native.Followed is None or not rows.native:
+            return None
+        return cls(pairs, rows, beside, links)
+
+    def __init__(
+        self, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+    ) -> None:
+        self._rows, self._beside, self._links = rows, beside, links
+        self._cells = rows.lanes.numel()
+        leaves = pairs.schema.leaves
+        self._paths = list(leaves)
+        self._sizes = {p: leaf.shape.numel() * leaf.dtype.itemsize for p, leaf in leaves.items()}
+        self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        self._dtypes = {path: leaf.dtype for path, leaf in leaves.items()}
+        places = {path: place for place, path in enumerate(self._paths)}
+        root_of = pairs.root_of
+        self._follows = [places[root_of[p]] if p in root_of else -1 for p in self._paths]
+        self._nexts = [path for path in self._paths if path in root_of]
+        # Flags of other dtypes are left to torch: zero may have several forms.
+        whole = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        ends = [("next", name) for name in DEFAULT_DONE_KEYS]
+        stored = [path for path in self._paths if path not in root_of]
+        self._ends = [places[p] for p in ends if p in stored and leaves[p].dtype in whole]
+        self._ids = [places[path] for path in EPISODE_KEYS if path in stored]
+        self._leaf_sizes = list(self._sizes.values())
+        self._row_bytes = sum(self._leaf_sizes)
+        # A batch lies as that of dense rows does: small leaves side by side, wide ones alone.
+        self._batch = plan_records(pairs.schema)
+        self._alone = alone(leaves, self._batch)
+        self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
+        self._table: Columns | None = None
+        self._moves = (-1, -1)
+
+    def _ready(self) -> bool:
+        """Looks where everything lies now; False as long as there is no table beside."""
+        table = self._beside.table
+        if table is None:
+            return False
+        self._rows.follow_memory()
+        table.follow_memory()
+        if table is not self._table or (self._rows.moves, table.moves) != self._moves:
+            self._point(table)
+        return True
+
+    def _point(self, table: Columns) -> None:
+        tensors, ndim = self._rows.tensors, self._rows.ndim
+        lies = {path: (t.data_ptr(), row_stride(t, ndim)) for path, t in tensors.items()}
+        lies.update((path, (t.data_ptr(), row_stride(t, 1))) for path, t in table.tensors.items())
+        elements = self._rows.slots * self._cells
+        memory, links = self._beside.memory(), self._links
+        linked = () if links is None else links.addresses()
+        kind = native.Followed if links is None else native.Linked
+        self._core = kind(
+            [lies[path][0] for path in self._paths],
+            [lies[path][1] for path in self._paths],
+            [self._sizes[path] for path in self._paths],
+            self._follows,
+            self._ends,
+            self._ids,
+            elements,
+            self._cells,
+            memory.map,
+            memory.wide,
+            memory.entries,
+            memory.stack,
+            memory.free,
+            *linked,
+        )
+        self._plan_reads(lies, elements)
+        self._table, self._moves = table, (self._rows.moves, table.moves)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _plan_reads(self, lies: dict[Path, tuple[int, Any]], elements: int) -> None:
+        """Where the parts of a batch come from: pieces that are neighbours here and there."""
+        batch, sizes = self._batch, self._sizes
+        stride = 0 if batch is None else batch.stride
+        offsets = {} if batch is None else batch.offsets
+        pieces: list[list[int]] = []  # base, stride, bytes, and the offset in a record of the batch
+        for path, offset in sorted(offsets.items(), key=lambda item: item[1]):
+            if path in self._nexts:
+                continue
+            (base, step), size = lies[path], sizes[path]
+            if pieces:
+                last = pieces[-1]
+                if [last[0] + last[2], last[1], last[3] + last[2]] == [base, step, offset]:
+                    last[2] += size
+                    continue
+            pieces.append([base, step, size, offset])
+        wide = [path for path in self._alone if path not in self._nexts]
+        self._offsets = [piece[3] for piece in pieces]
+        self._wide = [self._alone.index(path) for path in wide]
+        self._to_strides = [stride] * len(pieces) + [sizes[path] for path in wide]
+        self._stored = native.Table(
+            [piece[0] for piece in pieces] + [lies[path][0] for path in wide],
+            [piece[1] for piece in pieces] + [lies[path][1] for path in wide],
+            [piece[2] for piece in pieces] + [sizes[path] for path in wide],
+            elements,
+        )
+        self._next_offsets = [offsets.get(path, -1) for path in self._nexts]
+        self._next_wide = [
+            -1 if path in offsets else self._alone.index(path) for path in self._nexts
+        ]
+        self._next_strides = [stride if path in offsets else sizes[path] for path in self._nexts]
+
+    def gather(self, elements: torch.Tensor, limit: int) -> list[torch.Tensor] | None:
+        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
+
+        Small leaves are strided views of one allocation. None where rows come from files, or are
+        wide enough for the threads of torch.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``.
+        """
+        count = len(elements)
+        threads = self._threads(count)
+        if self._rows.advise or (self._alone and threads > 1) or not self._ready():
+            return None
+        elements = elements.contiguous()
+        leaves: list[torch.Tensor] = []
+        base = 0
+        if self._batch is not None:
+            block = self._batch.new_block(count)
+            base = block.data_ptr()
+        wide = [self._fresh(path, count) for path in self._alone]
+        lies = [leaf.data_ptr() for leaf in wide]
+        to = [base + offset for offset in self._offsets] + [lies[place] for place in self._wide]
+        index = elements.data_ptr()
+        self._stored.gather(index, count, limit, to, self._to_strides, threads)
+        to = [
+            lies[place] if offset < 0 else base + offset
+            for offset, place in zip(self._next_offsets, self._next_wide, strict=True)
+        ]
+        self._core.gather(index, count, to, self._next_strides, threads)
+        if self._batch is not None:
+            leaves = self._batch.split(block)
+        return leaves + wide
+
+    def following(self, elements: torch.Tensor) -> dict[Path, torch.Tensor] | None:
+        """Copies out what elements ``[B]`` lead to: ``[B, *F]`` by path, each in one piece.
+
+        None where rows come from files.
+        """
+        if self._rows.advise or not self._ready():
+            return None
+        elements = elements.contiguous()
+        count = len(elements)
+        found = {path: self._fresh(path, count) for path in self._nexts}
+        self._core.gather(
+            elements.data_ptr(),
+            count,
+            [leaf.data_ptr() for leaf in found.values()],
+            [self._sizes[path] for path in self._nexts],
+            self._threads(count),
+        )
+        return found
+
+    def _fresh(self, path: Path, count: int) -> torch.Tensor:
+        return torch.empty((count, *self._shapes[path]), dtype=self._dtypes[path], device=_CPU)
+
+    def _threads(self, count: int) -> int:
+        return torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def compare(
+        self, addresses: Sequence[int], count: int, newest: int, severed: bool
+    ) -> bool | None:
+        """Compares rows that lie one after the other with each other and with the newest one.
+
+        What was found is kept for ``write`` of the same rows.
+
+        Args:
+            addresses: of each leaf, in the order of the schema; rows without lanes.
+            count: how many rows, fewer than there are slots.
+            newest: slot of the newest row, which has its counterparts beside.
+            severed: nothing goes on from the newest row, whatever it says.
+
+        Returns:
+            False where a row may go on an episode with another value than the one before led to;
+            None where nothing was compared.
+        """
+        if not self._ready():
+            return None
+        threads = self._threads(count)
+        return not self._core.compare(addresses, count, newest, severed, threads)
+
+    def write(self, addresses: Sequence[int], count: int, first: int, newest: int) -> bool:
+        """Writes the rows compared last from slot ``first`` on, behind slot ``newest``.
+
+        False where they may be views of the columns.
+
+        Raises:
+            MemoryError, or what else takes memory for rows beside; nothing has changed then.
+        """
+        if self._rows.overlap(addresses, count, self._leaf_sizes):
+            return False
+        threads = self._threads(count)
+        short = self._core.write(first, count, addresses, threads)
+        if short:
+            self._beside.take(short)
+            self._ready()  # the table lies somewhere else now
+            self._core.compare(addresses, count, newest, True, threads)
+            self._core.write(first, count, addresses, threads)
+        return True
+
+    # -- writing streams ----------------------------------------------------------------------
+
+    def compare_streams(self, addresses: Sequence[int], batch: Batch) -> bool | None:
+        """``compare`` of rows each of which follows the one before it in its stream.
+
+        What was found is kept for ``write_streams`` of the same rows.
+        """
+        if not self._ready():
+            return None
+        threads = self._threads(len(batch.followers))
+        return not self._core.compare_linked(
+            addresses,
+            len(batch.followers),
+            batch.followers.ctypes.data,
+            len(batch.newest),
+            batch.newest.ctypes.data,
+            batch.first.ctypes.data,
+            batch.expected.ctypes.data,
+            threads,
+        )
+
+    def write_streams(self, addresses: Sequence[int], batch: Batch, slots: torch.Tensor) -> bool:
+        """Writes the rows compared last to distinct slots.
+
+        False where they may be views of the columns.
+
+        Raises:
+            As ``write``.
+        """
+        count = len(slots)
+        if self._rows.overlap(addresses, count, self._leaf_sizes):
+            return False
+        threads, slots = self._threads(count), slots.contiguous()
+        short = self._core.write_linked(slots.data_ptr(), count, addresses, threads)
+        if short:
+            self._beside.take(short)
+            self.compare_streams(addresses, batch)  # the table lies somewhere else now
+            self._core.write_linked(slots.data_ptr(), count, addresses, threads)
+        return True
+
+
+@dataclass
+class ComparedStreams:
+    """Rows about to be written, by stream.
+
+    Attributes:
+        chains: which of them follow each other.
+        differs: which of those that are followed do not lead to what follows; None: none is
+            followed, or the core knows.
+        batch: what the core has compared, last of all; None: torch did.
+        goes_on: whether every row that goes on an episode begins where the one before led to.
+    """
+
+    chains: Chains
+    differs: torch.Tensor | None
+    batch: Batch | None = None
+    goes_on: bool = True
+
+
+def keys_of(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """Keys of cells that may come in a dtype that carries their own."""
+    return stream_keys(values.view(dtype))

@@ -1,0 +1,243 @@
+"""Allocate memory for columns, and find where the memory of tensors lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from replaykit.native import ask_for_large_pages
+from replaykit.schema import Schema
+from replaykit.storages.records import RecordLayout, alone
+from replaykit.structure import Path
+
+__all__ = [
+    "ColumnMemory",
+    "allocate",
+    "as_device",
+    "available_memory",
+    "column_shapes",
+    "format_bytes",
+    "overlaps",
+    "reach",
+    "storage_bytes",
+]
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two places of the tensor may be one in memory."""
+    if not tensor.numel():
+        return False
+    needed = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < needed:
+                return True
+            needed = stride * size
+    return False
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Bytes of its memory up to the tensor's last value."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize
+
+
+def column_shapes(
+    schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
+) -> dict[Path, torch.Size]:
+    """Shape of the column of every leaf that lies alone."""
+    return {
+        path: torch.Size([slots, *lanes, *schema.leaves[path].shape])
+        for path in alone(schema.leaves, layout)
+    }
+
+
+def storage_bytes(
+    schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
+) -> int:
+    """Bytes of all rows: records with their padding, and the columns beside them."""
+    element = schema.row_bytes()
+    if layout is not None:
+        element += layout.stride - sum(layout.sizes.values())
+    return slots * lanes.numel() * element
+
+
+def as_device(device: Any) -> torch.device:
+    """Returns a device; ValueError where it is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'expected a device such as "cpu" or "cuda:0", got {device!r}') from None
+
+
+def allocate(
+    schema: Schema,
+    slots: int,
+    lanes: torch.Size,
+    device: torch.device,
+    layout: RecordLayout | None,
+) -> tuple[dict[Path, torch.Tensor], torch.Tensor | None]:
+    """Returns uninitialised columns ``[slots, *lanes, *F]``, and records beside them.
+
+    Records are uint8 ``[slots, *lanes, stride]``; None where the layout is.
+
+    Raises:
+        RuntimeError: there is no such device on this machine.
+        MemoryError: they would take more than the device has free; names both numbers.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"expected a device of this machine, got {device}: CUDA is not available"
+        )
+    shapes = column_shapes(schema, slots, lanes, layout)
+    needed = storage_bytes(schema, slots, lanes, layout)
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"a storage of {slots * lanes.numel()} rows of {needed // (slots * lanes.numel())} "
+            "bytes needs "
+            f"{format_bytes(needed)} on {device}, {format_bytes(free)} are available; "
+            "use a smaller max_size, or LazyMemmapStorage to keep the rows on disk"
+        )
+    columns = {
+        path: _fresh(shape, schema.leaves[path].dtype, device) for path, shape in shapes.items()
+    }
+    if layout is None:
+        return columns, None
+    return columns, _fresh(torch.Size([slots, *lanes, layout.stride]), torch.uint8, device)
+
+
+@torch.inference_mode(False)  # what is made in that mode could not be changed outside
+def _fresh(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        ask_for_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on the device; None where that cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    limits = [value for value in (_free_of_machine(), _free_of_group()) if value is not None]
+    return min(limits) if limits else None
+
+
+def _free_of_machine() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _free_of_group() -> int | None:
+    """What a control group (a container's memory limit) still allows.
+
+    Pages of the file cache count as used there but are given back on demand.
+    """
+    root = FilePath("/sys/fs/cgroup")
+    for folder, limit_name, used_name, cache_name in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / limit_name).read_text(encoding="ascii").strip()
+            used = (folder / used_name).read_text(encoding="ascii").strip()
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            cached = [
+                int(line.split()[1])
+                for line in stat.splitlines()
+                if line.startswith(cache_name + " ")
+            ]
+            return max(int(limit) - int(used) + sum(cached), 0)
+    return None
+
+
+def format_bytes(count: int) -> str:
+    """Returns a size as people read it.
+
+    Example:
+        >>> from replaykit.storages.memory import format_bytes
+        >>> format_bytes(300), format_bytes(3 * 2**20 // 2)
+        ('300 B', '1.5 MiB')
+    """
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+class ColumnMemory:
+    """The memory behind tensors, which whoever holds a view of them may have moved.
+
+    Args:
+        tensors: all that memory is known by, each once.
+
+    Raises:
+        RuntimeError: somebody has taken memory away that rows need.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._look()
+
+    def _look(self) -> None:
+        memory = [tensor.untyped_storage() for tensor in self.tensors]
+        for tensor, storage in zip(self.tensors, memory, strict=True):
+            if storage.nbytes() < reach(tensor):
+                raise RuntimeError(
+                    f"expected {reach(tensor)} bytes of memory behind stored rows, "
+                    f"got {storage.nbytes()}: it was resized from outside"
+                )
+        self._held = [(tensor, tensor.data_ptr()) for tensor in self.tensors]
+        self._ranges = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory if s.nbytes()}
+        self._from = min((start for start, _ in self._ranges), default=0)
+        self._to = max((stop for _, stop in self._ranges), default=0)
+
+    def has_moved(self) -> bool:
+        """Whether it lies somewhere else than at the last look; RuntimeError as above."""
+        for tensor, address in self._held:
+            if tensor.data_ptr() != address:
+                self._look()
+                return True
+        return False
+
+    def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
+        """Whether leaves, ``count`` rows of some bytes each, may be views of it."""
+        # Most rows lie elsewhere altogether, which is told at once.
+        if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
+            return False
+        return any(
+            self._touches(address, address + count * size)
+            for address, size in zip(addresses, sizes, strict=True)
+        )
+
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether values lie in it, or in what it is part of."""
+        # Many values lie elsewhere altogether, which is ten times cheaper to tell.
+        if values.data_ptr() >= self._to:
+            return False
+        memory = values.untyped_storage()
+        return self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+
+    def _touches(self, start: int, stop: int) -> bool:
+        return any(start < end and begin < stop for begin, end in self._ranges)

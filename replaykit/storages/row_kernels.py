@@ -1,0 +1,473 @@
+"""Gather and scatter rows, in the compiled core or in torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit import native
+from replaykit.native.fallback import row_stride
+from replaykit.storages.history_kernels import StepsAhead, StepsPlan
+from replaykit.storages.indexing import check_range, unravel_index
+from replaykit.storages.records import RecordLayout, alone, plan_records
+from replaykit.storages.tensor_bytes import carried
+from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.columns import Columns
+
+__all__ = ["NativeRows", "copy_rows", "gather", "gather_some", "scatter"]
+
+_THREADS_FROM = 2**20
+"""Bytes of a batch from which on more than one thread is worth asking for."""
+
+
+_COLD_BATCHES = 16
+"""After a batch that came from disk in part, the kernel is told the pages of so many more at once.
+It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
+more, and the pages that it drives out."""
+
+_MODEL_BYTES = 2**18
+"""Up to this size leaves are kept as models of the next ones: half the time of describing them."""
+
+
+_PLANS = 8
+"""So many plans of sums over steps are kept."""
+
+_CPU = torch.device("cpu")
+"""Named wherever memory is taken: a default device of the caller's has no say here."""
+
+
+class NativeRows:
+    """Addresses of the columns, in the form in which the core takes them.
+
+    Rows are elements here: where there are lanes, those of a time slot follow each other.
+    """
+
+    @classmethod
+    def over(cls, columns: Columns) -> NativeRows | None:
+        """Returns it where the core can move the rows: on the CPU, each row's values in one piece
+        and elements at equal distances; else None."""
+        if native.Table is None or columns.device.type != "cpu":
+            return None
+        strides = [row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
+        if any(stride is None for stride in strides):
+            return None
+        return cls(columns, dict(zip(columns.tensors, strides, strict=True)))
+
+    def __init__(self, columns: Columns, strides: dict[Path, Any]) -> None:
+        self.columns = columns.tensors
+        self.strides = strides
+        self._owner = columns
+        self._cold = 0
+        self.ndim = columns.ndim
+        self._process = os.getpid()
+        self.cells = columns.lanes.numel()
+        self.elements = columns.slots * self.cells
+        # A batch has records of its own, also where the rows themselves lie in columns.
+        self.batch_layout: RecordLayout | None = columns.layout or plan_records(columns.schema)
+        self._alone = alone(self.columns, self.batch_layout)
+        self._shapes = {path: t.shape[columns.ndim :] for path, t in self.columns.items()}
+        self._dtypes = {path: tensor.dtype for path, tensor in self.columns.items()}
+        self.sizes = {
+            path: self._shapes[path].numel() * t.dtype.itemsize for path, t in self.columns.items()
+        }
+        self.order = [*(self.batch_layout.offsets if self.batch_layout else ()), *self._alone]
+        self._row_bytes = sum(self.sizes.values())
+        self._records = columns.records
+        self._only_records = columns.records is not None and not self._alone
+        self.point()
+
+    def point(self) -> None:
+        """Notes where the columns lie now."""
+        tensors, sizes, strides = self.columns, self.sizes, self.strides
+        self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
+        self._single: dict[Path, Any] = {}
+        self._plans: dict[int, tuple[StepsPlan, StepsAhead | None]] = {}
+        self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
+        self._leaves = native.Table(
+            [tensor.data_ptr() for tensor in tensors.values()],
+            [strides[path] for path in tensors],
+            [sizes[path] for path in tensors],
+            self.elements,
+        )
+        self.leaf_sizes = [sizes[path] for path in tensors]
+        self._apart = native.Table(
+            [tensors[path].data_ptr() for path in self.order],
+            [strides[path] for path in self.order],
+            [sizes[path] for path in self.order],
+            self.elements,
+        )
+        self._apart_sizes = [sizes[path] for path in self.order]
+        bases, steps, widths, self._batch_strides = [], [], [], []
+        self._block_offsets: list[int] = []
+        if self.batch_layout is not None:
+            stride = self.batch_layout.stride
+            if self._records is not None:
+                bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
+                self._block_offsets = [0]
+            else:
+                for path, offset in self.batch_layout.offsets.items():
+                    bases.append(tensors[path].data_ptr())
+                    steps.append(strides[path])
+                    widths.append(sizes[path])
+                    self._block_offsets.append(offset)
+            self._batch_strides = [stride] * len(bases)
+        self._small = native.Table(bases, steps, widths, self.elements)
+        self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}
+        for path in self._alone:
+            bases.append(tensors[path].data_ptr())
+            steps.append(strides[path])
+            widths.append(sizes[path])
+            self._batch_strides.append(sizes[path])
+        self._rows = native.Table(bases, steps, widths, self.elements)
+
+    def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
+        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
+
+        Small leaves are strided views of one allocation, unless ``contiguous``.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``.
+        """
+        self._owner.follow_memory()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        count = rows.shape[0]
+        if contiguous:
+            leaves = [self._fresh(path, count) for path in self.order]
+            to = [leaf.data_ptr() for leaf in leaves]
+            self._move(self._apart, rows, count, limit, to, self._apart_sizes)
+            return leaves
+        layout = self.batch_layout
+        if self._only_records and layout is not None:
+            block = layout.new_block(count)
+            self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
+            return layout.split(block)
+        if (
+            count * self._row_bytes >= _THREADS_FROM
+            and not self._owner.advise
+            and os.getpid() == self._process
+        ):
+            return self._gather_wide(rows, count, limit)
+        wide = [self._fresh(path, count) for path in self._alone]
+        to = [leaf.data_ptr() for leaf in wide]
+        if layout is None:
+            self._move(self._rows, rows, count, limit, to, self._batch_strides)
+            return wide
+        block = layout.new_block(count)
+        base = block.data_ptr()
+        to = [base + offset for offset in self._block_offsets] + to
+        self._move(self._rows, rows, count, limit, to, self._batch_strides)
+        leaves = layout.split(block)
+        leaves += wide
+        return leaves
+
+    def begin(
+        self, rows: torch.Tensor, limit: int, contiguous: bool
+    ) -> tuple[Sequence[torch.Tensor], Any]:
+        """Begins what ``gather`` does; returns its leaves, and what has a ``wait`` to be called
+        before anybody looks at them. Writes to the columns wait for it too.
+
+        Raises:
+            IndexError: an element outside ``[0, limit)``.
+        """
+        self._owner.follow_memory()
+        changes = self._owner.changes
+        if changes.reads is None:
+            changes.reads = native.core().Reads()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        count, layout = rows.shape[0], None if contiguous else self.batch_layout
+        paths, table, strides = self._alone, self._rows, self._batch_strides
+        if contiguous:
+            paths, table, strides = self.order, self._apart, self._apart_sizes
+        leaves = [self._fresh(path, count) for path in paths]
+        to = [leaf.data_ptr() for leaf in leaves]
+        block = None
+        if layout is not None:
+            block = layout.new_block(count)
+            base = block.data_ptr()
+            to = [base + offset for offset in self._block_offsets] + to
+            leaves = [*layout.split(block), *leaves]
+        kept = block, leaves, self.columns, self._records
+        at, threads = rows.data_ptr(), torch.get_num_threads()
+        return leaves, changes.reads.begin(table, at, count, limit, to, strides, threads, kept)
+
+    def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
+        """Copies some leaves of elements ``[B]`` out, each in one piece.
+
+        Raises:
+            IndexError: an element outside the columns.
+        """
+        self._owner.follow_memory()
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        table, sizes = self.table(paths)
+        count = rows.shape[0]
+        leaves = self._fresh_leaves(paths, count)
+        to = [leaf.data_ptr() for leaf in leaves]
+        self._move(table, rows, count, self.elements, to, sizes)
+        return dict(zip(paths, leaves, strict=True))
+
+    def table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
+        """Some leaves as a table, and their bytes; good until the columns move."""
+        known = self._some.get(paths)
+        if known is None:
+            sizes = [self.sizes[path] for path in paths]
+            bases = [self.columns[path].data_ptr() for path in paths]
+            strides = [self.strides[path] for path in paths]
+            known = self._some[paths] = (
+                native.Table(bases, strides, sizes, self.elements),
+                sizes,
+            )
+        return known
+
+    def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
+        """Discounted sums of one number a row; see ``Columns.discounted``."""
+        dtype = self._dtypes.get(path)
+        if dtype not in (torch.float32, torch.float64) or self.sizes[path] != dtype.itemsize:
+            return None
+        self._owner.follow_memory()
+        table = self._single.get(path)
+        if table is None:
+            table = self._single[path] = native.Table(
+                [self.columns[path].data_ptr()],
+                [self.strides[path]],
+                [self.sizes[path]],
+                self.elements,
+            )
+        rows, steps = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(steps, np.int64)
+        [sums] = self._fresh_leaves((path,), len(rows))
+        table.discounted(
+            torch.from_numpy(rows).data_ptr(),
+            torch.from_numpy(steps).data_ptr(),
+            len(rows),
+            self.cells,
+            gamma,
+            dtype is torch.float64,
+            sums.data_ptr(),
+        )
+        return sums
+
+    def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
+        """Sums over several steps by a plan, kept as long as the columns stay where they are; None
+        where the core cannot do them."""
+        self._owner.follow_memory()
+        known = self._plans.get(id(plan))
+        if known is None or known[0] is not plan:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            known = self._plans[id(plan)] = plan, StepsAhead.over(self, plan)
+        return known[1]
+
+    def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
+        """What ``gather`` does, for rows that are worth several threads: by those of torch.
+
+        After any operation of torch its threads are awake for a while and hold their processors;
+        ours had to push them away. Measured on two processors, where wide rows are memory's: 1.0
+        of torch's time against 1.0 to 1.5. Not in a forked process: torch's threads stay behind and
+        are waited for.
+        """
+        leaves: list[torch.Tensor] = []
+        if self.batch_layout is None:
+            check_range(rows, 0, limit)
+        else:
+            block = self.batch_layout.new_block(count)
+            base = block.data_ptr()
+            to = [base + offset for offset in self._block_offsets]
+            strides = self._batch_strides[: len(to)]
+            self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
+            leaves = self.batch_layout.split(block)
+        for path, column in self._flat.items():
+            leaves.append(column.index_select(0, rows).view(self._dtypes[path]))
+        return leaves
+
+    def _move_records(
+        self, table: Any, rows: torch.Tensor, limit: int, to: int, stride: int
+    ) -> None:
+        count, mapped = rows.shape[0], self._owner.advise
+        threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
+        cold = table.gather_records(
+            rows.data_ptr(), count, limit, to, stride, threads, mapped, self._cold > 0
+        )
+        if mapped:
+            self._note_cold(cold)
+
+    def _note_cold(self, cold: bool) -> None:
+        self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
+
+    def _fresh(self, path: Path, count: int) -> torch.Tensor:
+        shape = (count, *self._shapes[path])
+        return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
+
+    def _fresh_leaves(self, paths: tuple[Path, ...], count: int) -> list[torch.Tensor]:
+        models = self._models.get(paths)  # another thread may exchange them
+        if models is None or models[0].shape[0] != count:
+            models = [self._fresh(path, count) for path in paths]
+            if sum(model.nbytes for model in models) <= _MODEL_BYTES:
+                self._models[paths] = models
+        return [torch.empty_like(model) for model in models]
+
+    def _move(
+        self,
+        table: Any,
+        rows: torch.Tensor,
+        count: int,
+        limit: int,
+        to: list[int],
+        strides: list[int],
+    ) -> None:
+        threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
+        if self._owner.advise:
+            cold = table.gather_mapped(
+                rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
+            )
+            self._note_cold(cold)
+        else:
+            table.gather(rows.data_ptr(), count, limit, to, strides, threads)
+
+    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
+        """Writes elements ``skipped .. count`` that lie one after the other at each address."""
+        sizes = self.leaf_sizes
+        if skipped:
+            addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
+            count -= skipped
+        threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
+        self._leaves.scatter_ring(first, count, addresses, sizes, threads)
+
+    def scatter(self, slots: torch.Tensor, sources: Mapping[Path, torch.Tensor]) -> bool:
+        """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
+        rows = slots
+        if self.cells > 1:
+            rows = (
+                slots[:, None] * self.cells + torch.arange(self.cells, device=slots.device)
+            ).reshape(-1)
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            rows = rows.to("cpu", torch.int64).contiguous()
+        plain = [sources[path].contiguous() for path in self.columns]
+        if not all(leaf.is_cpu for leaf in plain):
+            return False
+        addresses = [leaf.data_ptr() for leaf in plain]
+        # Tensors that stand for zeros have no address, as have those without elements.
+        if any(leaf.numel() for leaf, address in zip(plain, addresses, strict=True) if not address):
+            return False
+        threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
+        self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
+        return True
+
+
+def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
+    """A column as elements ``[slots * lanes, *F]``, in a dtype that every operation knows."""
+    plain = carried(tensor)
+    stride = row_stride(tensor, ndim)
+    assert stride is not None
+    return plain.as_strided(
+        (elements, *plain.shape[ndim:]), (stride // plain.dtype.itemsize, *plain.stride()[ndim:])
+    )
+
+
+_ENOUGH_BYTES = 2**23
+"""What is worth a thread: a hundred times what it takes to start one."""
+_BLOCK_BYTES = 2**22
+_MOST_THREADS = 4
+
+
+def gather(
+    columns: Columns, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
+) -> list[torch.Tensor]:
+    """Copies all leaves of rows out, ``[B, *F]`` in the columns' order; records as whole words.
+
+    Args:
+        index: slots ``[B]``, or coordinates ``[B, ndim]``, on the columns' device.
+        rows: the same as elements.
+        contiguous: whether each leaf is to lie in one piece.
+    """
+    columns.follow_memory()
+    found: dict[Path, torch.Tensor] = {}
+    layout, records, ndim = columns.layout, columns.records, columns.ndim
+    if layout is not None and records is not None:
+        words = records.view(layout.word).flatten(0, ndim - 1)
+        block = layout.as_block(words.index_select(0, rows))
+        leaves = layout.split(block)
+        if contiguous:
+            leaves = [leaf.contiguous() for leaf in leaves]
+        found.update(zip(layout.offsets, leaves, strict=True))
+    for path, column in columns.tensors.items():
+        if path in found:
+            continue
+        source = carried(column)
+        if ndim == 1:
+            values = source.index_select(0, rows)
+        elif source.is_contiguous():
+            values = source.flatten(0, ndim - 1).index_select(0, rows)
+        else:
+            values = source[tuple(index.unbind(-1))]
+        found[path] = values.view(column.dtype)
+    return [found[path] for path in columns.order]
+
+
+def gather_some(
+    columns: Columns, paths: Sequence[Path], elements: torch.Tensor
+) -> dict[Path, torch.Tensor]:
+    """Copies some leaves of stored elements ``[B]`` out, each in one piece."""
+    columns.follow_memory()
+    found, rows = {}, elements.to(columns.device)
+    for path in paths:
+        column = columns.tensors[path]
+        source = carried(column)
+        if columns.ndim > 1:
+            cells = tuple(unravel_index(rows, columns.lanes).unbind(-1))
+            found[path] = source[cells].view(column.dtype)
+        else:
+            found[path] = source.index_select(0, rows).view(column.dtype)
+    return found
+
+
+def scatter(
+    columns: Columns,
+    slots: torch.Tensor,
+    runs: Sequence[tuple[int, int, int]] | None,
+    sources: Mapping[Path, torch.Tensor],
+) -> None:
+    """Writes leaves ``[K, *F]`` to distinct slots ``[K]`` of dimension 0.
+
+    Args:
+        runs: the slots as runs (``runs_of``); None: there are none, and ``slots`` lie on the
+            columns' device.
+    """
+    for path, column in columns.tensors.items():
+        target, source = carried(column), sources[path]
+        if runs is None:
+            target[slots] = source
+            continue
+        for first, start, stop in runs:
+            rows = source if len(runs) == 1 else source[start:stop]
+            target[first : first + stop - start].copy_(rows)
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies rows; on the CPU without torch's threads, which wait for each other.
+
+    Many rows go block by block, to whichever thread is free: what is filled first is given its
+    memory meanwhile, which may take longer than the copy.
+    """
+    plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
+    if not (target.is_cpu and source.is_cpu and plain):
+        target.copy_(source)
+        return
+    to, values = target.numpy(), source.detach().numpy()
+    threads = min(os.cpu_count() or 1, _MOST_THREADS, to.nbytes // _ENOUGH_BYTES)
+    if threads < 2:
+        np.copyto(to, values)
+        return
+    rows = max(1, _BLOCK_BYTES * len(to) // to.nbytes)
+    blocks = [slice(first, first + rows) for first in range(0, len(to), rows)]
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda block: np.copyto(to[block], values[block]), blocks):
+            pass

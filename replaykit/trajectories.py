@@ -1,0 +1,522 @@
+"""Rows of whole trajectories: one after the other, side by side and padded, or each alone.
+
+Three forms of the same transitions: flat ``[N]``, as buffers keep them; a list of ``[n_i]``; and
+``[E, T]`` with a ``mask``, as sequence models want them. Values are moved, never computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from replaykit._compat import LazyStackedTensorDict, TensorDict, as_tensor, is_tensordict, lookup
+from replaykit.structure import Node, Path, Rules, build, flatten
+from replaykit.ted import (
+    DEFAULT_DONE_KEYS,
+    EPISODE_KEYS,
+    FLAG_KEYS,
+    Key,
+    end_flags,
+    format_key,
+    unravel,
+)
+
+__all__ = [
+    "MASK_KEY",
+    "check_rows",
+    "find_ends",
+    "join_trajectories",
+    "pad_collate",
+    "padded",
+    "picked",
+    "refuse_own",
+    "split_trajectories",
+    "take_items",
+]
+
+MASK_KEY: Final[Key] = ("mask",)
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Stand-ins of other dtypes, some of which torch cannot move by index; also keeps every bit."""
+
+
+def padded(
+    node: Node,
+    rows: Mapping[Path, torch.Tensor],
+    counts: torch.Tensor,
+    width: int,
+    pads: Mapping[Path, Any],
+    device: torch.device | None,
+) -> tuple[TensorDict, torch.Tensor]:
+    """Lays rows ``[N]`` out as ``[E, width]``; returns them with their mask, and the mask."""
+    batch = torch.Size([len(counts), width])
+    steps = torch.arange(width, device=counts.device)
+    mask = steps < counts[:, None]
+    slots = mask.view(-1).nonzero().squeeze(-1)
+    leaves = {}
+    for path, leaf in rows.items():
+        shape = (batch.numel(), *leaf.shape[1:])
+        pad = pads.get(path, 0)
+        out = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+        if pad != 0:
+            out.fill_(pad)
+        _bits(out).index_copy_(0, slots.to(leaf.device), _bits(leaf))
+        leaves[path] = out.view(*batch, *leaf.shape[1:])
+    padded: TensorDict = build(node, leaves, batch, device)
+    return padded.set(MASK_KEY, mask), mask
+
+
+def picked(leaf: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Returns the entries at ``slots`` of the two leading dimensions taken as one."""
+    entries = _bits(leaf).flatten(0, 1)
+    return entries.index_select(0, slots.to(leaf.device)).view(leaf.dtype)
+
+
+def _bits(leaf: torch.Tensor) -> torch.Tensor:
+    """Returns a view with a dtype of that size that can be moved by index."""
+    return leaf.view(_BITS.get(leaf.dtype.itemsize, leaf.dtype))
+
+
+def take_items(
+    items: Any, added: Key | None, *, shortest: int
+) -> tuple[Node, list[dict[Path, torch.Tensor]], list[int]]:
+    """Returns the tree of the first item, the leaves of each in its order, and the lengths.
+
+    All fit each other, and none has the key that will be ``added``.
+    """
+    if not isinstance(items, (list, tuple)):
+        raise TypeError(f"items: expected a list of TensorDicts, got {type(items).__name__}")
+    if not items:
+        raise ValueError("items: expected at least one TensorDict, got none")
+    node: Node | None = None
+    tables: list[dict[Path, torch.Tensor]] = []
+    for number, item in enumerate(items):
+        check_rows(item, f"item {number}", shortest)
+        here, leaves = flatten(item, 1)
+        node = here if node is None else node
+        if added is not None:
+            refuse_own(leaves, added, f"item {number}")
+        if tables:
+            _check_alike(number, leaves, tables[0])
+        tables.append(leaves)
+    assert node is not None
+    return node, tables, [item.batch_size[0] for item in items]
+
+
+def check_rows(data: Any, name: str, shortest: int = 0) -> None:
+    if not is_tensordict(data):
+        raise TypeError(f"{name}: expected a TensorDict, got {type(data).__name__}")
+    if data.batch_dims != 1:
+        raise ValueError(f"{name}: expected batch size [n], got {list(data.batch_size)}")
+    if data.batch_size[0] < shortest:
+        raise ValueError(f"{name}: expected at least {shortest} row, got none")
+
+
+def _check_alike(
+    number: int, leaves: Mapping[Path, torch.Tensor], first: Mapping[Path, torch.Tensor]
+) -> None:
+    for path in first:
+        if path not in leaves:
+            raise KeyError(f"item {number} has no key {format_key(path)}, which item 0 has")
+    for path, leaf in leaves.items():
+        if path not in first:
+            raise KeyError(f"item {number} has a key {format_key(path)}, which item 0 has not")
+        other = first[path]
+        alike = leaf.shape[1:] == other.shape[1:] and leaf.dtype == other.dtype
+        if not alike or leaf.device != other.device:
+            raise ValueError(
+                f"item {number}, key {format_key(path)}: expected {_described(other)}, as item 0 "
+                f"has, got {_described(leaf)}"
+            )
+
+
+def _described(leaf: torch.Tensor) -> str:
+    shape = ", ".join(["n", *map(str, leaf.shape[1:])])
+    return f"shape [{shape}], {leaf.dtype} on {leaf.device}"
+
+
+def refuse_own(leaves: Mapping[Path, Any], key: Key, name: str) -> None:
+    if any(path[: len(key)] == key for path in leaves):
+        raise ValueError(f"{name}: has a key {format_key(key)} of its own; rename or drop it first")
+
+
+_LENGTHS: Final[Key] = ("lengths",)
+
+
+def pad_collate(
+    items: Sequence[Any],
+    pad_value: Any = 0,
+    pad_to: int | None = None,
+    multiple_of: int | None = None,
+    layout: str = "padded",
+) -> TensorDict:
+    """Lays trajectories of different lengths side by side: ``B`` of ``[n_i]`` as ``[B, T]``.
+
+    Made for ``collate_fn=`` of a buffer or a loader whose records are trajectories.
+
+    Args:
+        items: TensorDicts ``[n_i]``, ``n_i >= 1``, all with the same keys, feature shapes, dtypes
+            and device; or a stack of them: a lazy one, as a LazyStackStorage gives, or a
+            TensorDict ``[B, n]``, as trajectories of one length make.
+        pad_value: what stands behind the end of a trajectory. A number counts for every key but
+            bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``), which
+            are padded with ``False`` (0). A dict gives a number per key, 0 for those not in it.
+        pad_to: ``T``; None: the longest length.
+        multiple_of: ``T`` is the longest length rounded up to a multiple of this.
+        layout: "padded"; or "jagged": nothing is padded, leaves are nested tensors.
+
+    Returns:
+        "padded": a TensorDict ``[B, T]`` of new memory, and in it ``mask``, bool ``[B, T]``, true
+        on rows that were given. The mask follows from the lengths alone: a row that happens to
+        equal the pad value is a row. Every leaf keeps its dtype.
+
+        "jagged": a TensorDict ``[B]`` whose leaves are ``torch.nested`` tensors ``[B, n_i, *F]``
+        of layout ``torch.jagged``, and ``lengths``, int64 ``[B]``. All leaves share one
+        ``offsets()``, int64 ``[B + 1]``, so that they can be combined; ``values()`` are the rows
+        one after another. ``lengths`` is plain.
+
+        Tensors are without autograd history.
+
+    Raises:
+        TypeError: an item is no TensorDict, or holds something that is no tensor; a length that
+            is no integer; a pad value that is no number.
+        KeyError: an item lacks a key of the first one, or has another; names item and key. A
+            ``pad_value`` for a key that is not there.
+        ValueError: no items; an item without rows or with another batch size than ``[n]``; feature
+            shapes, dtypes or devices differ; a key ``mask`` (``lengths``) is there already;
+            a trajectory longer than ``pad_to``; ``pad_to`` and ``multiple_of`` both, or below 1;
+            a pad value that the dtype does not have, or a flag that is not padded with
+            ``False``; an unknown layout, or one of the other arguments together with "jagged".
+
+    Cost: two copies of every value, a few calls a key and a Python step per leaf of every item.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import pad_collate
+        >>> short = TensorDict({"x": torch.tensor([1.0, 0.0])}, [2])
+        >>> long = TensorDict({"x": torch.tensor([2.0, 3.0, 4.0])}, [3])
+        >>> batch = pad_collate([short, long], pad_value=-1)
+        >>> batch["x"]
+        tensor([[ 1.,  0., -1.],
+                [ 2.,  3.,  4.]])
+        >>> batch["mask"].sum(1)
+        tensor([2, 3])
+    """
+    if layout not in ("padded", "jagged"):
+        raise ValueError(f'layout: expected "padded" or "jagged", got {layout!r}')
+    jagged = layout == "jagged"
+    pad_to = _length_argument("pad_to", pad_to)
+    multiple_of = _length_argument("multiple_of", multiple_of)
+    if pad_to is not None and multiple_of is not None:
+        raise ValueError(f"expected pad_to ({pad_to}) or multiple_of ({multiple_of}), not both")
+    no_padding = pad_to is multiple_of is None and not isinstance(pad_value, Mapping)
+    if jagged and not (no_padding and pad_value == 0):
+        raise ValueError('layout="jagged" pads nothing: no pad_value, pad_to or multiple_of')
+    items = _unstacked(items)
+    node, tables, lengths = take_items(items, _LENGTHS if jagged else MASK_KEY, shortest=1)
+    if not jagged:
+        width = _width(lengths, pad_to, multiple_of)
+        pads = _pad_values(pad_value, tables[0])
+    device = items[0].device
+    rows = {path: torch.cat([table[path] for table in tables]) for path in tables[0]}
+    counts = as_tensor(lengths, torch.int64)
+    near = next(iter(rows.values())).device if rows else device
+    if near is not None:
+        counts = counts.to(near)
+    if jagged:
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        nested = {
+            path: torch.nested.nested_tensor_from_jagged(leaf, offsets=offsets)
+            for path, leaf in rows.items()
+        }
+        batch: TensorDict = build(node, nested, torch.Size([len(lengths)]), device)
+        return batch.set(_LENGTHS, counts)
+    batch, _ = padded(node, rows, counts, width, pads, device)
+    return batch
+
+
+def _unstacked(items: Any) -> Any:
+    """The trajectories of a stack; anything else as it is."""
+    if isinstance(items, LazyStackedTensorDict):
+        return items.unbind(items.stack_dim)
+    if is_tensordict(items) and items.batch_dims == 2:
+        return items.unbind(0)
+    return items
+
+
+def _length_argument(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    number = int(value)
+    if number < 1:
+        raise ValueError(f"{name}: expected at least 1, got {number}")
+    return number
+
+
+def _width(lengths: list[int], pad_to: int | None, multiple_of: int | None) -> int:
+    longest = max(lengths)
+    if multiple_of is not None:
+        return -(-longest // multiple_of) * multiple_of
+    if pad_to is None:
+        return longest
+    if longest > pad_to:
+        raise ValueError(
+            f"pad_to: expected at least the longest length, {longest} of item "
+            f"{lengths.index(longest)}, got {pad_to}"
+        )
+    return pad_to
+
+
+def _pad_values(given: Any, leaves: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
+    """Returns what each leaf is padded with."""
+    if not isinstance(given, Mapping):
+        return {
+            path: _as_value(given, path, leaf.dtype)
+            for path, leaf in leaves.items()
+            if path not in FLAG_KEYS and leaf.dtype is not torch.bool
+        }
+    found = {}
+    for key, value in given.items():
+        path = unravel(key)
+        if path not in leaves:
+            known = ", ".join(sorted(format_key(path) for path in leaves))
+            raise KeyError(f"pad_value: no key {format_key(path)}; there are {known}")
+        found[path] = _as_value(value, path, leaves[path].dtype)
+        if path in FLAG_KEYS and found[path] != 0:
+            raise ValueError(f"pad_value: flag {format_key(path)} is padded with False")
+    return found
+
+
+def _as_value(value: Any, path: Path, dtype: torch.dtype) -> Any:
+    """Returns a pad value that a tensor of ``dtype`` can hold."""
+    if not isinstance(value, (bool, int, float, complex)):
+        raise TypeError(f"pad_value: expected a number or a dict of them, got {value!r}")
+    fits = True
+    if dtype is torch.bool:
+        fits = value in (0, 1)
+    elif dtype.is_complex:
+        pass
+    elif isinstance(value, complex):
+        fits = False
+    elif dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        fits = value != value or abs(value) == float("inf") or info.min <= value <= info.max
+    else:
+        limits = torch.iinfo(dtype)
+        fits = limits.min <= value <= limits.max and value == int(value)
+    if not fits:
+        raise ValueError(
+            f"pad_value: key {format_key(path)} is {dtype}, which has no {value!r}; "
+            "a dict gives a value per key"
+        )
+    return value
+
+
+def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
+    """Returns which rows are the last of their trajectory, bool ``[N]``."""
+    flags = _end_columns(data, end_keys)
+    ids = _id_columns(data, traj_key)
+    # Who gives both as () has decided; else data that tell nothing are refused.
+    if not flags and not ids and (end_keys is None or traj_key is None):
+        defaults = [("next", name) for name in DEFAULT_DONE_KEYS]
+        known = ", ".join(format_key(key) for key in (*defaults, *EPISODE_KEYS))
+        raise KeyError(
+            f"nothing says where trajectories end: expected one of {known}; "
+            "or give end_keys and traj_key both as ()"
+        )
+    count = data.batch_size[0]
+    columns = [*flags.values(), *ids.values()]
+    device = columns[0].device if columns else data.device or torch.device("cpu")
+    ends = torch.zeros(count, dtype=torch.bool, device=device)
+    if not count:
+        return ends
+    ends[-1] = True
+    for column in flags.values():
+        ends |= (column.reshape(count, -1) != 0).any(1).to(device)
+    for column in ids.values():
+        rows = column.reshape(count, -1)
+        ends[:-1] |= (rows[1:] != rows[:-1]).any(1).to(device)
+    return ends
+
+
+def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise TypeError(f"end_keys: expected a list of keys, got {given!r}")
+    if given is None:
+        keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
+    else:
+        keys = tuple(map(unravel, given))
+    found = {key: lookup(data, key) for key in keys}
+    there = {key: value for key, value in found.items() if value is not None}
+    if given and not there:
+        raise KeyError(f"end_keys: none of {', '.join(map(format_key, found))} is there")
+    return _only_tensors("end_keys", there)
+
+
+def _id_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
+    if given is None:
+        found = {key: lookup(data, key) for key in EPISODE_KEYS}
+        found = {key: value for key, value in found.items() if value is not None}
+        return _only_tensors("traj_key", found)
+    several = isinstance(given, list) or given == ()
+    found = {key: lookup(data, key) for key in map(unravel, given if several else [given])}
+    for key, value in found.items():
+        if value is None:
+            raise KeyError(f"traj_key: no key {format_key(key)}")
+    return _only_tensors("traj_key", found)
+
+
+def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tensor]:
+    for key, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{argument}: {format_key(key)}: expected a tensor, got {type(value).__name__}; "
+                "a list takes several keys, a tuple is one nested key"
+            )
+    return found
+
+
+_IDS: Final[Key] = ("traj_ids",)
+
+
+def split_trajectories(
+    data: Any,
+    *,
+    end_keys: Sequence[Any] | None = None,
+    traj_key: Any = None,
+    as_list: bool = False,
+) -> Any:
+    """Takes flat rows apart into trajectories: ``[N]`` becomes ``[E, T]``, one entry each.
+
+    A row ends its trajectory where a flag is set, where an id of the next row is another one, and
+    at the end of the data. ``replaykit.datasets`` lays data sets out the same way with
+    ``split_trajs=True``.
+
+    Args:
+        data: a TensorDict ``[N]`` of rows in time order, trajectories end to end.
+        end_keys: a list of flag keys of which any one ends a trajectory; those that are absent
+            are left out. None: ``done``, ``terminated`` and ``truncated`` under ``next``, or at
+            the root where none of them is there. ``()``: none.
+        traj_key: an id column, or a list of them, of which a change ends a trajectory. None:
+            those of ``("collector", "traj_ids")``, ``episode`` and ``seed`` that are there.
+            ``()``: none. With ``()`` for both everything is one trajectory.
+        as_list: the trajectories one by one.
+
+    Returns:
+        A TensorDict ``[E, T]`` of new memory without autograd history; ``T`` is the longest
+        length. Behind a trajectory's end everything is 0 and flags are ``False``. Two keys are
+        added: ``mask``, bool ``[E, T]``, true on rows, and ``traj_ids``, int64 ``[E, T]``, the
+        number of the trajectory, 0 on padding. With ``as_list``: a list of ``E`` TensorDicts
+        ``[n_i]``, views of ``data`` and nothing added.
+
+        TorchRL's function of that name puts both keys under ``"collector"`` where there is such
+        an entry, ends by one ``done_key`` or by ids, not by both, and adds no ids where a column
+        of them is there. Here all keys of ``data`` stay as they are, ids included.
+
+    Raises:
+        TypeError: ``data`` is no TensorDict, holds something that is no tensor, or what is no
+            list of keys.
+        KeyError: ``traj_key`` is absent, or all of ``end_keys`` are; there is neither flag nor id
+            and not both arguments are ``()``.
+        ValueError: another batch size than ``[N]``; a key ``mask`` or ``traj_ids`` is there
+            already (not with ``as_list``); a column of flags or ids that is no tensor.
+
+    Cost: one pass over flags and ids, one copy of every value, ``E * T`` entries of memory: one
+    very long trajectory among short ones makes the result large. With ``as_list`` no copy and a
+    Python step per leaf of every trajectory.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import join_trajectories, split_trajectories
+        >>> done = torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool)
+        >>> rows = TensorDict({"x": torch.arange(1, 6), "next": {"done": done}}, [5])
+        >>> split = split_trajectories(rows)
+        >>> split["x"]
+        tensor([[1, 2, 0],
+                [3, 4, 5]])
+        >>> bool((join_trajectories(split) == rows).all())
+        True
+        >>> [len(one) for one in split_trajectories(rows, as_list=True)]
+        [2, 3]
+    """
+    check_rows(data, "data")
+    ends = find_ends(data, end_keys, traj_key)
+    last = ends.nonzero().squeeze(-1)
+    counts = torch.diff(last, prepend=last.new_full((1,), -1))
+    if as_list:
+        return list(data.split(counts.tolist())) if len(counts) else []
+    node, rows = flatten(data, 1)
+    for key in (MASK_KEY, _IDS):
+        refuse_own(rows, key, "data")
+    width = int(counts.max()) if len(counts) else 0
+    split, mask = padded(node, rows, counts, width, {}, data.device)
+    ids = torch.arange(len(counts), device=mask.device)
+    return split.set(_IDS, ids[:, None] * mask)
+
+
+def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj_ids") -> Any:
+    """Lays trajectories end to end: ``[E, T]`` with a mask, or a list of ``[n_i]``, as ``[N]``.
+
+    The inverse of ``split_trajectories`` and ``pad_collate``: every bit of every row is back.
+
+    Args:
+        data: a TensorDict ``[E, T]`` with a mask; or a list of TensorDicts ``[n_i]`` with the same
+            keys, feature shapes, dtypes and device.
+        mask_key: the mask in a padded TensorDict, bool ``[E, T]``, true on rows, which may lie
+            anywhere; it is dropped.
+        ids_key: numbers of trajectories in a padded TensorDict that are dropped with it, where
+            they are there; None: all other keys stay.
+
+    Returns:
+        A TensorDict ``[N]`` of new memory without autograd history, trajectory after trajectory,
+        each in order. Nothing marks where one ends but the flags and ids among its keys.
+
+    Raises:
+        TypeError: neither; something that is no tensor.
+        KeyError: no mask; an item of the list lacks a key of the first one, or has another.
+        ValueError: an empty list; a batch size other than ``[E, T]`` or ``[n]``; the mask is not
+            bool ``[E, T]``; feature shapes, dtypes or devices of items differ.
+
+    Cost: one copy of every value.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import join_trajectories
+        >>> mask = torch.tensor([[True, False], [True, True]])
+        >>> padded = TensorDict({"x": torch.tensor([[1, 0], [2, 3]]), "mask": mask}, [2, 2])
+        >>> join_trajectories(padded)["x"]
+        tensor([1, 2, 3])
+    """
+    if isinstance(data, (list, tuple)):
+        node, tables, lengths = take_items(data, None, shortest=0)
+        rows = {path: torch.cat([table[path] for table in tables]) for path in tables[0]}
+        return build(node, rows, torch.Size([sum(lengths)]), data[0].device)
+    if not is_tensordict(data):
+        raise TypeError(
+            f"data: expected a TensorDict [E, T] or a list of them [n], got {type(data).__name__}"
+        )
+    if data.batch_dims != 2:
+        raise ValueError(f"data: expected batch size [E, T], got {list(data.batch_size)}")
+    path = unravel(mask_key)
+    mask = lookup(data, path)
+    if mask is None:
+        raise KeyError(f"no mask {format_key(path)} that says which entries are rows")
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+        kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"mask {format_key(path)}: expected bool, got {kind}")
+    if mask.shape != data.batch_size:
+        raise ValueError(
+            f"mask {format_key(path)}: expected shape {list(data.batch_size)}, "
+            f"got {list(mask.shape)}"
+        )
+    dropped = {path} if ids_key is None else {path, unravel(ids_key)}
+    node, leaves = flatten(data, 2, Rules(drop=frozenset(dropped)))
+    slots = mask.reshape(-1).nonzero().squeeze(-1)
+    rows = {key: picked(leaf, slots) for key, leaf in leaves.items()}
+    return build(node, rows, torch.Size([len(slots)]), data.device)

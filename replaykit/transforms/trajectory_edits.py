@@ -1,0 +1,504 @@
+"""Edit whole episodes by a function when a batch is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from replaykit._compat import is_tensordict
+from replaykit.episodes import EndReason, Head, Needs
+from replaykit.structure import Leaf, Node, Path, Rules, build, flatten, leaf_paths
+from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, RESERVED_KEYS, Key, end_flags, format_key
+from replaykit.transforms.history import HistoryTransform, Surroundings, as_tensor_like
+
+__all__ = ["EditedEpisodes", "TrajectoryTransform", "check_flags", "end_reasons", "same_rows"]
+
+Array = np.ndarray[Any, Any]
+
+_FLAGS: tuple[Key, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
+_DONE_FLAG, _TRUNCATED_FLAG, _TERMINATED_FLAG = _FLAGS
+
+
+class EditedEpisodes(Surroundings):
+    """Surroundings of the rows of a batch in copies of their episodes; needs no storage, no lock.
+
+    Each episode is a lane of its own, in which time is the number of steps since it began.
+
+    Args:
+        root: what a row is.
+        leaves: ``[n, *F]`` each, episode after episode.
+        counts: int64 ``[E]``, rows of each episode.
+        missing: int64 ``[E]``, how many rows of it went before those.
+        reason, head: int64 ``[E]``, how they end and begin.
+        generator: where randomness comes from.
+    """
+
+    def __init__(
+        self,
+        root: Node,
+        leaves: dict[Path, torch.Tensor],
+        counts: Array,
+        missing: Array,
+        reason: Array,
+        head: Array,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.root, self.leaves = root, leaves
+        self.keys = leaves
+        self.counts, self.missing = counts, missing
+        self.starts = np.cumsum(counts) - counts
+        self.reasons, self.heads = reason, head
+        self.generator = generator
+
+    def lie_at(
+        self, time: Array, lane: Array, window: Array, mask: Array | None, alone: bool
+    ) -> None:
+        """Sets where the rows of the batch lie; int64 ``[B]``."""
+        self.time, self.lane = time, lane
+        self.first = self.missing[lane]
+        self.last = self.first + self.counts[lane] - 1
+        self.begin = np.zeros_like(time)
+        self.head, self.reason = self.heads[lane], self.reasons[lane]
+        self.window, self.mask, self.alone = window, mask, alone
+
+    def stored(self) -> int:
+        return int(self.counts.sum())
+
+    def any_rows(self, number: Array) -> tuple[Array, Array]:
+        lane = np.searchsorted(self.starts, number, side="right") - 1
+        return number - self.starts[lane] + self.missing[lane], lane
+
+    def numbers(self, time: Array, lane: Array) -> Array:
+        """Where rows lie in the leaves."""
+        return self.starts[lane] + time - self.missing[lane]
+
+    def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
+        unknown = [format_key(key) for key in keys if key not in self.leaves]
+        if unknown:
+            known = ", ".join(map(format_key, self.leaves))
+            raise KeyError(f"expected the keys {', '.join(unknown)}; episodes have {known}")
+        number = torch.from_numpy(self.numbers(time, lane).reshape(-1))
+        found = {}
+        for key in keys:
+            leaf = self.leaves[key]
+            values = leaf.index_select(0, number.to(leaf.device))
+            found[key] = values.view(*time.shape, *leaf.shape[1:])
+        return found
+
+
+def same_rows(expected: Node, found: Node, episode: int) -> None:
+    """Raises ValueError where edited episodes differ in keys, shapes or dtypes."""
+    first: dict[Path, Leaf] = dict(leaf_paths(expected))
+    own: dict[Path, Leaf] = dict(leaf_paths(found))
+    for path in dict.fromkeys([*first, *own]):
+        if first.get(path) != own.get(path):
+            raise ValueError(
+                f"key {format_key(path)}: expected {first.get(path, 'nothing')} as in the other "
+                f"episodes, got {own.get(path, 'nothing')} in edited episode {episode}"
+            )
+
+
+def _flags(leaves: dict[Path, torch.Tensor]) -> dict[Key, Array]:
+    """Flags that there are, bool ``[n]``: set where any number of a row is.
+
+    Those at the root that end episodes come under their names below ``next``.
+    """
+    found: dict[Key, Array] = {}
+    for key in end_flags(leaves):
+        leaf = leaves[key]
+        if leaf.dtype is not torch.bool:
+            raise TypeError(f"key {format_key(key)}: expected bool flags, got {leaf.dtype}")
+        flag = leaf.flatten(1).any(1).cpu().numpy() if leaf.ndim > 1 else leaf.numpy()
+        found["next", key[-1]] = flag
+    return found
+
+
+def check_flags(leaves: dict[Path, torch.Tensor], rows: Array) -> None:
+    """Checks the flags of episodes of so many rows each.
+
+    Raises:
+        TypeError: flags that are not bool. ValueError: ``done`` is not ``terminated | truncated``,
+            or one of them is set before the last row of an episode.
+    """
+    flags = _flags(leaves)
+    starts = np.cumsum(rows) - rows
+    ended = np.zeros(int(rows.sum()), bool)
+    for flag in flags.values():
+        ended |= flag
+    last = np.zeros_like(ended)
+    last[starts + rows - 1] = True
+    _refuse(ended & ~last, rows, starts, "flags in the last row of an episode alone")
+    done = flags.get(_DONE_FLAG)
+    if done is None:
+        return
+    reasons = [flags[key] for key in (_TERMINATED_FLAG, _TRUNCATED_FLAG) if key in flags]
+    # With one of both stored, what else ends an episode is told by `done` alone.
+    wrong = done != (reasons[0] | reasons[1]) if len(reasons) == 2 else ended & ~done
+    _refuse(wrong, rows, starts, "('next', 'done') as terminated | truncated")
+
+
+def _refuse(wrong: Array, rows: Array, starts: Array, expected: str) -> None:
+    if wrong.any():
+        at = int(np.nonzero(wrong)[0][0])
+        episode = int(np.searchsorted(starts, at, side="right")) - 1
+        raise ValueError(
+            f"expected {expected}, got others in row {at - int(starts[episode])} of "
+            f"{int(rows[episode])} of an edited episode"
+        )
+
+
+def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) -> Array:
+    """``EndReason`` of episodes by the flags of their last rows.
+
+    Without any: open if it was ``before``, else cut.
+    """
+    flags = _flags(leaves)
+    at = np.cumsum(rows) - 1
+    nothing = np.zeros(len(rows), bool)
+    done, cut, ended = (flags[key][at] if key in flags else nothing for key in _FLAGS)
+    reason = np.where(before == int(EndReason.OPEN), int(EndReason.OPEN), int(EndReason.CUT))
+    if _TERMINATED_FLAG in flags:
+        reason = np.where(done | cut | ended, int(EndReason.TRUNCATED), reason)
+        return np.where(ended, int(EndReason.TERMINATED), reason)
+    # `done` alone is read as terminated.
+    reason = np.where(done, int(EndReason.TERMINATED), reason)
+    return np.where(cut, int(EndReason.TRUNCATED), reason)
+
+
+_MASK: Final[Key] = ("collector", "mask")
+_OTHER_MASKS: Final[tuple[Key, ...]] = (("validity_mask",), ("learning_mask",))
+_DONE: Final[Key] = ("next", "done")
+_TRUNCATED: Final[Key] = ("next", "truncated")
+_TERMINATED: Final[Key] = ("next", "terminated")
+_IS_INIT: Final[Key] = ("is_init",)
+_RULES = Rules(frozenset((key,) for key in RESERVED_KEYS), FLAG_KEYS, 1)
+_LARGEST_SEED: Final = 2**62
+
+
+@dataclass
+class _Copied:
+    """Whole episodes of the rows of a batch; int64 ``[E]`` unless said otherwise.
+
+    ``leaves``: ``[n, *F]``, episode after episode. ``apply``: whether the function gets it.
+    ``episode``: which of them a row of the batch is of, ``[B]``. ``segment``: which run of a window
+    in an episode it is of, ``[B]``; ``shift``: a number of [0, 1) for each of these.
+    """
+
+    root: Node
+    leaves: dict[Path, torch.Tensor]
+    first: Array
+    rows: Array
+    missing: Array
+    reason: Array
+    head: Array
+    apply: Array
+    episode: Array
+    segment: Array
+    shift: Array
+    seed: int
+    later: list[Any]
+    edited: EditedEpisodes | None = None
+
+
+class TrajectoryTransform(HistoryTransform):
+    """Edits the whole episodes of a batch by a function, then cuts its windows from them.
+
+    The function gets each distinct episode of a batch once, and may change values, keys and the
+    number of rows. A window is then cut anew: where one of t rows had offset o, of the m = n-t+1
+    possible ones in an episode of n rows, and n' rows are left, it gets offset
+    ``floor((o + u) / m * m')`` with ``m' = n'-t'+1``, ``t' = min(t, n')`` and u uniform in [0, 1):
+    uniform again if o was; just o where n' = n. Where a window has less rows than before the last
+    one is repeated. Each part of a window that crosses episodes is such a window of its own.
+
+    History transforms that come later (``StackFrames``, ``NStep``, ``PreviousStep``, ``StepCount``,
+    ``HindsightGoal``) see edited episodes only, and ``ReturnToGo`` later in the chain computes its
+    returns anew; no other history transform can come before. Stored data stay as they are, and so
+    do ``index`` and what a sampler tells of a draw: they are those of the rows drawn.
+
+    Writes ``("collector", "mask")``, bool ``[B]``, in every batch: False at repeated rows and
+    padding.
+
+    Args:
+        fn: takes a TensorDict ``[n]`` with all stored keys, in memory of its own, and returns one
+            ``[n']``, n' >= 1. No lock is held. With ``prefetch`` it is called in threads.
+        allow_open: whether rows of episodes that have not ended can be drawn, and are edited.
+        allow_headless: likewise of episodes whose first rows are stored no more, or never were.
+
+    Raises:
+        TypeError: ``fn`` cannot be called; on read: it returns no TensorDict, or flags that are not
+            bool. ValueError: on read: it returns no rows; keys, shapes or dtypes that differ
+            between episodes; ``("next", "done")`` that is not ``terminated | truncated``; an end
+            before the last row.
+
+    ``rb[...]`` leaves rows of episodes that cannot be drawn as they are stored.
+
+    Cost: one read of all rows of the distinct episodes of a batch, and one call for each.
+    Randomness: the buffer's generator.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, TrajectoryTransform
+        >>> rows = TensorDict({
+        ...     "x": torch.arange(6),
+        ...     "next": {"done": torch.tensor([0, 0, 1, 0, 0, 1], dtype=torch.bool)}}, [6])
+        >>> def without_last(episode):
+        ...     episode = episode[:-1].clone()
+        ...     episode["next", "done"][-1] = True
+        ...     return episode
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), batch_size=100,
+        ...                   transform=TrajectoryTransform(without_last))
+        >>> _ = rb.extend(rows)
+        >>> rb.sample()["x"].unique().tolist()
+        [0, 1, 3, 4]
+    """
+
+    stage = "episode"
+    edits_episodes = True
+    changes = frozenset({_MASK, *_OTHER_MASKS, _DONE, _TRUNCATED, _TERMINATED, _IS_INIT})
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        allow_open: bool = False,
+        allow_headless: bool = False,
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn: expected a function of an episode, got {fn!r}")
+        self.fn = fn
+        self.allow_open, self.allow_headless = bool(allow_open), bool(allow_headless)
+        self.needs = Needs(closed=not self.allow_open, intact=not self.allow_headless)
+
+    # -- copying ----------------------------------------------------------------------------------
+
+    def fetch(self, around: Surroundings) -> _Copied | None:
+        """Copies the whole episodes of the batch out, each once, in one read."""
+        if not len(around):
+            return None
+        reach = int(around.first.max() - around.first.min()) + 1
+        key = around.lane * reach + around.first - around.first.min()
+        _, lead, episode = np.unique(key, return_index=True, return_inverse=True)
+        episode = episode.reshape(-1)
+        first, lane = around.first[lead], around.lane[lead]
+        rows = around.last[lead] - first + 1
+        of_row = np.repeat(np.arange(len(rows)), rows)
+        time = np.arange(len(of_row)) - (np.cumsum(rows) - rows - first)[of_row]
+        leaves = around.read([path for path, _ in leaf_paths(around.root)], time, lane[of_row])
+        reason, head = around.reason[lead], around.head[lead]
+        fits = np.ones(len(rows), bool)
+        if not self.allow_open:
+            fits &= reason != int(EndReason.OPEN)
+        if not self.allow_headless:
+            fits &= head == int(Head.RESET)
+        if around.alone:
+            segment = np.arange(len(around))
+        else:
+            _, window = np.unique(around.window, return_inverse=True)
+            runs = window.reshape(-1) * len(rows) + episode
+            segment = np.unique(runs, return_inverse=True)[1].reshape(-1)
+        return _Copied(
+            around.root,
+            leaves,
+            first,
+            rows,
+            first - around.begin[lead],
+            reason,
+            head,
+            fits,
+            episode,
+            segment,
+            around.uniform(int(segment.max()) + 1),
+            _seed(around.generator),
+            list(around.later),
+        )
+
+    # -- editing ----------------------------------------------------------------------------------
+
+    def apply(self, data: Any, fetched: _Copied | None, around: Surroundings) -> Any:
+        """Returns the batch with rows of edited episodes."""
+        if fetched is None:
+            return data
+        edited = self._edit(fetched)
+        for transform in fetched.later:
+            if callable(getattr(transform, "edited", None)):
+                transform.edited(edited)
+        cut = _cut(fetched, edited, around)
+        fetched.edited = edited
+        return _put(data, fetched, edited, cut)
+
+    def surroundings(self, fetched: _Copied | None) -> Surroundings:
+        """The edited episodes."""
+        if fetched is None or fetched.edited is None:
+            raise RuntimeError("expected a batch with rows, got an empty one")
+        return fetched.edited
+
+    def _edit(self, copied: _Copied) -> EditedEpisodes:
+        parts: list[dict[Path, torch.Tensor]] = []
+        root: Node | None = None
+        count = np.zeros_like(copied.rows)
+        stops = np.cumsum(copied.rows)
+        like = next(iter(copied.leaves.values()))
+        for number, stop in enumerate(stops.tolist()):
+            size = int(copied.rows[number])
+            leaves = {path: leaf[stop - size : stop] for path, leaf in copied.leaves.items()}
+            own = copied.root
+            if copied.apply[number]:
+                given = build(own, leaves, torch.Size([size]), like.device)
+                own, leaves, size = _taken_apart(self.fn(given), number)
+            if root is None:
+                root = own
+            elif own is not root:
+                same_rows(root, own, number)
+            parts.append(leaves)
+            count[number] = size
+        assert root is not None
+        joined = {
+            path: torch.cat([part[path] for part in parts]).to(like.device) for path in parts[0]
+        }
+        # What is not the function's was checked by nobody, and is not its fault.
+        if copied.apply.all():
+            check_flags(joined, count)
+        else:
+            chosen = torch.from_numpy(np.repeat(copied.apply, count))
+            some = {path: leaf[chosen.to(leaf.device)] for path, leaf in joined.items()}
+            check_flags(some, count[copied.apply])
+        reason = end_reasons(joined, count, copied.reason)
+        reason = np.where(copied.apply, reason, copied.reason)
+        generator = torch.Generator("cpu").manual_seed(copied.seed)
+        return EditedEpisodes(root, joined, count, copied.missing, reason, copied.head, generator)
+
+    def __repr__(self) -> str:
+        return f"TrajectoryTransform({getattr(self.fn, '__name__', repr(self.fn))})"
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """Seeds what later transforms draw outside of the lock, in the order of draws."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(_LARGEST_SEED, (), generator=generator, device=device))
+
+
+def _taken_apart(episode: Any, number: int) -> tuple[Node, dict[Path, torch.Tensor], int]:
+    if not is_tensordict(episode):
+        raise TypeError(f"fn: expected a TensorDict for an episode, got {type(episode).__name__}")
+    if not episode.batch_dims:
+        raise ValueError("fn: expected an episode of batch size [n], got []")
+    if not len(episode):
+        raise ValueError(f"fn: expected at least one row of an episode, got none for {number}")
+    root, leaves = flatten(episode, 1, _RULES)
+    return root, leaves, len(episode)
+
+
+@dataclass
+class _Cut:
+    """Where the rows of a batch lie in edited episodes; ``[B]`` each.
+
+    ``drawn``: number of the row that was drawn among all copied ones. ``number``: of the edited
+    row in its place. ``real``: whether it is none that was repeated.
+    """
+
+    drawn: Array
+    number: Array
+    real: Array
+
+
+def _cut(copied: _Copied, edited: EditedEpisodes, around: Surroundings) -> _Cut:
+    """Cuts every run of a window in an episode anew, of as many rows as there are."""
+    segment = copied.segment
+    count = len(copied.shift)
+    offset = around.time - copied.first[copied.episode]
+    begin = np.full(count, np.iinfo(np.int64).max)
+    end = np.zeros(count, np.int64)
+    own = np.zeros(count, np.int64)
+    np.minimum.at(begin, segment, offset)
+    np.maximum.at(end, segment, offset)
+    own[segment] = copied.episode
+    rows, left = copied.rows[own], edited.counts[own]
+    length = end - begin + 1
+    kept = np.minimum(length, left)
+    before, after = rows - length + 1, left - kept + 1
+    moved = np.floor((begin + copied.shift) / before * after).astype(np.int64)
+    start = np.where(left == rows, begin, np.minimum(moved, after - 1))
+    step = offset - begin[segment]
+    there = step < kept[segment]
+    latest = np.zeros(count, np.int64)
+    np.maximum.at(latest, segment[there], step[there])
+    step = np.where(there, step, latest[segment])
+    time = start[segment] + step + edited.missing[copied.episode]
+    real = there if around.mask is None else there & around.mask
+    mask = None if real.all() else real
+    edited.lie_at(time, copied.episode, around.window, mask, around.alone)
+    drawn = (np.cumsum(copied.rows) - copied.rows)[copied.episode] + offset
+    return _Cut(drawn, edited.numbers(time, copied.episode), real)
+
+
+def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
+    """Puts the edited rows in the place of those of the batch."""
+    marks = _marks(data, copied, edited, cut)
+    number = torch.from_numpy(cut.number)
+    for path in copied.leaves:
+        if path not in edited.leaves:
+            data.del_(path if len(path) > 1 else path[0])
+    for path, leaf in edited.leaves.items():
+        data.set(path, leaf.index_select(0, number.to(leaf.device)))
+    like = next(iter(edited.leaves.values()))
+    real = as_tensor_like(cut.real, like)
+    for path in (_TRUNCATED, _TERMINATED, _DONE, _IS_INIT):
+        flag = data.get(path, None)
+        if flag is None or flag.dtype is not torch.bool:
+            continue
+        if path in marks:
+            where = _over(marks[path], flag)
+            flag = flag | where if path in edited.leaves else where.expand_as(flag).clone()
+        # Ends and beginnings are told by real rows alone.
+        data.set(path, flag & _over(real, flag))
+    data.set(_MASK, real)
+    for key in _OTHER_MASKS:
+        mask = data.get(key, None)
+        if mask is not None and mask.shape[:1] == real.shape and mask.dtype is torch.bool:
+            data.set(key, mask & _over(real, mask))
+    return data
+
+
+def _over(rows: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, *[1] * (leaf.ndim - 1))
+
+
+def _marks(
+    data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut
+) -> dict[Path, torch.Tensor]:
+    """Where a sampler's markers belong now, bool ``[B]`` by key.
+
+    A sampler that marks windows sets ``truncated`` and ``done`` at the last row of one that was cut
+    short, and ``is_init`` at the first: flags that are not stored.
+    """
+    found: dict[Path, torch.Tensor] = {}
+    count = len(copied.shift)
+    real = np.nonzero(cut.real)[0]
+    for path in (_TRUNCATED, _IS_INIT):
+        shown, stored = data.get(path, None), copied.leaves.get(path)
+        if shown is None:
+            continue
+        if stored is not None:
+            shown = shown & ~stored.index_select(0, torch.from_numpy(cut.drawn).to(stored.device))
+        if not bool(shown.any()):
+            continue
+        edge = np.full(count, -1)
+        if path == _IS_INIT:
+            edge[copied.segment[real[::-1]]] = real[::-1]
+        else:
+            edge[copied.segment[real]] = real
+            last = np.cumsum(edited.counts) - 1
+            lane = edited.lane[edge]
+            flagged = np.isin(edited.reason[edge], (EndReason.TERMINATED, EndReason.TRUNCATED))
+            edge[flagged & (cut.number[edge] == last[lane])] = -1
+        where = np.zeros(len(cut.real), bool)
+        where[edge[edge >= 0]] = True
+        found[path] = as_tensor_like(where, shown)
+    if _TRUNCATED in found:
+        found[_DONE] = found[_TRUNCATED]
+    return found
