@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from replaykit.cli.output import Debug, Json, Output, plain, size
-from replaykit.inspection.facts import counted
 
 __all__ = ["inspect", "validate"]
 
@@ -144,6 +143,8 @@ def number(value: Any) -> str:
 
 
 def _tell_episodes(console: Any, episodes: Any, most: int) -> None:
+    from replaykit.inspection.facts import counted
+
     summary = episodes.summary()
     ends = ", ".join(f"{count:,} {end}" for end, count in summary["ends"].items())
     console.print(Text.assemble((counted(summary["count"], "episode"), "bold"), f": {ends}"))

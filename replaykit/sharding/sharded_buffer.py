@@ -440,7 +440,7 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         max_age: seconds for which a shard's mass is drawn by without being asked for anew. What
             this client does itself it always knows; 0: it asks before every draw.
         timeout: seconds to wait for an answer, or for a shard to come back; at the beginning for
-            all shards to start, and then at least a minute.
+            all shards to start, and then at least three minutes.
         backend: ``"ray"``: an actor each. ``"local"``: all in this process, without Ray.
         remote_config: options of the actors; what they leave out is a tenth of a CPU, and no GPU,
             each.

@@ -221,7 +221,7 @@ DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
 _SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
 """Works on files, beside which the shard goes on answering."""
 
-_STARTING_S = 60.0
+_STARTING_S = 180.0
 """How long shards are waited for at the beginning, at the least: processes take seconds to start,
 of which the time within which they are to answer later says nothing."""
 

@@ -80,6 +80,7 @@ def test_time_may_be_another_dimension_of_rows_without_lanes():
     ],
     ids=["tensordict", "tensor", "tensorclass", "trajectories"],
 )
+@pytest.mark.filterwarnings("ignore:Using `add:UserWarning")  # each row is a trajectory
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
 def test_extend_stores_what_adding_row_by_row_does(
     kind: str, content: Any, buffer_of: Any, same: Any

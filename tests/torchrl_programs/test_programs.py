@@ -57,13 +57,13 @@ def one_thread() -> Iterator[None]:
 
 
 def run(program: str, rl: Any, **options: Any) -> tuple[Series, set[str]]:
-    """What a program returns and the texts of all warnings."""
+    """Return what a program returns, and how the texts of all warnings begin."""
     module = importlib.import_module(f"tests.torchrl_programs.{program}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         series = module.run(rl, **options)
     assert all(math.isfinite(value) for values in series.values() for value in values)
-    return series, {str(warning.message) for warning in caught}
+    return series, {str(warning.message)[:50] for warning in caught}
 
 
 def ends(values: list[float]) -> tuple[float, float]:
