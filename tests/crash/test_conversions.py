@@ -20,7 +20,7 @@ import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from tensordict import TensorDict
-from replaykit.datasets import publish
+from replaykit.datasets import publishing
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -29,7 +29,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 old, new, target = map(Path, sys.argv[1:4])
 dense, random_kills = int(sys.argv[4]), int(sys.argv[5])
-exchange = publish.exchange
+exchange = publishing.exchange
 
 def convert(path, force=False):
     return ensure_dataset(
@@ -99,7 +99,7 @@ def sweep(first, forced):
         step += 1 + step // dense
 
 def remove():
-    publish.remove_tree(target)
+    publishing.remove_tree(target)
 
 def restore_old():
     assert wait(run(lambda: convert(old, True))) == 0
@@ -107,7 +107,7 @@ def restore_old():
 sweep(remove, False)
 assert wait(run(lambda: convert(new))) == 0
 clean()
-for publish.exchange in (exchange, lambda *_: False):
+for publishing.exchange in (exchange, lambda *_: False):
     sweep(restore_old, True)
     clean()
 

@@ -21,8 +21,8 @@ import torch
 torch.set_num_threads(1)
 from tensordict import TensorDict
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RoundRobinWriter
-from replaykit.checkpoint import changes, checkpoint_versions, chunks
-changes._LEAST_BYTES = 200
+from replaykit.checkpoint import checkpoint_versions, chunks, dirty_chunks
+dirty_chunks._LEAST_BYTES = 200
 chunks._CHUNK_BYTES = 3000
 ROWS, CAPACITY, KEEP = 7, 90, 3
 

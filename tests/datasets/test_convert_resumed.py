@@ -311,13 +311,13 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.filesystem import remove_tree, siblings
-from replaykit.datasets.engine import filework, unfinished
+from replaykit.datasets.engine import resuming, write_files
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 target, dense, *files = sys.argv[1:]
 target, dense = Path(target), int(dense)
 again = 3 if dense > 1 else 1  # how often it dies on the way
-filework._MARKED_BYTES = 1
+write_files._MARKED_BYTES = 1
 options = ConvertOptions(block_bytes=200)  # each trial by itself
 
 def convert():
@@ -337,14 +337,14 @@ def die_at(stop, names):
         setattr(owner, name, call)
     for name in names:
         wrap(os, name)
-    wrap(unfinished, "_write_block")
-    whole = unfinished._write_block
+    wrap(resuming, "_write_block")
+    whole = resuming._write_block
     def torn(file, said, arrays):
         if left[0] == 1:
             file.write(b"rku1 half of a block")
             file.flush()
         whole(file, said, arrays)
-    unfinished._write_block = torn
+    resuming._write_block = torn
 
 def run(stop, names=()):
     child = os.fork()

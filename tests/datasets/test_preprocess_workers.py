@@ -235,7 +235,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from replaykit import TensorStorage
-from replaykit.datasets import worker
+from replaykit.datasets import worker_pool
 from replaykit.datasets.dataset_passes import preprocess_rows
 
 folder, method, parent = Path(sys.argv[1]), sys.argv[2], os.getpid()
@@ -248,7 +248,7 @@ def stuck(row):
 
 if __name__ == "__main__":
     if method.endswith("-watched"):
-        worker._kill_me_with_parent = lambda: False
+        worker_pool._kill_me_with_parent = lambda: False
     storage = TensorStorage(TensorDict({"x": torch.arange(4)}, [4]))
     preprocess_rows(
         storage,

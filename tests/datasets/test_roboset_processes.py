@@ -41,9 +41,9 @@ def child(serving: Any, root: Path, **env: str) -> subprocess.Popen[str]:
 TOGETHER = """
 import sys, time
 from pathlib import Path
-from replaykit.datasets import split
+from replaykit.datasets import dataset_passes
 from replaykit.datasets.engine import conversion as convert
-for module, name in ((convert, "_convert"), (split, "_split")):
+for module, name in ((convert, "_convert"), (dataset_passes, "_split")):
     def slowly(*arguments, real=getattr(module, name), name=name):
         with Path({log!r}).open("a") as file:
             file.write(name + "\\n")
