@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.against import AT_MOST, BY_NAME, compare_works, started
+from benchmarks.builds import BuildError, build, resolve
 from benchmarks.calibrate import calibrate, print_calibration
 from benchmarks.calibration import Calibration, OtherHost, load, save
 from benchmarks.contender import Mismatch
@@ -51,7 +53,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scratch", type=Path, help="a folder on disk for mapped files")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows, few rounds")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    parser.add_argument(
+        "--against",
+        metavar="REV",
+        help="build that commit, and compare this tree with it, in turn; "
+        f"{', '.join(BY_NAME)} only where they are named, and no other contenders",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 where a target is missed; "
+        f"with --against, where the median ratio of a time or count exceeds {AT_MOST}",
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.rows, options.images = options.rows // 10, options.images // 10
@@ -84,7 +97,41 @@ def _run(options: argparse.Namespace, scratch: Path) -> tuple[list[Line], dict[s
     if calibration is not None:
         print_calibration(calibration)
     print(f"calibration: {origin}\n")
-    setting = Setting(
+    setting = _setting(options, scratch, calibration)
+    lines: list[Line] = []
+    for name in options.only or WORKS:
+        print(f"measuring {name}", file=sys.stderr, flush=True)
+        seed_all()
+        lines += measure(WORKS[name], setting)
+    record = {
+        **_record(options, lines),
+        "calibration": None
+        if calibration is None
+        else {"copy_gbs": calibration.copy, "line_ns": calibration.lines, "disk": calibration.disk},
+        "calibration_origin": origin,
+    }
+    return lines, record
+
+
+def _against(
+    options: argparse.Namespace, scratch: Path, commit: str
+) -> tuple[list[Line], dict[str, Any]]:
+    """Compare this tree with a commit: the table, and its record."""
+    label = f"at {commit[:9]}"
+    setting = _setting(options, scratch)
+    names = options.only or [name for name in WORKS if name not in BY_NAME]
+    with started(setting, label, build(commit)) as sides:
+        for side in sides:
+            print(f"{side.name}: {side.check_package()}")
+        lines = list(compare_works(sides, names, options.rounds))
+    against = {"revision": options.against, "commit": commit}
+    return lines, {**_record(options, lines), "against": against}
+
+
+def _setting(
+    options: argparse.Namespace, scratch: Path, calibration: Calibration | None = None
+) -> Setting:
+    return Setting(
         rows=options.rows,
         images=options.images,
         rounds=options.rounds,
@@ -92,24 +139,17 @@ def _run(options: argparse.Namespace, scratch: Path) -> tuple[list[Line], dict[s
         scratch=scratch,
         calibration=calibration,
     )
-    lines: list[Line] = []
-    for name in options.only or WORKS:
-        print(f"measuring {name}", file=sys.stderr, flush=True)
-        seed_all()
-        lines += measure(WORKS[name], setting)
-    record = {
+
+
+def _record(options: argparse.Namespace, lines: Sequence[Line]) -> dict[str, Any]:
+    return {
         "machine": describe(),
         "rows": options.rows,
         "images": options.images,
         "rounds": options.rounds,
-        "calibration": None
-        if calibration is None
-        else {"copy_gbs": calibration.copy, "line_ns": calibration.lines, "disk": calibration.disk},
-        "calibration_origin": origin,
         "lines": [line.to_json() for line in lines],
         "left_out": {f"{line.work}: {line.name}": line.missing for line in lines if line.missing},
     }
-    return lines, record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,13 +161,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory(prefix="replaykit-bench-", dir=options.scratch) as scratch:
         try:
-            lines, record = _run(options, Path(scratch))
-        except Mismatch as error:
+            if options.against is None:
+                lines, record = _run(options, Path(scratch))
+            else:
+                lines, record = _against(options, Path(scratch), resolve(options.against))
+        except (Mismatch, BuildError) as error:
             print(f"nothing more is timed: {error}", file=sys.stderr)
             return 1
     print()
     print_lines(lines)
-    if (options.rows, options.images) != ASKED:
+    if options.against is None and (options.rows, options.images) != ASKED:
         print(f"what is asked, is asked of {ASKED[0]:,} rows and {ASKED[1]:,} of images")
     record["others"] = share = neighbours.share()
     if share is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Contender", "Mismatch", "Unavailable", "expect"]
+__all__ = ["Contender", "Mismatch", "Subject", "Unavailable", "expect"]
 
 
 class Unavailable(Exception):
@@ -41,6 +42,19 @@ class Contender(ABC):
     @abstractmethod
     def timed(self) -> Callable[[Any], Any]:
         """Returns the work: called once with each of the inputs, inside the timer."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """How a work makes its own contender, without the others.
+
+    Attributes:
+        contender: makes the contender, which is neither made nor checked yet.
+        calls: calls in a turn.
+    """
+
+    contender: Callable[[], Contender]
+    calls: int = 10
 
 
 def expect(correct: bool, complaint: str) -> None:

@@ -13,14 +13,26 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.contender import Contender, Mismatch, Unavailable
 
-__all__ = ["Ratio", "Times", "compare", "quantile", "ready", "seed_all", "take_turns"]
+__all__ = [
+    "Ratio",
+    "Runner",
+    "Times",
+    "compare",
+    "compare_rounds",
+    "quantile",
+    "ready",
+    "seed_all",
+    "take_turns",
+    "without_collector",
+]
 
 WARM_UP = 15
 """Calls before the first round: allocators and caches settle."""
@@ -61,7 +73,12 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 def compare(subject: Times, other: Times) -> Ratio:
     """Returns the subject's time over the other's, round by round."""
-    ratios = [a / b for a, b in zip(subject.rounds, other.rounds, strict=True)]
+    return compare_rounds(subject.rounds, other.rounds)
+
+
+def compare_rounds(subject: Sequence[float], other: Sequence[float]) -> Ratio:
+    """Return the subject's figures over the other's, round by round."""
+    ratios = [a / b for a, b in zip(subject, other, strict=True)]
     return Ratio(statistics.median(ratios), quantile(ratios, 0.05), quantile(ratios, 0.95))
 
 
@@ -102,32 +119,64 @@ def take_turns(
         rounds: turns of each.
         calls: calls in a turn; every one of them has inputs of its own.
     """
-    works = {name: contender.timed() for name, contender in contenders.items()}
-    for name, contender in contenders.items():
-        for start in range(0, WARM_UP, calls):
-            for given in contender.inputs(min(calls, WARM_UP - start)):
-                works[name](given)
-    clock = _clock_us()
+    runners = {name: Runner(contender, calls) for name, contender in contenders.items()}
+    for runner in runners.values():
+        runner.warm_up()
     turns: dict[str, list[float]] = {name: [] for name in contenders}
     every: dict[str, list[float]] = {name: [] for name in contenders}
+    with without_collector():
+        for turn in range(rounds):
+            # There and back: nobody always comes after the one who empties the caches.
+            for name in list(contenders)[:: -1 if turn % 2 else 1]:
+                spent = runners[name].turn()
+                turns[name].append(sum(spent) / len(spent))
+                every[name] += spent
+            gc.collect(0)
+    return {name: Times(turns[name], every[name]) for name in contenders}
+
+
+class Runner:
+    """Time one contender, turn by turn.
+
+    Args:
+        contender: a checked one.
+        calls: calls in a turn; every one of them has inputs of its own.
+    """
+
+    def __init__(self, contender: Contender, calls: int) -> None:
+        self._contender, self._calls = contender, calls
+        self._work = contender.timed()
+        self._clock = _clock_us()
+
+    def warm_up(self) -> None:
+        """Make the calls that come before the first round."""
+        for start in range(0, WARM_UP, self._calls):
+            for given in self._contender.inputs(min(self._calls, WARM_UP - start)):
+                self._work(given)
+
+    def turn(self, untimed: int = 0) -> list[float]:
+        """Return the microseconds of each call of a turn.
+
+        Args:
+            untimed: calls before those, which are not timed.
+        """
+        spent = _timed(self._work, self._contender.inputs(untimed + self._calls))
+        return [max(us - self._clock, 1e-3) for us in spent[untimed:]]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Switch Python's cyclic collector off, and freeze what lives already."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        for turn in range(rounds):
-            # There and back: nobody always comes after the one who empties the caches.
-            for name in list(contenders)[:: -1 if turn % 2 else 1]:
-                spent = _timed(works[name], contenders[name].inputs(calls))
-                spent = [max(us - clock, 1e-3) for us in spent]
-                turns[name].append(sum(spent) / len(spent))
-                every[name] += spent
-            gc.collect(0)
+        yield
     finally:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-    return {name: Times(turns[name], every[name]) for name in contenders}
 
 
 def _timed(work: Callable[[object], object], inputs: Iterable[object]) -> list[float]:

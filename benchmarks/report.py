@@ -32,6 +32,7 @@ class Line:
         ratio: the subject's time over this contender's in the same round, median; ``low`` and
             ``high`` are the middle 90 % of rounds.
         at_most: what is asked of the ratio, or of the value where there is no ratio.
+        more: the subject's amount less this contender's, where amounts are counted.
         share: the physical limit over the figure, and ``limit`` what limits.
         missing: why there is no figure.
     """
@@ -45,6 +46,7 @@ class Line:
     low: float | None = None
     high: float | None = None
     at_most: float | None = None
+    more: int | None = None
     share: float | None = None
     limit: str | None = None
     missing: str | None = None
@@ -136,8 +138,11 @@ def _row(line: Line, work: str) -> str:
         met = "-"
     value = "" if line.value is None else f"{line.value:.1f}"
     if line.unit != "us":
-        value = "" if line.value is None else f"{line.value:.3f} {line.unit}"
+        digits = ",d" if isinstance(line.value, int) else ".3f"
+        value = "" if line.value is None else f"{line.value:{digits}} {line.unit}"
     spread = "" if line.low is None else f"{line.low:.2f}-{line.high:.2f}"
+    if line.more is not None:
+        spread = f"{line.more:+,d}"
     share = "" if line.share is None else f"{line.share:.1%} {line.limit}"
     if line.share is not None and line.share > 1.05:
         share += " (!)"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from replaykit.ted import DEFAULT_DONE_KEYS
-
 __all__ = [
     "Leaves",
     "as_tensordict",
@@ -20,6 +18,8 @@ __all__ = [
 
 Leaves = dict[tuple[str, ...], torch.Tensor]
 
+FLAGS = ("done", "terminated", "truncated")
+
 
 def make_transitions(rows: int) -> Leaves:
     """Returns 10 columns of 170 bytes a row: two observations of 17, an action of 6, reward, six
@@ -31,7 +31,7 @@ def make_transitions(rows: int) -> Leaves:
         ("next", "observation"): torch.randn(rows, 17, generator=draw),
         ("next", "reward"): torch.arange(rows, dtype=torch.float32).unsqueeze(-1),
     }
-    for name in DEFAULT_DONE_KEYS:
+    for name in FLAGS:
         leaves[(name,)] = torch.rand(rows, 1, generator=draw) < 0.5
         leaves["next", name] = torch.rand(rows, 1, generator=draw) < 0.01
     return leaves
@@ -42,7 +42,7 @@ def make_episodes(rows: int, length: int) -> Leaves:
     episodes of ``length`` rows that are truncated. The reward of a row is its number."""
     leaves = make_transitions(rows)
     draw = torch.Generator().manual_seed(1)
-    for name in DEFAULT_DONE_KEYS:
+    for name in FLAGS:
         leaves[(name,)] = torch.zeros(rows, 1, dtype=torch.bool)
         leaves["next", name] = torch.zeros(rows, 1, dtype=torch.bool)
     for name in ("done", "truncated"):

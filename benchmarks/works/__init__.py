@@ -1,62 +1,72 @@
-"""The works, one module each: what is asked of them, and how they are measured."""
+"""The works, one module each: what is asked of them, and how they are measured.
+
+A module is imported when its work is first asked for: another commit of replaykit may lack the
+names that one of them needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.contender import Unavailable
+from benchmarks.contender import Subject, Unavailable
 from benchmarks.report import Line, Target, missing_lines
 from benchmarks.setting import Setting
-from benchmarks.works import (
-    checkpoints,
-    corpora,
-    costs,
-    growing,
-    images,
-    memmap_cold,
-    memmap_warm,
-    memory,
-    opening,
-    overlap,
-    prioritized,
-    sequences,
-    sharing,
-    transitions,
-    trees,
-    writes,
-)
 
 __all__ = ["WORKS", "Work", "measure"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked, by title, and what measures it."""
+    """A module of this package."""
 
-    asked: Callable[[Setting], Mapping[str, Sequence[Target]]]
-    run: Callable[[Setting], list[Line]]
+    name: str
+
+    @property
+    def module(self) -> Any:
+        """The module, imported."""
+        return importlib.import_module(f"{__name__}.{self.name}")
+
+    def asked(self, setting: Setting) -> Mapping[str, Sequence[Target]]:
+        """Return what is asked, by title."""
+        found: Mapping[str, Sequence[Target]] = self.module.asked(setting)
+        return found
+
+    def run(self, setting: Setting) -> list[Line]:
+        """Measure, and return the lines of the table."""
+        found: list[Line] = self.module.run(setting)
+        return found
+
+    def subjects(self, setting: Setting) -> Mapping[str, Subject]:
+        """Return how to make its own contenders, by title; none where it takes no turns."""
+        if not hasattr(self.module, "subjects"):
+            return {}
+        found: Mapping[str, Subject] = self.module.subjects(setting)
+        return found
 
 
 WORKS = {
-    module.__name__.rpartition(".")[2]: Work(module.asked, module.run)
-    for module in (
-        transitions,
-        prioritized,
-        trees,
-        writes,
-        images,
-        memmap_warm,
-        memmap_cold,
-        memory,
-        sequences,
-        checkpoints,
-        opening,
-        sharing,
-        costs,
-        overlap,
-        growing,
-        corpora,
+    name: Work(name)
+    for name in (
+        "transitions",
+        "prioritized",
+        "trees",
+        "writes",
+        "images",
+        "memmap_warm",
+        "memmap_cold",
+        "memory",
+        "calls",
+        "sequences",
+        "checkpoints",
+        "opening",
+        "sharing",
+        "costs",
+        "overlap",
+        "growing",
+        "corpora",
     )
 }
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import expect
+from benchmarks.contender import Subject, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Replaykit
 from benchmarks.report import SUBJECT, Line, lines_of_turns
@@ -19,7 +19,7 @@ from benchmarks.works.transitions import Sampling
 from benchmarks.works.writes import Writing
 from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 
-__all__ = ["asked", "run"]
+__all__ = ["asked", "run", "subjects"]
 
 ROWS = 8
 WITHOUT = "without"
@@ -65,6 +65,28 @@ class Plain(Replaykit):
         kept = self.buffer.storage.recovery is not None
         expect(kept == bool(self.how), f"kept in files: {kept}")
         expect(len(self.buffer) == self.rows, f"holds {len(self.buffer)} rows of {self.rows}")
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    shared, few, many, recover, both = _titles(setting)
+
+    def writing(**how: Any) -> Subject:
+        kind = partial(Plain, **how)
+        return Subject(lambda: Writing(kind, SUBJECT, make_transitions(setting.rows), ROWS))
+
+    def sampling(rows: int) -> Subject:
+        kind = partial(Plain, shared=True)
+        return Subject(lambda: Sampling(kind, SUBJECT, make_transitions(rows)))
+
+    folder = setting.scratch / "recovered"
+    return {
+        shared: writing(shared=True, priorities=True),
+        few: sampling(min(setting.rows, 100_000)),
+        many: sampling(setting.rows),
+        recover: writing(folder=folder, recover=True),
+        both: writing(folder=folder, recover=True, priorities=True),
+    }
 
 
 def run(setting: Setting) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.contender import Subject
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import RawTorch, Replaykit, TorchRL
 from benchmarks.limits import gather_limit
@@ -10,9 +11,12 @@ from benchmarks.rows import make_images, row_bytes
 from benchmarks.setting import BATCH, Setting
 from benchmarks.works.transitions import Sampling
 
-__all__ = ["asked", "run"]
+__all__ = ["asked", "run", "subjects"]
 
 TARGETS = (Target("index_select", 1.1), Target("TorchRL", 1 / 4))
+
+CALLS = 3
+"""Calls in a turn: each takes a millisecond."""
 
 
 def _title(setting: Setting) -> str:
@@ -24,6 +28,15 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
     return {_title(setting): TARGETS}
 
 
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    return {
+        _title(setting): Subject(
+            lambda: Sampling(Replaykit, Replaykit.name, make_images(setting.images)), CALLS
+        )
+    }
+
+
 def run(setting: Setting) -> list[Line]:
     """Measures."""
     leaves = make_images(setting.images)
@@ -31,8 +44,7 @@ def run(setting: Setting) -> list[Line]:
         Sampling(Replaykit, Replaykit.name, leaves),
         [Sampling(kind, kind.name, leaves) for kind in (RawTorch, TorchRL)],
     )
-    # Calls take a millisecond: few of them make a turn.
-    times = take_turns(found, rounds=setting.rounds, calls=3)
+    times = take_turns(found, rounds=setting.rounds, calls=CALLS)
     size = row_bytes(leaves)
     limit = setting.limit(
         lambda at: gather_limit(at, BATCH, size, setting.threads, setting.images * size)

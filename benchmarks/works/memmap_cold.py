@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import Unavailable
+from benchmarks.contender import Subject, Unavailable
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Replaykit
 from benchmarks.limits import disk_limit
@@ -27,7 +27,7 @@ from benchmarks.stored import tensors_of_storage
 from benchmarks.works.memmap_warm import mapped_in
 from benchmarks.works.transitions import Sampling
 
-__all__ = ["Cold", "OneByOne", "Unadvised", "asked", "run"]
+__all__ = ["Cold", "OneByOne", "Unadvised", "asked", "run", "subjects"]
 
 TARGETS = (Target("without page advice", 1 / 3),)
 ROUNDS = 100
@@ -98,6 +98,16 @@ class OneByOne(Unadvised):
     def make(self) -> None:
         super().make()
         read_singly(self.tensors)
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    folder = setting.scratch / "cold"
+    return {
+        _title(setting): Subject(
+            lambda: Cold(folder, Replaykit.name, make_transitions(setting.rows)), calls=1
+        )
+    }
 
 
 def run(setting: Setting) -> list[Line]:

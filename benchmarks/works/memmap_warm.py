@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import Unavailable
+from benchmarks.contender import Subject, Unavailable
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Replaykit
 from benchmarks.limits import gather_limit
@@ -20,7 +20,7 @@ from benchmarks.stored import tensors_of_storage
 from benchmarks.works.transitions import Sampling
 from replaykit import LazyMemmapStorage, ReplayBuffer
 
-__all__ = ["Mapped", "asked", "mapped_in", "run"]
+__all__ = ["Mapped", "asked", "mapped_in", "run", "subjects"]
 
 TARGETS = (Target("the same in memory", 1.3),)
 
@@ -66,6 +66,14 @@ class Warm(Sampling):
         share = resident_share(tensors)
         if share < 1:
             raise Unavailable(f"only {share:.1%} of the pages stay in the cache")
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    kind = mapped_in(setting.scratch / "warm")
+    return {
+        _title(setting): Subject(lambda: Warm(kind, Replaykit.name, make_transitions(setting.rows)))
+    }
 
 
 def run(setting: Setting) -> list[Line]:

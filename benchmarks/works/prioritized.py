@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, Unavailable, expect
+from benchmarks.contender import Contender, Subject, Unavailable, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Cpprb, Holder, Replaykit, TorchRL
 from benchmarks.laws import expect_frequencies, importance_weights
 from benchmarks.limits import Limit, gather_limit, tree_limit
-from benchmarks.report import Line, Target, lines_of_turns
+from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions, row_bytes
 from benchmarks.setting import BATCH, Setting
 from replaykit import TensorDictPrioritizedReplayBuffer
 
-__all__ = ["asked", "run"]
+__all__ = ["asked", "run", "subjects"]
 
 TARGETS = (Target("cpprb", 1 / 5),)
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-8
@@ -215,6 +216,16 @@ class Stepping(Contender):
 
     def timed(self) -> Callable[[Any], Any]:
         return self.holder.stepper()
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    kinds = {_title(setting): PrioritizedReplaykit, f"{_title(setting)}, by index": ByIndex}
+
+    def contender(kind: type[PrioritizedReplaykit]) -> Stepping:
+        return Stepping(kind, SUBJECT, make_transitions(setting.rows))
+
+    return {title: Subject(partial(contender, kind)) for title, kind in kinds.items()}
 
 
 def run(setting: Setting) -> list[Line]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from benchmarks.contender import Contender, Unavailable, expect
+from benchmarks.contender import Contender, Subject, Unavailable, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import CHUNK, TorchRL
-from benchmarks.report import Line, Target, lines_of_turns, missing_lines
+from benchmarks.report import SUBJECT, Line, Target, lines_of_turns, missing_lines
 from benchmarks.rows import Leaves, as_tensordict, make_episodes, row_count, take_rows
 from benchmarks.setting import BATCH, Setting
 from replaykit import (
@@ -26,9 +27,8 @@ from replaykit import (
     StackFrames,
     TensorStorage,
 )
-from replaykit.episodes import WINDOWS, CountLaw
 
-__all__ = ["asked", "run"]
+__all__ = ["EPISODE", "Slices", "asked", "run", "sliced", "subjects"]
 
 SLICES, LENGTH = 16, 16
 EPISODE = 200
@@ -262,6 +262,8 @@ class Extending(Contender):
 
 def _index_lines(setting: Setting) -> list[Line]:
     """What it costs to index a data set at once, in seconds and in bytes a row."""
+    from replaykit.episodes import WINDOWS, CountLaw
+
     rows = setting.rows * 10
     built, one_row, usual = _index_titles(setting)
     done = torch.zeros(rows, 1, dtype=torch.bool)
@@ -303,7 +305,8 @@ def _measured(
     return lines_of_turns(title, times, absent, targets)
 
 
-def _sliced() -> SliceSampler:
+def sliced() -> SliceSampler:
+    """Return the sampler of 16 slices."""
     return SliceSampler(num_slices=SLICES)
 
 
@@ -311,11 +314,34 @@ def _prioritized() -> PrioritizedSliceSampler:
     return PrioritizedSliceSampler(alpha=0.6, beta=0.4, num_slices=SLICES)
 
 
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    slices, growing, drawing, extending, prioritized = list(_titles(setting))[:5]
+
+    def filled(sampler: Any, transform: Any = None) -> Slices:
+        return Slices(SUBJECT, make_episodes(setting.rows, EPISODE), sampler, transform)
+
+    def extended() -> Extending:
+        return Extending(SUBJECT, make_episodes(setting.rows, EPISODE), indexed=True)
+
+    return {
+        slices: Subject(lambda: filled(sliced)),
+        growing: Subject(lambda: Growing(filled(sliced))),
+        drawing: Subject(lambda: Drawing(SUBJECT, setting.rows * LARGER)),
+        extending: Subject(extended),
+        prioritized: Subject(lambda: filled(_prioritized)),
+        **{
+            title: Subject(partial(filled, RandomSampler, transform))
+            for title, transform in TRANSFORMS.items()
+        },
+    }
+
+
 def run(setting: Setting) -> list[Line]:
     """Measures."""
     titles = list(_titles(setting))
     leaves = make_episodes(setting.rows, EPISODE)
-    own = Slices("replaykit", leaves, _sliced)
+    own = Slices("replaykit", leaves, sliced)
     uniform = Slices(UNIFORM, leaves, RandomSampler)
     theirs = TorchRLSlices("TorchRL", leaves, None)
     # The slow one would take most of the time.
@@ -336,7 +362,7 @@ def run(setting: Setting) -> list[Line]:
         [Extending(BARE, leaves, indexed=False)],
     )
     prioritized = Slices("replaykit", leaves, _prioritized)
-    lines += _measured(setting, titles[4], prioritized, [Slices(PLAIN, leaves, _sliced)])
+    lines += _measured(setting, titles[4], prioritized, [Slices(PLAIN, leaves, sliced)])
     for title, transform in TRANSFORMS.items():
         subject = Slices("replaykit", leaves, RandomSampler, transform)
         lines += _measured(setting, title, subject, [uniform])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender import Unavailable, expect
+from benchmarks.contender import Subject, Unavailable, expect
 from benchmarks.harness import Times, ready, take_turns
 from benchmarks.holders import Replaykit
 from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
@@ -19,7 +19,7 @@ from benchmarks.setting import BATCH, Setting
 from benchmarks.works.writes import Writing
 from replaykit import LazyTensorStorage, ReplayBuffer
 
-__all__ = ["asked", "run"]
+__all__ = ["asked", "run", "subjects"]
 
 ROWS = 8
 EXTENDERS = 4
@@ -42,6 +42,11 @@ class Shared(Replaykit):
 
     def new_buffer(self) -> Any:
         return ReplayBuffer(storage=self.storage(self.rows), batch_size=BATCH, shared=True)
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    return {EXTEND: Subject(lambda: Writing(Shared, SUBJECT, make_transitions(setting.rows), ROWS))}
 
 
 def run(setting: Setting) -> list[Line]:

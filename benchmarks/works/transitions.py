@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, expect
+from benchmarks.contender import Contender, Subject, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Cpprb, Holder, RawTorch, Replaykit, TorchRL
 from benchmarks.laws import expect_frequencies
@@ -16,7 +16,7 @@ from benchmarks.report import Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions, row_bytes
 from benchmarks.setting import BATCH, Setting
 
-__all__ = ["Sampling", "asked", "run"]
+__all__ = ["Sampling", "asked", "run", "subjects"]
 
 TARGETS = (Target("index_select", 0.5), Target("TorchRL", 1 / 5), Target("cpprb", 1 / 3))
 
@@ -60,6 +60,15 @@ class Sampling(Contender):
 
     def timed(self) -> Callable[[Any], Any]:
         return self.holder.sampler()
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    return {
+        _title(setting): Subject(
+            lambda: Sampling(Replaykit, Replaykit.name, make_transitions(setting.rows))
+        )
+    }
 
 
 def run(setting: Setting) -> list[Line]:

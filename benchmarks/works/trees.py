@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, Unavailable, expect
+from benchmarks.contender import Contender, Subject, Unavailable, expect
 from benchmarks.harness import Times, ready, take_turns
 from benchmarks.laws import expect_frequencies
 from benchmarks.limits import tree_limit
@@ -19,7 +19,7 @@ from benchmarks.setting import BATCH, Setting
 from replaykit import native
 from replaykit.priorities import SumSegmentTree
 
-__all__ = ["BinaryTree", "SumTree", "asked", "run"]
+__all__ = ["BinaryTree", "SumTree", "asked", "run", "subjects"]
 
 YARDSTICK = "binary tree"
 GROWTH = 10
@@ -219,6 +219,15 @@ WORKS: dict[str, type[_OnTree]] = {
     "finds": Finding,
     "updates": Updating,
 }
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+    return {
+        _title(work, leaves): Subject(partial(kind, SumTree, SUBJECT, leaves))
+        for work, kind in WORKS.items()
+        for leaves in (setting.rows, setting.rows * GROWTH)
+    }
 
 
 def run(setting: Setting) -> list[Line]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, expect
+from benchmarks.contender import Contender, Subject, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Cpprb, Holder, RawTorch, Replaykit, TorchRL, blocks
 from benchmarks.limits import copy_limit
@@ -16,7 +16,7 @@ from benchmarks.report import Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions, row_bytes, take_rows
 from benchmarks.setting import Setting
 
-__all__ = ["Writing", "asked", "run"]
+__all__ = ["Writing", "asked", "run", "subjects"]
 
 TARGETS = (Target("cpprb", 1.5), Target("TorchRL", 1 / 5))
 COUNTS: dict[int, tuple[Target, ...]] = {1: TARGETS, 8: TARGETS, 64: ()}
@@ -37,14 +37,16 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
 class Writing(Contender):
     """A full buffer that takes rows which it does not hold yet."""
 
-    def __init__(self, kind: Callable[[Leaves], Holder], title: str, leaves: Leaves) -> None:
+    def __init__(
+        self, kind: Callable[[Leaves], Holder], title: str, leaves: Leaves, count: int = 1
+    ) -> None:
         self.name = title
         self.kind = kind
         self.leaves = leaves
         self.fresh = take_rows(leaves, 0, FRESH)
         # The reward of a row is its number: none of the rows held is below zero.
         self.fresh["next", "reward"] = -1 - torch.arange(FRESH, dtype=torch.float32).unsqueeze(-1)
-        self.count = 1
+        self.count = count
 
     def make(self) -> None:
         self.holder = self.kind(self.leaves)
@@ -77,6 +79,15 @@ class Writing(Contender):
 
     def timed(self) -> Callable[[Any], Any]:
         return self.holder.writer(self.count)
+
+
+def subjects(setting: Setting) -> dict[str, Subject]:
+    """Return how to make the contenders of this work, by title."""
+
+    def contender(count: int) -> Writing:
+        return Writing(Replaykit, Replaykit.name, make_transitions(setting.rows), count)
+
+    return {_title(count): Subject(partial(contender, count)) for count in COUNTS}
 
 
 def run(setting: Setting) -> list[Line]:
