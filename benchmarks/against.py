@@ -1,8 +1,8 @@
 """This tree's replaykit and that of another commit, in two processes that take turns.
 
-Both processes run the benchmarks of this tree; only the package differs. In every round each of
-them takes one turn, every other round backwards, while the other waits. A ratio is that of two
-turns of one round. What the other commit lacks is left out with the reason.
+Both processes run the benchmarks of this tree; only the package differs. While one of them takes a
+turn, the other waits. A ratio is that of two turns each, there and back. What the other commit
+lacks is left out with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_ROUNDS = 5
 """Rounds of a work that is run as a whole, at most."""
 
 MAKES = 4
-"""How often each contender is made: where its memory lies changes what some works cost."""
+"""How often each contender is made: where its memory lies changes what calls cost."""
 
 SETTLED = 0.002
 """Seconds between two turns: threads of the process before have gone to sleep by then."""
@@ -113,7 +113,8 @@ class Side:
             process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = dict(os.environ)
+        # Otherwise each process would lay out its dicts and sets in another way.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
         if self._package is not None:
             paths = [str(ROOT / "benchmarks" / "redirect"), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -173,24 +174,31 @@ def _rounds(sides: tuple[Side, Side], rounds: int, turn: Callable[[Side], None])
 
 def _in_turn(work: str, title: str, sides: tuple[Side, Side], rounds: int) -> list[Line]:
     spent: dict[str, list[list[float]]] = {side.name: [] for side in sides}
+    pairs = max(1, rounds // 2)
     try:
-        for number in range(min(MAKES, rounds)):
+        for number in range(min(MAKES, pairs)):
             for side in sides[:: -1 if number % 2 else 1]:
                 side.ask("drop")
                 side.ask("make", work=work, title=title)
-            share = len(range(number, rounds, MAKES))
-            _rounds(sides, share, lambda side: spent[side.name].append(side.ask("turn")))
+            share = len(range(number, pairs, MAKES))
+            _rounds(sides, 2 * share, lambda side: spent[side.name].append(side.ask("turn")))
     except Lacking as error:
         return [_left_out(title, sides, error)]
     finally:
         for side in sides:
             side.ask("drop")
-    times = {
-        # The median call: a process that is set aside for a while in a turn loses one call by it.
-        name: Times([statistics.median(turn) for turn in turns], list(chain.from_iterable(turns)))
-        for name, turns in spent.items()
-    }
+    times = {name: _paired(turns) for name, turns in spent.items()}
     return lines_of_turns(title, times, {}, (Target(sides[1].name, AT_MOST),))
+
+
+def _paired(turns: list[list[float]]) -> Times:
+    """Return one figure for each two turns, there and back: one of them follows an own turn.
+
+    A turn counts with its median call: a process that is set aside for a while loses one call.
+    """
+    figures = [statistics.median(turn) for turn in turns]
+    pairs = [(first + second) / 2 for first, second in zip(*[iter(figures)] * 2, strict=True)]
+    return Times(pairs, list(chain.from_iterable(turns)))
 
 
 def _whole(work: str, sides: tuple[Side, Side], rounds: int) -> list[Line]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import shutil
 import sys
 import traceback
@@ -37,6 +38,7 @@ class Worker:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._runner: Runner | None = None
+        self._ballast: list[bytes] = []
         self._quiet = ExitStack()
 
     def describe(self) -> dict[str, str]:
@@ -58,6 +60,8 @@ class Worker:
     def make(self, work: str, title: str) -> None:
         """Make a contender, check it, and warm it up."""
         seed_all()
+        # Every time a contender is made its memory lies in other places.
+        self._ballast = [bytes(random.randrange(16, 4096)) for _ in range(4096)]
         subject = WORKS[work].subjects(self._setting)[title]
         contender = subject.contender()
         contender.make()

@@ -121,6 +121,12 @@ def test_counts_are_compared_by_ratio_and_difference(setting: Setting) -> None:
     assert line.missing == "only one side has this figure"
 
 
+def test_a_figure_is_that_of_two_turns_by_their_median_calls() -> None:
+    times = against._paired([[1.0, 2.0, 90.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
+    assert times.rounds == [3.0, 4.0]
+    assert len(times.calls) == 12
+
+
 def test_a_revision_that_is_not_there_is_named() -> None:
     with pytest.raises(BuildError, match="got 'no-such-revision'"):
         resolve("no-such-revision")
