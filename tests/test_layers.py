@@ -25,6 +25,7 @@ ABOVE_ONE_ANOTHER = [
     {"checkpoint", "episodes", "recovery"},
     {"schema"},
     {"transfer"},
+    {"trajectories"},
     {"structure"},
     {
         "_compat",

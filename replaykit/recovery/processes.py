@@ -32,12 +32,12 @@ class ProcessRegistry(OpenFile):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import Members
+        >>> from replaykit.recovery import ProcessRegistry
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     member = Members(Path(folder) / "members")
-        ...     nobody = Members.nobody(Path(folder) / "members")
+        ...     member = ProcessRegistry(Path(folder) / "members")
+        ...     nobody = ProcessRegistry.nobody(Path(folder) / "members")
         ...     member.let_go()
-        ...     nobody, Members.nobody(Path(folder) / "members")
+        ...     nobody, ProcessRegistry.nobody(Path(folder) / "members")
         (False, True)
     """
 

@@ -193,8 +193,8 @@ class GlobalIndex:
 
     Example:
         >>> import torch
-        >>> from replaykit.sharding.protocol import Names
-        >>> names = Names(3)
+        >>> from replaykit.sharding.protocol import GlobalIndex
+        >>> names = GlobalIndex(3)
         >>> index = names.join(1, torch.tensor([0, 1, -1]))
         >>> index, names.shards(index), names.slots(index)
         (tensor([ 1,  4, -1]), tensor([ 1,  1, -1]), tensor([ 0,  1, -1]))

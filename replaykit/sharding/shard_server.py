@@ -64,8 +64,9 @@ def missing_parts(found: dict[int, KnownWrites]) -> dict[int, set[tuple[str, int
     """Which parts of writes that were begun have not come, by shard.
 
     Example:
-        >>> from replaykit.sharding.shard_server import Known, missing_parts
-        >>> missing_parts({0: Known({("a", 7): 0b11}, {"a": 7}), 1: Known({}, {"a": 5})})
+        >>> from replaykit.sharding.shard_server import KnownWrites, missing_parts
+        >>> ahead = KnownWrites({("a", 7): 0b11}, {"a": 7})
+        >>> missing_parts({0: ahead, 1: KnownWrites({}, {"a": 5})})
         {1: {('a', 7)}}
     """
     done: dict[str, int] = {}

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
 import numpy as np
 
 __all__ = ["RoboHiveWriter", "make_trial"]
+
 
 def make_trial(
     records: int,

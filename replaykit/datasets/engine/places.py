@@ -18,8 +18,8 @@ class NameTable:
     """Texts in order, which take no object each.
 
     Example:
-        >>> from replaykit.datasets.engine.places import Names
-        >>> names = Names(["demo_0", "", "demo_12"])
+        >>> from replaykit.datasets.engine.places import NameTable
+        >>> names = NameTable(["demo_0", "", "demo_12"])
         >>> len(names), names[2], list(names)
         (3, 'demo_12', ['demo_0', '', 'demo_12'])
     """
