@@ -143,7 +143,7 @@ class Elsewhere(Uncompiled, ABC):
         """Asks for draws of so many rows, which follow from a seed, the rows and priorities.
 
         Returns:
-            A future of a list of `DrawnRows`, and the `MemberFacts` if they have changed, else None.
+            A future of a list of `DrawnRows`, and `MemberFacts` if they have changed, else None.
         """
 
     @abstractmethod
