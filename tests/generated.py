@@ -24,7 +24,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     """Yield the path of every generated file, and the text that it should hold."""
     for package in registry.ROOMS:
         yield ROOT.joinpath(*package.split("."), "__init__.pyi"), stub(package)
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text("utf-8")
         if "<!-- table:" in text:
             yield page, with_tables(text)

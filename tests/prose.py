@@ -302,7 +302,7 @@ def core_comments(path: Path) -> Iterator[Text]:
 
 def texts() -> Iterator[tuple[str, Text]]:
     """Yield all prose with the names of its rooms."""
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for path in pages:
         for text in page(path):
             yield str(path.relative_to(ROOT)), text

@@ -1,8 +1,8 @@
 """Count code lines, files and classes of each room, and hold them to written bounds.
 
 ``python -m tests.size`` prints the counts with their bounds and writes the bounds into
-``docs/design.md``. With ``--write-bounds`` it first sets every bound to the present count, lines
-rounded up to the next ten.
+``docs/rooms/sizes.md``. With ``--write-bounds`` it first sets every bound to the present count,
+lines rounded up to the next ten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tests.rooms import CORE, ROOT, core_files, modules
 
 BOUNDS = Path(__file__).with_name("size_bounds.txt")
-DESIGN = ROOT / "docs" / "design.md"
+PAGE = ROOT / "docs" / "rooms" / "sizes.md"
 BLOCK = re.compile(r"(?<=<!-- size -->\n).*?(?=<!-- end -->)", re.DOTALL)
 STEP = 10
 """Bounds of code lines are multiples of this."""
@@ -111,7 +111,7 @@ def write_bounds(sizes: dict[str, Size]) -> None:
 
 
 def table() -> str:
-    """Return the bounds as the table in ``docs/design.md``."""
+    """Return the bounds as the table in ``docs/rooms/sizes.md``."""
     written = bounds()
     python = [size for room, size in written.items() if room != CORE]
     total = Size(*(sum(counts) for counts in zip(*python, strict=True)))
@@ -123,14 +123,14 @@ def table() -> str:
 
 
 def block() -> str:
-    """Return the marked block that stands in ``docs/design.md``."""
-    found = BLOCK.search(DESIGN.read_text("utf-8"))
-    assert found is not None, "docs/design.md: expected <!-- size --> and <!-- end -->, got neither"
+    """Return the marked block that stands in ``docs/rooms/sizes.md``."""
+    found = BLOCK.search(PAGE.read_text("utf-8"))
+    assert found is not None, f"{PAGE}: expected <!-- size --> and <!-- end -->, got neither"
     return found[0]
 
 
 def main() -> None:
-    """Print the counts, and write the bounds into ``docs/design.md``."""
+    """Print the counts, and write the bounds into ``docs/rooms/sizes.md``."""
     parser = argparse.ArgumentParser(prog="python -m tests.size", description=__doc__)
     parser.add_argument("--write-bounds", action="store_true", help="set bounds to the counts")
     sizes = measured()
@@ -146,9 +146,9 @@ def main() -> None:
     python = [size for room, size in sizes.items() if room != CORE]
     total = Size(*(sum(counts) for counts in zip(*python, strict=True)))
     print(f"{'Python in all':<20} {total.lines:>15} {total.files:>11} {total.classes:>11}")
-    text = DESIGN.read_text("utf-8")
+    text = PAGE.read_text("utf-8")
     block()
-    DESIGN.write_text(BLOCK.sub(lambda _: table(), text), "utf-8")
+    PAGE.write_text(BLOCK.sub(lambda _: table(), text), "utf-8")
 
 
 if __name__ == "__main__":

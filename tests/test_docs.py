@@ -16,7 +16,11 @@ import replaykit
 from replaykit.testing import LoopbackHub, RoboHiveWriter, make_trial
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").iterdir())]
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
+]
 CORPUS = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
 
 

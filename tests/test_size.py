@@ -24,7 +24,7 @@ def test_bounds_name_only_rooms_that_exist() -> None:
     assert set(bounds()) == set(ROOMS)
 
 
-def test_design_shows_the_bounds() -> None:
+def test_page_shows_the_bounds() -> None:
     assert block() == table(), "run python -m tests.size"
 
 
