@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -135,6 +136,22 @@ def test_rooms_of_the_design_are_those_on_disk() -> None:
         or (path / "__init__.py").exists()
     }
     assert listed == there
+
+
+def test_table_of_decisions_names_definitions_in_its_files() -> None:
+    table = re.findall(
+        r"^\| the [^|]+\|([^|]+)\|([^|]+)\|$", text_of("docs/design.md"), re.MULTILINE
+    )
+    assert len(table) >= 15
+    for files, names in table:
+        defined = set[str]()
+        for file in re.findall(r"`([^`]+)`", files):
+            for node in ast.parse(text_of(f"replaykit/{file}")).body:
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                    inner = node.body if isinstance(node, ast.ClassDef) else []
+                    methods = [each.name for each in inner if isinstance(each, ast.FunctionDef)]
+                    defined |= {node.name, *(f"{node.name}.{method}" for method in methods)}
+        assert set(re.findall(r"`([^`]+)`", names)) <= defined
 
 
 def test_every_guarantee_names_a_test_that_is_there() -> None:
