@@ -28,7 +28,6 @@ from replaykit import (
 )
 from replaykit.episodes import Needs
 from replaykit.transforms import hindsight
-from replaykit.transforms import hindsight as goals_module
 from replaykit.transforms.history import Around, Surroundings
 
 SMALLEST_P = 1e-4
@@ -615,10 +614,10 @@ def test_the_core_and_torch_make_the_same_batches(
             transform = Compose(keep, transform, NStep(3, 0.9))
         return buffer_of(transform, ends, **others)
 
-    told = []
+    told, relabel_later = [], hindsight.relabel_later
 
     def watched(*arguments: Any) -> Any:
-        told.append(goals_module.relabel_later(*arguments))
+        told.append(relabel_later(*arguments))
         return told[-1]
 
     monkeypatch.setattr(hindsight, "relabel_later", watched)
@@ -628,7 +627,7 @@ def test_the_core_and_torch_make_the_same_batches(
     over = way == "written over" and strategy != "random"
     assert [one is not None for one in told] == [True] * 5 * over
     assert all(torch.equal(a, b) for a, b in zip(stored, stored_bits(rb), strict=True))
-    monkeypatch.setattr(goals_module, "_core", None)
+    monkeypatch.setattr(hindsight, "_core", None)
     slow = buffer()
     for batch in fast:
         expected = slow.sample()
@@ -651,7 +650,7 @@ def test_goals_written_over_a_batch_are_seen_by_later_transforms(
         return [rb.sample() for _ in range(5)]
 
     fast = batches()
-    monkeypatch.setattr(goals_module, "_core", None)
+    monkeypatch.setattr(hindsight, "_core", None)
     for batch, expected in zip(fast, batches(), strict=True):
         for key in expected.keys(True, True):
             assert torch.equal(batch[key], expected[key]), key
