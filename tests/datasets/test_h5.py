@@ -136,7 +136,7 @@ def test_missing_h5py_is_an_import_error_with_advice(tmp_path, monkeypatch):
 def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
     names = [
         "engine.h5", "engine.layout", "families.robohive", "sources", "engine.scan",
-        "engine.conversion", "publish", "opened", "split",
+        "engine.conversion", "publishing", "dataset_passes",
     ]  # fmt: skip
     code = (
         "import sys\n"
