@@ -39,6 +39,9 @@ from replaykit import (
 from tests.conftest import fingerprint
 from tests.interrupting import interrupted_at, random_interrupts
 
+# Python prints and drops an interrupt that comes while it finalizes an object.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 CAPACITY, BATCH = 24, 4
 
 
@@ -249,8 +252,6 @@ def injected(kind: str, name: str, folder: Path, *, bytecodes: bool, most: int) 
     return hits
 
 
-# An interrupt in what Python calls when an object goes is printed by Python, and lost.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupts_at_calls_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
@@ -259,7 +260,6 @@ def test_interrupts_at_calls_leave_whole_changes(kind: str, name: str, tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupts_at_bytecodes_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
